@@ -1,0 +1,278 @@
+"""The calculus: one primitive for both forms, closed under differentiation, transposition and batching.
+
+    rows         out[m, n]    = lhs[m, k] rhs[g, k, n]     d lhs: rows, rhs read the other way    d rhs: contraction
+    contraction  out[g, k, n] = lhs[m, k] rhs[m, n]        d lhs: rows                            d rhs: rows
+
+Derivatives are defined here, above the backends, so that a backend is never differentiated. The product is bilinear;
+an epilogue is taken apart (`expand`) whenever a transformation has to look inside. A bias is itself a product, of a
+column of ones with `[g, 1, n]`: its gradient is a contraction, summed in the accumulator's dtype over owned rows only.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from trencadis.backends import BACKENDS
+from trencadis.epilogue import Epilogue, elementwise
+from trencadis.plan import plan
+from trencadis.problem import Form, Problem
+from trencadis.target import Target
+from trencadis.tiling import Pins
+from trencadis.versions import result_type, vary_alike
+from trencadis.visits import owned
+
+Array = jax.Array
+
+grouped_p = Primitive("grouped_matmul")
+
+
+def run(problem: Problem, pins: Pins, *operands: Any) -> Array:
+    """The result of a problem: operands are lhs, rhs, group_sizes [batch, groups], first group [batch], then extras."""
+    return grouped_p.bind(*vary_alike(*operands), problem=problem, pins=pins)  # type: ignore[no-any-return]
+
+
+def expand(problem: Problem, pins: Pins, *operands: Any) -> Array:
+    """The same result with the epilogue taken apart into products and elementwise operations."""
+    lhs, rhs, sizes, first, *extras = operands
+    bias, existing = problem.epilogue.split(tuple(extras))
+    z = run(problem.replace(out=problem.acc, epilogue=Epilogue()), pins, lhs, rhs, sizes, first)
+    if bias is not None:
+        z = z + _bias_rows(problem, pins, bias, sizes, first, problem.acc)
+    if problem.epilogue.activation is not None:
+        z = activate(problem, z, sizes, first)
+    if existing is not None:
+        z = existing.astype(problem.acc) + z
+    return z.astype(problem.out)
+
+
+def activate(problem: Problem, z: Array, sizes: Any, first: Any, activation: Any = None) -> Array:
+    """The activation over owned rows, [rows, n]; a row that nobody owns stays 0 whatever the activation makes of 0."""
+    y = elementwise(activation or problem.epilogue.activation)(z)
+    return jnp.where(owned(problem, sizes, first)[:, None], y, jnp.zeros_like(y))
+
+
+def _bias_rows(problem: Problem, pins: Pins, bias: Any, sizes: Any, first: Any, out: Any) -> Array:
+    ones = jnp.ones((problem.rows, 1), problem.acc)
+    rows = problem.replace(k=1, lhs=problem.acc, rhs=np.dtype(bias.dtype), out=out, transpose_rhs=False,
+                           epilogue=Epilogue())  # fmt: skip
+    return run(rows, pins.derive(None, swap=False), ones, bias[:, None, :], sizes, first)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward mode
+
+
+def _jvp(primals: Any, tangents: Any, *, problem: Problem, pins: Pins) -> tuple[Array, Any]:
+    if not jnp.issubdtype(problem.out, jnp.inexact):
+        out = run(problem, pins, *primals)
+        return out, ad.Zero.from_primal_value(out)
+    lhs, rhs, sizes, first, *_ = primals
+    d_lhs, d_rhs, _, _, *d_extras = tangents
+    d_bias, d_existing = problem.epilogue.split(tuple(d_extras))
+    plain = problem.replace(epilogue=Epilogue())
+    d_z: list[Array] = []
+    if type(d_lhs) is not ad.Zero:
+        d_z.append(run(plain, pins, d_lhs, rhs, sizes, first))
+    if type(d_rhs) is not ad.Zero:
+        d_z.append(run(plain, pins, lhs, d_rhs, sizes, first))
+    if d_bias is not None and type(d_bias) is not ad.Zero:
+        d_z.append(_bias_rows(problem, pins, d_bias, sizes, first, problem.out))
+    if d_existing is not None and type(d_existing) is not ad.Zero:
+        d_z.append(d_existing)
+
+    if problem.epilogue.activation is None:
+        out = run(problem, pins, *primals)
+        return out, functools.reduce(ad.add_jaxvals, d_z) if d_z else ad.Zero.from_primal_value(out)
+    linear = problem.replace(out=problem.acc, epilogue=Epilogue(bias=problem.epilogue.bias))
+    z = run(linear, pins, *primals)
+
+    def finish(z: Array) -> Array:
+        return activate(problem, z, sizes, first).astype(problem.out)
+
+    if not d_z:
+        out = finish(z)
+        return out, ad.Zero.from_primal_value(out)
+    return jax.jvp(finish, (z,), (functools.reduce(ad.add_jaxvals, d_z).astype(problem.acc),))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reverse mode: the adjoint table
+
+
+def _transpose(ct: Any, lhs: Any, rhs: Any, sizes: Any, first: Any, *extras: Any, problem: Problem, pins: Pins) -> Any:
+    no_extras = [None] * len(extras)
+    if type(ct) is ad.Zero:
+        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in (lhs, rhs)] + [None, None, *no_extras]
+    adjoint = ADJOINTS[problem.form]
+    if ad.is_undefined_primal(lhs):
+        return [adjoint[0](problem, pins, ct, rhs, sizes, first), None, None, None, *no_extras]
+    return [None, adjoint[1](problem, pins, ct, lhs, sizes, first), None, None, *no_extras]
+
+
+def _rows_d_lhs(problem: Problem, pins: Pins, ct: Array, rhs: Array, sizes: Any, first: Any) -> Array:
+    """ct [m, n] x rhs [g, k, n] -> [m, k]: rows again, with rhs read the other way round."""
+    derived = problem.replace(k=problem.n, n=problem.k, lhs=problem.out, out=problem.lhs,
+                              transpose_rhs=not problem.transpose_rhs)  # fmt: skip
+    return run(derived, pins.derive(pins.tilings.d_lhs, swap=True), ct, rhs, sizes, first)
+
+
+def _rows_d_rhs(problem: Problem, pins: Pins, ct: Array, lhs: Array, sizes: Any, first: Any) -> Array:
+    """lhs [m, k] x ct [m, n] -> [g, k, n]: a contraction; entries that share weights add up."""
+    swap, shared = problem.transpose_rhs, problem.batch // problem.rhs_batch
+    a, b = (ct, lhs) if swap else (lhs, ct)
+    derived = problem.replace(
+        form=Form.CONTRACTION,
+        k=problem.n if swap else problem.k,
+        n=problem.k if swap else problem.n,
+        lhs=np.dtype(a.dtype),
+        rhs=np.dtype(b.dtype),
+        out=problem.rhs if shared == 1 else problem.acc,
+        transpose_rhs=False,
+        rhs_batch=1,
+    )
+    out = run(derived, pins.derive(pins.tilings.d_rhs, swap=swap), a, b, sizes, first)
+    if shared > 1:
+        out = out.reshape(shared, problem.weights, *out.shape[1:]).sum(axis=0).astype(problem.rhs)
+    return out
+
+
+def _contraction_d_lhs(problem: Problem, pins: Pins, ct: Array, rhs: Array, sizes: Any, first: Any) -> Array:
+    """rhs [m, n] x ct [g, k, n] -> [m, k]: rows, with ct read as stored the other way round."""
+    derived = _rows_of(problem, k=problem.n, n=problem.k, lhs=problem.rhs, out=problem.lhs, transpose_rhs=True)
+    out = run(derived, pins.derive(pins.tilings.d_lhs, swap=True), rhs, ct, sizes, first)
+    return out.T if problem.transpose_lhs else out
+
+
+def _contraction_d_rhs(problem: Problem, pins: Pins, ct: Array, lhs: Array, sizes: Any, first: Any) -> Array:
+    """lhs [m, k] x ct [g, k, n] -> [m, n]: rows."""
+    derived = _rows_of(problem, lhs=problem.lhs, out=problem.rhs)
+    lhs = lhs.T if problem.transpose_lhs else lhs
+    return run(derived, pins.derive(pins.tilings.d_rhs, swap=False), lhs, ct, sizes, first)
+
+
+def _rows_of(problem: Problem, **changes: Any) -> Problem:
+    """The rows problem whose weights are the result of this contraction."""
+    return problem.replace(form=Form.ROWS, rhs=problem.out, rhs_batch=problem.batch, transpose_lhs=False, **changes)
+
+
+ADJOINTS = {
+    Form.ROWS: (_rows_d_lhs, _rows_d_rhs),
+    Form.CONTRACTION: (_contraction_d_lhs, _contraction_d_rhs),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batching
+
+
+def _batch(args: Any, dims: Any, *, problem: Problem, pins: Pins) -> tuple[Array, int]:
+    if problem.epilogue:
+        return jax.vmap(functools.partial(expand, problem, pins), in_axes=tuple(dims))(*args), 0
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    lhs, rhs, sizes, first = (x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True))
+    batched = tuple(d is not None for d in dims)
+    if problem.form is Form.ROWS and batched == (True, False, False, False):
+        return _fold_rows(problem, pins, lhs, rhs, sizes, first)
+    if problem.form is Form.CONTRACTION and batched in ((True, False, False, False), (False, True, False, False)):
+        return _fold_columns(problem, pins, lhs, rhs, sizes, first)
+    shared = problem.form is Form.ROWS and not batched[1]  # all entries meet the same weights: no copies of them
+
+    def everywhere(x: Array, b: bool) -> Array:
+        return x if b else jnp.broadcast_to(x, (size, *x.shape))
+
+    lhs, sizes, first = (everywhere(x, batched[i]) for i, x in ((0, lhs), (2, sizes), (3, first)))
+    rhs = rhs if shared else everywhere(rhs, batched[1])
+    return _lay_end_to_end(problem, pins, size, shared, lhs, rhs, sizes, first)
+
+
+def _fold_rows(problem: Problem, pins: Pins, lhs: Array, rhs: Array, sizes: Any, first: Any) -> tuple[Array, int]:
+    """Only lhs [b, m, k] is batched: b rows for each row, in groups b times as tall, meet each weight once."""
+    size = lhs.shape[0]
+    rows = jnp.moveaxis(lhs, 0, 1).reshape(problem.rows * size, problem.k)
+    taller = jnp.clip(sizes, 0, problem.m).astype(jnp.int32) * np.int32(size)
+    out = run(problem.replace(m=problem.m * size), pins, rows, rhs, taller, first)
+    return out.reshape(problem.rows, size, problem.n), 1
+
+
+def _fold_columns(problem: Problem, pins: Pins, lhs: Array, rhs: Array, sizes: Any, first: Any) -> tuple[Array, int]:
+    """A contraction with only one operand batched: the batch is more columns of it, k or n."""
+    k, n = problem.k, problem.n
+    if rhs.ndim == 3:
+        size = rhs.shape[0]
+        wide = jnp.moveaxis(rhs, 0, 1).reshape(problem.rows, size * n)
+        out = run(problem.replace(n=size * n), pins, lhs, wide, sizes, first)
+        return out.reshape(problem.spans, k, size, n), 2
+    size = lhs.shape[0]
+    stored = (size * k, problem.rows) if problem.transpose_lhs else (problem.rows, size * k)
+    wide = (lhs if problem.transpose_lhs else jnp.moveaxis(lhs, 0, 1)).reshape(stored)
+    out = run(problem.replace(k=size * k), pins, wide, rhs, sizes, first)
+    return out.reshape(problem.spans, size, k, n), 1
+
+
+def _lay_end_to_end(
+    problem: Problem, pins: Pins, size: int, shared: bool, lhs: Array, rhs: Array, sizes: Array, first: Array
+) -> tuple[Array, int]:
+    """The general case: `size` times as many batch entries, in an order in which weights repeat modulo their number."""
+    entries, cycle = problem.batch, problem.rhs_batch
+    own_weights = problem.form is Form.ROWS and not shared
+    # entries that shared weights so far go outside of the new axis, along which the weights differ
+    turns = entries // cycle if own_weights else 1
+
+    def lay(x: Array) -> Array:  # [size, entries * per, ...] -> [turns, size, rest, ...] -> [turns * size * rest, ...]
+        _, length, *tail = x.shape
+        x = jnp.moveaxis(x.reshape(size, turns, length // turns, *tail), 0, 1)
+        return x.reshape(size * length, *tail)
+
+    def unlay(x: Array) -> Array:
+        length, *tail = x.shape
+        x = jnp.moveaxis(x.reshape(turns, size, length // (turns * size), *tail), 1, 0)
+        return x.reshape(size, length // size, *tail)
+
+    if problem.transpose_lhs:  # [size, k, rows] -> [k, size * rows]
+        lhs = jnp.moveaxis(lhs, 0, 1).reshape(problem.k, size * problem.rows)
+    else:
+        lhs = lay(lhs)
+    if not shared:
+        rhs = rhs.reshape(size * rhs.shape[1], *rhs.shape[2:])
+    laid = problem.replace(batch=entries * size, rhs_batch=cycle * size if own_weights else cycle)
+    return unlay(run(laid, pins, lhs, rhs, lay(sizes), lay(first))), 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Registration
+
+
+def _abstract(*operands: Any, problem: Problem, pins: Pins) -> Any:
+    del pins
+    return result_type(operands, problem.out_shape, problem.out)
+
+
+def _execute(*operands: Any, problem: Problem, pins: Pins, platform: str) -> Array:
+    chosen = plan(problem, Target(platform=platform), pins)
+    with jax.named_scope(f"{problem.form.value}_{chosen.backend}"):
+        return BACKENDS[chosen.backend].run(problem, chosen, *operands)
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "pins"))
+def _eager(*operands: Any, problem: Problem, pins: Pins) -> Array:
+    return grouped_p.bind(*operands, problem=problem, pins=pins)  # type: ignore[no-any-return]
+
+
+grouped_p.def_impl(_eager)
+grouped_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[grouped_p] = _jvp
+ad.primitive_transposes[grouped_p] = _transpose
+batching.primitive_batchers[grouped_p] = _batch
+for _platform in ("cpu", "cuda", "rocm", "tpu", None):  # None: any other
+    mlir.register_lowering(
+        grouped_p,
+        mlir.lower_fun(functools.partial(_execute, platform=_platform or "other"), multiple_results=False),
+        platform=_platform,
+    )

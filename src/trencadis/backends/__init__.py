@@ -1,0 +1,28 @@
+"""Who does the work. `BACKENDS` is in order of preference; a new backend is one entry here."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+
+from trencadis.backends import reference, xla
+from trencadis.problem import Problem
+from trencadis.target import Target
+from trencadis.tiling import Tiling
+
+
+class Backend(Protocol):
+    """What a backend module has."""
+
+    def supports(self, problem: Problem, target: Target) -> str | None:
+        """None, or the reason why not."""
+
+    def tiling(self, problem: Problem, target: Target) -> Tiling:
+        """The tile it prefers."""
+
+    def run(self, problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
+        """The result; operands are lhs, rhs, group_sizes, first group, then those of the epilogue."""
+
+
+BACKENDS: dict[str, Backend] = {"xla": xla, "reference": reference}

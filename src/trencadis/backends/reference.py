@@ -1,0 +1,58 @@
+"""A loop over groups, each a full matmul of every row: slow, plainly right, the oracle of the other backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trencadis.problem import Form, Problem
+from trencadis.target import Target
+from trencadis.tiling import Tiling
+from trencadis.versions import vary_alike
+from trencadis.visits import spans
+
+
+def supports(problem: Problem, target: Target) -> str | None:
+    """Everything, everywhere."""
+    del problem, target
+    return None
+
+
+def tiling(problem: Problem, target: Target) -> Tiling:
+    """One tile: the whole problem."""
+    del target
+    return Tiling(max(problem.m, 1), max(problem.k, 1), max(problem.n, 1))
+
+
+def run(problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
+    """For each group: mask, multiply, select."""
+    del plan
+    lhs, rhs, group_sizes, first, *extras = operands
+    bias, existing = problem.epilogue.split(tuple(extras))
+    starts, ends = spans(problem, group_sizes, first)
+    lhs = (lhs.T if problem.transpose_lhs else lhs).astype(problem.acc)  # [rows, k]
+    row = jnp.arange(problem.rows)[:, None]
+
+    def rows(i: Any, out: jax.Array) -> jax.Array:
+        mine = (row >= starts[i]) & (row < ends[i])
+        w = rhs[i % problem.weights].astype(problem.acc)  # [k, n] or [n, k]
+        y = jnp.dot(jnp.where(mine, lhs, 0), w.T if problem.transpose_rhs else w, precision=precision)
+        return jnp.where(mine, problem.epilogue.finish(y, None if bias is None else bias[i]), out)
+
+    def contraction(i: Any, out: jax.Array) -> jax.Array:
+        mine = (row >= starts[i]) & (row < ends[i])
+        x, y = jnp.where(mine, lhs, 0), jnp.where(mine, rhs, 0).astype(problem.acc)
+        return out.at[i].set(jnp.dot(x.T, y, precision=precision))
+
+    precision = problem.precision if problem.precision is not None else lax.Precision.HIGHEST
+    body = rows if problem.form is Form.ROWS else contraction
+    out = jnp.zeros(problem.out_shape, problem.acc)
+    out = vary_alike(out, *operands)[0]
+    if problem.spans and (problem.form is Form.CONTRACTION or problem.weights):
+        out = lax.fori_loop(0, problem.spans, body, out)
+    if existing is not None:
+        out = existing.astype(problem.acc) + out
+    return out.astype(problem.out)

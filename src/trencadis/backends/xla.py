@@ -1,0 +1,1 @@
+from trencadis.backends.reference import *

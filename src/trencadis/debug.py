@@ -1,0 +1,61 @@
+"""Checks of values that are known only at run time, by `jax.experimental.checkify`; off unless asked for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import checkify
+
+# a context that jit's caches see: a function traced without the checks is traced again with them
+_checking = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def debug_checks() -> Iterator[None]:
+    """Check traced group sizes and windows at run time, with errors that name the group.
+
+    Without it a negative size counts as 0 and rows past m are dropped. The checks are `checkify` checks: transform
+    the function with `checkify.checkify`, and look at the error it returns.
+
+    >>> from jax.experimental import checkify
+    >>> import trencadis as tr
+    >>> f = checkify.checkify(jax.jit(tr.grouped_matmul))
+    >>> with tr.debug_checks():
+    ...     error, _ = f(jnp.ones((8, 4)), jnp.ones((3, 4, 2)), jnp.array([3, -1, 5]))
+    >>> print(error.get().splitlines()[0])
+    group_sizes: group 1 has size -1; sizes must be >= 0 (`check` failed)
+    """
+    with _checking(True):
+        yield
+
+
+def check_traced(group_sizes: Any, first: Any, m: int, local_groups: int) -> None:
+    """The checks of one call: sizes `[g]`, first group `[]`."""
+    groups = group_sizes.shape[0]
+    if not _checking.value or groups == 0:
+        return
+    sizes = group_sizes.astype(jnp.int32)
+    worst = jnp.argmin(sizes)
+    checkify.check(
+        sizes[worst] >= 0, "group_sizes: group {i} has size {size}; sizes must be >= 0", i=worst, size=sizes[worst]
+    )
+    # a sum that stops at m + 1 cannot wrap
+    ends = jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, m + 1), jnp.clip(sizes, 0, m + 1))
+    over = jnp.argmax(ends > m)
+    checkify.check(
+        ends[-1] <= m,
+        "group_sizes: group {i} ends past m = {m} rows; sizes must sum to at most m",
+        i=over,
+        m=jnp.int32(m),
+    )
+    checkify.check(
+        (first >= 0) & (first <= groups - local_groups),
+        "group_offset: a window of {local} groups from group {i} on leaves the {groups} groups of group_sizes",
+        i=jnp.asarray(first),
+        local=jnp.int32(local_groups),
+        groups=jnp.int32(groups),
+    )

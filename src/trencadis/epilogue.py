@@ -1,0 +1,69 @@
+"""What happens to a finished sum before it is stored: `existing_out + activation(product + bias)`.
+
+An `Epilogue` is a value of the problem. A backend that can applies it to each tile while the tile is hot; under
+differentiation and `vmap` the calculus takes it apart into bilinear problems and elementwise operations (autodiff.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Epilogue:
+    """Which steps follow the product."""
+
+    bias: bool = False  # an operand [g, n] follows
+    activation: Callable[[jax.Array], jax.Array] | None = None  # a function of one number
+    accumulate: bool = False  # an operand of the result's shape follows; the product is added to it
+
+    def __bool__(self) -> bool:
+        return self.bias or self.activation is not None or self.accumulate
+
+    def __str__(self) -> str:
+        steps = ["bias"] * self.bias
+        if self.activation is not None:
+            steps.append(getattr(self.activation, "__name__", type(self.activation).__name__))
+        return " + ".join(steps + ["existing_out"] * self.accumulate)
+
+    def split(self, extras: tuple[Any, ...]) -> tuple[Any, Any]:
+        """The operands (bias, existing_out) that follow the four of every problem; None where absent."""
+        rest = list(extras)
+        bias = rest.pop(0) if self.bias else None
+        return bias, rest.pop(0) if self.accumulate else None
+
+    def finish(self, acc: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """Bias and activation of a tile of sums; acc [rows, n], bias [n] or [rows, n]."""
+        if bias is not None:
+            acc = acc + bias.astype(acc.dtype)
+        return acc if self.activation is None else elementwise(self.activation)(acc)
+
+
+def elementwise(activation: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """The activation over a matrix, one number at a time: whatever it does, it cannot look at a neighbour."""
+    return jax.vmap(jax.vmap(activation))
+
+
+def check_activation(activation: Any, acc: Any) -> bool:
+    """Whether a kernel may carry this activation; an error if it is not a function of one number.
+
+    One that closes over traced values cannot be a static part of the problem: it is applied after the product.
+    """
+    if not callable(activation):
+        raise TypeError(f"activation: want a function of one number, such as jax.nn.relu; got {activation!r}")
+    number = jax.ShapeDtypeStruct((), acc)
+    try:
+        traced = jax.make_jaxpr(activation)(number)
+        (out,) = traced.out_avals
+    except Exception as error:
+        raise ValueError(
+            f"activation: want a function that maps one number to one number; {activation!r} failed on a scalar"
+        ) from error
+    if out.shape != () or not jnp.issubdtype(out.dtype, jnp.number):
+        raise ValueError(f"activation: want one number out for one number in; got {out.str_short()}")
+    return not any(isinstance(const, jax.core.Tracer) for const in traced.consts)

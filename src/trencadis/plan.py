@@ -1,0 +1,58 @@
+"""How it will be done: the one place where a backend and a tiling are chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from trencadis.backends import BACKENDS
+from trencadis.problem import Problem
+from trencadis.target import Target
+from trencadis.tiling import Pins, Tiling
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A decision, and the reason for it."""
+
+    backend: str
+    tiling: Tiling
+    interpret: bool = False
+    because: str
+
+    def __str__(self) -> str:
+        return f"{self.backend}, tile {self.tiling}: {self.because}"
+
+
+def plan(problem: Problem, target: Target, pins: Pins = Pins()) -> Plan:
+    """Obey the caller's pins, or take the first backend that supports the problem on the target.
+
+    >>> from trencadis.api import problem_of
+    >>> print(plan(problem_of((4096, 1024), (8, 1024, 1024), groups=8), Target(platform="cpu")))
+    xla, tile 512·1024·1024: first of 2 backends that support it
+    """
+    reasons = refusals(problem, target)
+    name, because = pins.backend, "asked for"
+    if name is None and pins.interpret:
+        name, because = "reference", "interpret=True"
+    if name is None:
+        able = [backend for backend, reason in reasons.items() if reason is None]
+        name, because = able[0], f"first of {len(able)} backends that support it"
+    elif reasons[name] is not None:
+        said = "; ".join(f"{backend}: {reason or 'supports it'}" for backend, reason in reasons.items())
+        raise ValueError(f"backend: {name!r} cannot run {problem} on {target} ({said})")
+    tiling = BACKENDS[name].tiling(problem, target)
+    if pins.tilings.forward is not None:
+        tiling, because = pins.tilings.forward, f"{because}; tiling as given"
+    return Plan(backend=name, tiling=tiling, interpret=pins.interpret, because=because)
+
+
+def refusals(problem: Problem, target: Target) -> dict[str, str | None]:
+    """For every backend, in the order of preference: None if it can, else why it cannot."""
+    return {name: backend.supports(problem, target) for name, backend in BACKENDS.items()}
+
+
+def check_backend(backend: str | None) -> str | None:
+    """A backend's name, or an error that lists them."""
+    if backend is None or (isinstance(backend, str) and backend in BACKENDS):
+        return backend
+    raise ValueError(f"backend: want None or one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")

@@ -1,0 +1,198 @@
+"""Doors for those who write lax: `ragged_dot` and `ragged_dot_general`, with lax's signatures, shapes and errors.
+
+Every dimension finds a place in the two forms. With b batch, x outer and y inner dimensions around the ragged one:
+
+    mode 1  ragged row     lhs [b, x, m, y, k]   rhs [b, g, k, n]      rows of m * y, for each b and x
+    mode 2  ragged sum     lhs [b, x, m, y, i]   rhs [b, x, m, y, n]   contraction of m * y rows, summed over x
+    mode 3  ragged batch   a plain batched product; batch entries that no group covers are 0
+
+What is outside of the ragged dimension is vmapped; what is inside makes the groups taller.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from trencadis import problem as what
+from trencadis.api import grouped_matmul, transposed_grouped_matmul
+from trencadis.problem import accumulator
+from trencadis.visits import offsets
+
+BASIC = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(([1], [1]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+
+
+def ragged_dot(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: Any = None,
+    out_sharding: Any = None,
+) -> Array:
+    """`jax.lax.ragged_dot`, without its g-fold work: `[m, k] x [g, k, n] -> [m, n]`.
+
+    Arguments are lax's. Beyond it, group_offset works (rhs is then a window of the groups, as in `grouped_matmul`),
+    rows past the groups are 0 on every platform, and every derivative and `vmap` exists.
+
+    >>> ragged_dot(jnp.ones((4, 2)), jnp.ones((2, 2, 1)), jnp.array([1, 2])).reshape(4)
+    Array([2., 2., 2., 0.], dtype=float32)
+    """
+    return ragged_dot_general(
+        lhs, rhs, group_sizes, BASIC, precision, preferred_element_type, group_offset, out_sharding
+    )
+
+
+def ragged_dot_general(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: Any = None,
+    out_sharding: Any = None,
+) -> Array:
+    """`jax.lax.ragged_dot_general`: the ragged dimension may be a row, a summed or a batch dimension of lhs.
+
+    Arguments, shapes and shape errors are lax's. With group_offset, group i of the result or of rhs is group
+    `group_offset + i` of group_sizes.
+
+    >>> dims = jax.lax.RaggedDotDimensionNumbers(((([0], [0])), ([], [])), [0], [])  # sum over ragged rows
+    >>> ragged_dot_general(jnp.ones((4, 2)), jnp.ones((4, 1)), jnp.array([1, 2]), dims).shape
+    (2, 2, 1)
+    """
+    lhs, rhs, group_sizes = (what.as_array(n, x) for n, x in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes)))
+    dims = ragged_dot_dimension_numbers
+    out = _lax_type(lhs, rhs, group_sizes, dims, precision, preferred_element_type, group_offset)
+    (contract, _), (batch, _) = dims.dot_dimension_numbers
+    (ragged,) = dims.lhs_ragged_dimensions
+    mode = _summed if ragged in contract else _batched if ragged in batch else _rows
+    result = mode(lhs, rhs, group_sizes, dims, out, precision=precision, group_offset=group_offset)
+    return result if out_sharding is None else jax.sharding.reshard(result, out_sharding)
+
+
+def _lax_type(
+    lhs: Any, rhs: Any, group_sizes: Any, dims: Any, precision: Any, preferred: Any, group_offset: Any
+) -> jax.ShapeDtypeStruct:
+    """The type of lax's result. Asking lax for it is also what raises lax's own errors."""
+    ask = functools.partial(
+        lax.ragged_dot_general, ragged_dot_dimension_numbers=dims, precision=precision, preferred_element_type=preferred
+    )
+    sizes = jax.ShapeDtypeStruct(group_sizes.shape, group_sizes.dtype)
+    window = getattr(dims, "rhs_group_dimensions", ())
+    if group_offset is not None and len(window) == 1 and group_sizes.ndim:
+        # lax has no windows: let it see the sizes of the groups that rhs holds
+        held = rhs.shape[window[0]] if window[0] < rhs.ndim else 0
+        if held <= group_sizes.shape[-1]:
+            sizes = jax.ShapeDtypeStruct((*group_sizes.shape[:-1], held), group_sizes.dtype)
+    a, b = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs))
+    return jax.eval_shape(ask, a, b, sizes)
+
+
+def _rows(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any) -> Array:
+    (lhs_k, rhs_k), (lhs_b, rhs_b) = dims.dot_dimension_numbers
+    (ragged,), (group,) = dims.lhs_ragged_dimensions, dims.rhs_group_dimensions
+    free = _rest(lhs, lhs_k, lhs_b)
+    outer, inner = free[: free.index(ragged)], free[free.index(ragged) + 1 :]
+    b, x, y, k = (_size(lhs, d) for d in (lhs_b, outer, inner, lhs_k))
+    m, n = lhs.shape[ragged], _rest(rhs, rhs_k, rhs_b, [group])
+    lhs = lhs.transpose(*lhs_b, *free, *lhs_k).reshape(b, x, m * y, k)
+    rhs = rhs.transpose(*rhs_b, group, *rhs_k, *n).reshape(b, rhs.shape[group], k, _size(rhs, n))
+    over, sizes = _sizes(sizes, (b, x), m, y)
+
+    def entry(lhs: Array, sizes: Array, rhs: Array) -> Array:
+        return grouped_matmul(lhs, rhs, sizes, out.dtype, **options)
+
+    each = jax.vmap(jax.vmap(entry, in_axes=(0, over, None)), in_axes=(0, over, 0))
+    return each(lhs, sizes, rhs).reshape(out.shape)
+
+
+def _summed(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any) -> Array:
+    (lhs_k, rhs_k), (lhs_b, rhs_b) = dims.dot_dimension_numbers
+    at = lhs_k.index(dims.lhs_ragged_dimensions[0])
+    # sizes that are the same for every outer summed dimension let it go inside, where it costs no second sum
+    outer = range(at) if sizes.ndim > 1 else ()
+    order = [*outer, at, *(d for d in range(len(lhs_k)) if d != at and d not in outer)]
+    b, m, x = _size(lhs, lhs_b), lhs.shape[lhs_k[at]], _size(lhs, [lhs_k[d] for d in outer])
+    y = _size(lhs, lhs_k) // max(m * x, 1)
+
+    def rows(a: Any, summed: Any, batch: Any) -> Array:  # [b, x, m * y, columns]
+        columns = _rest(a, summed, batch)
+        return a.transpose(*batch, *(summed[d] for d in order), *columns).reshape(b, x, m * y, _size(a, columns))
+
+    over, sizes = _sizes(sizes, (b, x), m, y)
+    groups = sizes.shape[-1]
+    if options["group_offset"] is not None:  # the result has a place for every group: those past the end are empty
+        sizes = jnp.concatenate([sizes, jnp.zeros_like(sizes)], axis=-1)
+    kept = out.dtype if x == 1 else accumulator(lhs.dtype, rhs.dtype)
+
+    def entry(lhs: Array, sizes: Array, rhs: Array) -> Array:
+        return transposed_grouped_matmul(
+            lhs, rhs, sizes, kept, transpose_lhs=True, num_actual_groups=groups, **options
+        )  # [g, i, n]
+
+    each = jax.vmap(jax.vmap(entry, in_axes=(0, over, 0)), in_axes=(0, over, 0))
+    products = each(rows(lhs, lhs_k, lhs_b), sizes, rows(rhs, rhs_k, rhs_b)).sum(axis=1)  # [b, g, i, n]
+    return jnp.moveaxis(products, 0, 1).astype(out.dtype).reshape(out.shape)
+
+
+def _batched(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, *, precision: Any, group_offset: Any) -> Array:
+    _, (lhs_b, rhs_b) = dims.dot_dimension_numbers
+    at = lhs_b.index(dims.lhs_ragged_dimensions[0])
+    m = lhs.shape[lhs_b[at]]
+    _sizes(sizes, (), m, 1)
+    bounds = jnp.broadcast_to(offsets(sizes, m), (*(lhs.shape[d] for d in lhs_b[:at]), sizes.shape[-1] + 1))
+    start = jnp.take(bounds, what.first_group(group_offset), axis=-1, mode="clip")[..., None]
+    entry = jnp.arange(m)
+    covered = (entry >= start) & (entry < bounds[..., -1:])  # [x, m]
+
+    def mask(a: Any, batch: Any) -> Array:
+        return jnp.where(lax.broadcast_in_dim(covered, a.shape, batch[: at + 1]), a, jnp.zeros_like(a))
+
+    # broadcast_in_dim wants its dimensions ascending: bring the batch dimensions to the front, in order
+    ((lhs_k, rhs_k), _) = dims.dot_dimension_numbers
+    lhs, lhs_k = _batch_first(lhs, lhs_b, lhs_k)
+    rhs, rhs_k = _batch_first(rhs, rhs_b, rhs_k)
+    batch = tuple(range(len(lhs_b)))
+    acc = accumulator(lhs.dtype, rhs.dtype)
+    if lhs.dtype != rhs.dtype:
+        lhs, rhs = lhs.astype(acc), rhs.astype(acc)
+    product = lax.dot_general(
+        mask(lhs, batch), mask(rhs, batch), ((lhs_k, rhs_k), (batch, batch)), precision=precision,
+        preferred_element_type=acc,
+    )  # fmt: skip
+    return product.astype(out.dtype)
+
+
+def _batch_first(a: Any, batch: Any, summed: Any) -> tuple[Any, tuple[int, ...]]:
+    order = [*batch, *(d for d in range(a.ndim) if d not in batch)]
+    return a.transpose(order), tuple(order.index(d) for d in summed)
+
+
+def _sizes(sizes: Any, lead: tuple[int, ...], m: int, inner: int) -> tuple[int | None, Any]:
+    """Checked sizes, times the rows inside each ragged one; and the axis they are mapped over, None where shared."""
+    known = what.concrete(sizes)
+    if known is not None:
+        for row in known.reshape(-1, known.shape[-1]) if known.size else ():
+            what.check_sizes(row, m)
+    if inner != 1:
+        sizes = jnp.clip(sizes, 0, m).astype(jnp.int32) * inner
+    return (None, sizes) if sizes.ndim == 1 else (0, sizes.reshape(*lead, sizes.shape[-1]) if lead else sizes)
+
+
+def _rest(a: Any, *taken: Any) -> list[int]:
+    return [d for d in range(a.ndim) if not any(d in dims for dims in taken)]
+
+
+def _size(a: Any, dims: Any) -> int:
+    return math.prod(a.shape[d] for d in dims)

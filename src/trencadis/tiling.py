@@ -1,0 +1,91 @@
+"""Tile sizes: how a caller spells them, and what each pass of the calculus makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiling:
+    """A tile of m rows by k by n, in the units of the caller's m, k and n.
+
+    >>> Tiling(128, 512, 512)
+    Tiling(m=128, k=512, n=512)
+    """
+
+    m: int
+    k: int
+    n: int
+
+    def swapped(self) -> Tiling:
+        """For a pass in which k and n change roles."""
+        return Tiling(self.m, self.n, self.k)
+
+    def __str__(self) -> str:
+        return f"{self.m}·{self.k}·{self.n}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tilings:
+    """One tiling per pass, each in the caller's m, k and n; None lets the plan choose.
+
+    >>> Tilings(forward=(128, 512, 512), d_rhs=(512, 256, 256)).forward
+    (128, 512, 512)
+    """
+
+    forward: Any = None
+    d_lhs: Any = None
+    d_rhs: Any = None
+
+    def swapped(self) -> Tilings:
+        """For a derived problem in which k and n change roles."""
+        each = (t and t.swapped() for t in (self.forward, self.d_lhs, self.d_rhs))
+        return Tilings(**dict(zip(("forward", "d_lhs", "d_rhs"), each, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """What the caller fixed about how: the plan obeys it. The tilings are those of this problem and its derivatives."""
+
+    backend: str | None = None
+    interpret: bool = False
+    tilings: Tilings = Tilings()
+
+    def derive(self, tiling: Tiling | None, *, swap: bool) -> Pins:
+        """The pins of a derivative that runs with this tiling; one tile given for all passes stays with the dimensions."""
+        same = self.tilings.forward == self.tilings.d_lhs == self.tilings.d_rhs
+        tilings = self.tilings if same else Tilings(forward=tiling)
+        return dataclasses.replace(self, tilings=tilings.swapped() if swap else tilings)
+
+
+TilingLike = Tiling | Tilings | tuple[int, int, int] | Callable[[int, int, int], Any] | None
+
+
+def resolve(tiling: Any, m: int, k: int, n: int) -> Tilings:
+    """Any spelling of `tiling`, for a problem of m, k, n."""
+    if isinstance(tiling, Tilings):
+        one = {name: _one(getattr(tiling, name), m, k, n) for name in ("forward", "d_lhs", "d_rhs")}
+        return Tilings(**one)
+    tile = _one(tiling, m, k, n)
+    return Tilings(forward=tile, d_lhs=tile, d_rhs=tile)
+
+
+def _one(tiling: Any, m: int, k: int, n: int) -> Tiling | None:
+    if callable(tiling):
+        tiling = tiling(m, k, n)
+    if tiling is None:
+        return None
+    sizes = (tiling.m, tiling.k, tiling.n) if isinstance(tiling, Tiling) else tiling
+    if not isinstance(sizes, (tuple, list)) or len(sizes) != 3:
+        raise ValueError(
+            "tiling: want None, a Tiling, a Tilings, a tuple (tm, tk, tn), or a function of (m, k, n) that gives one "
+            f"of these; got {tiling!r}"
+        )
+    for name, size in zip(("tm", "tk", "tn"), sizes, strict=True):
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+            raise ValueError(f"tiling: {name} must be a positive int; got {size!r} in {tiling!r}")
+    return Tiling(*(int(size) for size in sizes))

@@ -1,0 +1,156 @@
+"""Where the work is: from group sizes to row spans, and from spans to the walk over (group, tile) pairs.
+
+    rows    0 1 2 3 │ 4 5 6 7        sizes [3, 0, 5], tiles of 4 rows
+    group   0 0 0 2 │ 2 2 2 2
+    visits  (0,0) (2,0) (2,1)        a tile that two groups share is visited by each, one after the other
+
+All integers are exact, for any number of tiles. `walk` is the slow twin of `visits`: plain Python, plainly right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from trencadis.problem import Problem
+
+Array = jax.Array
+
+
+class Spans(NamedTuple):
+    """Row ranges of the local groups of all batch entries, one entry after the other."""
+
+    starts: Array  # i32[spans]
+    ends: Array  # i32[spans]; equal to starts for an empty group
+
+
+def offsets(group_sizes: Array, m: int) -> Array:
+    """Row positions between groups: `[..., g] -> i32[..., g + 1]`, from 0, ascending, never past m.
+
+    A negative size counts as 0 and an end past m is m, so that whatever a traced array holds, no group leaves the rows.
+
+    >>> offsets(jnp.array([3, 0, 5]), 8).tolist()
+    [0, 3, 3, 8]
+    """
+    sizes = jnp.clip(group_sizes, 0, m).astype(jnp.int32)
+    if sizes.shape[-1] * m < 2**31:
+        ends = jnp.minimum(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), m)
+    else:  # the plain sum might wrap before it is clamped
+        ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, m), sizes, axis=-1)
+    return jnp.concatenate([jnp.zeros_like(ends[..., :1], shape=(*ends.shape[:-1], 1)), ends], axis=-1)
+
+
+def spans(problem: Problem, group_sizes: Array, first: Array) -> Spans:
+    """The rows of each local group: group_sizes `[batch, groups]`, first group of the window `[batch]`.
+
+    Groups of a window that reaches outside of group_sizes are empty.
+    """
+    if problem.groups == 0 or problem.local_groups == 0:
+        nothing = jnp.zeros((problem.spans,), jnp.int32)
+        return Spans(nothing, nothing)
+    bounds = offsets(group_sizes, problem.m)  # [batch, groups + 1]
+    group = first[:, None] + np.arange(problem.local_groups, dtype=np.int32)  # [batch, local_groups]
+    known = (group >= 0) & (group < problem.groups)
+    at = jnp.clip(group, 0, problem.groups - 1)
+    starts = jnp.take_along_axis(bounds, at, axis=1, mode="promise_in_bounds")
+    ends = jnp.take_along_axis(bounds, at + 1, axis=1, mode="promise_in_bounds")
+    entry = np.arange(problem.batch, dtype=np.int32)[:, None] * np.int32(problem.m)
+    return Spans((starts + entry).reshape(-1), (jnp.where(known, ends, starts) + entry).reshape(-1))
+
+
+def owned(problem: Problem, group_sizes: Array, first: Array) -> Array:
+    """Whether a local group covers the row: bool[rows]. The local groups of an entry are neighbours: one range each."""
+    if problem.spans == 0:
+        return jnp.zeros((problem.rows,), bool)
+    starts, ends = spans(problem, group_sizes, first)
+    low = starts.reshape(problem.batch, -1).min(axis=1)
+    high = ends.reshape(problem.batch, -1).max(axis=1)
+    row = np.arange(problem.rows, dtype=np.int32).reshape(problem.batch, problem.m)
+    return ((row >= low[:, None]) & (row < high[:, None])).reshape(-1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Visits:
+    """The walk over (group, tile) pairs, in order of rows; entries from `count` on repeat the last visit."""
+
+    offsets: Array  # i32[groups + 1]: the row at which each group starts
+    group: Array  # i32[bound]
+    tile: Array  # i32[bound]
+    count: Array  # i32[]: visits that are real
+    height: int = dataclasses.field(metadata={"static": True})  # rows of a tile
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """The real visits as Python pairs."""
+        n = int(self.count)
+        return list(zip(np.asarray(self.group)[:n].tolist(), np.asarray(self.tile)[:n].tolist(), strict=True))
+
+    def __str__(self) -> str:
+        if isinstance(self.count, jax.core.Tracer):
+            return f"at most {self.group.shape[0]} visits to tiles of {self.height} rows"
+        return f"{int(self.count)} visits to tiles of {self.height} rows: " + " ".join(
+            f"({g},{t})" for g, t in self.pairs()
+        )
+
+
+def visits(
+    group_sizes: Array, m: int, height: int, *, first: Any = 0, local_groups: int | None = None, empty: bool = False
+) -> Visits:
+    """The visits of the groups `[first, first + local_groups)`; with `empty`, an empty group gets one visit.
+
+    >>> print(visits(jnp.array([3, 0, 5]), 8, 4))
+    3 visits to tiles of 4 rows: (0,0) (2,0) (2,1)
+    """
+    groups = group_sizes.shape[0]
+    local_groups = groups if local_groups is None else local_groups
+    tiles = -(-m // height)
+    bounds = offsets(group_sizes, m)
+    start, end = bounds[:-1], bounds[1:]
+    first_tile = jnp.minimum(start // height, max(tiles - 1, 0))
+    count = jnp.where(end > start, (end + height - 1) // height - start // height, np.int32(empty))
+    group = np.arange(groups, dtype=np.int32)
+    count = jnp.where((group >= first) & (group < first + local_groups), count, 0)
+    bound = max(tiles, 1) + groups - 1
+    before = jnp.cumsum(count, dtype=jnp.int32) - count  # visits of the groups before
+    total = jnp.sum(count, dtype=jnp.int32)
+    step = jnp.minimum(np.arange(bound, dtype=np.int32), jnp.maximum(total - 1, 0))
+    if groups == 0:
+        return Visits(offsets=bounds, group=step, tile=step, count=total, height=height)
+    # the visit's group is the last one that starts at or before it and has any visits
+    which = jnp.repeat(group, count, total_repeat_length=bound)[step]
+    return Visits(
+        offsets=bounds, group=which, tile=first_tile[which] + step - before[which], count=total, height=height
+    )
+
+
+def walk(
+    group_sizes: Sequence[int],
+    m: int,
+    height: int,
+    *,
+    first: int = 0,
+    local_groups: int | None = None,
+    empty: bool = False,
+) -> list[tuple[int, int]]:
+    """The slow twin of `visits`: the same pairs by a loop over groups and tiles.
+
+    >>> walk([3, 0, 5], 8, 4)
+    [(0, 0), (2, 0), (2, 1)]
+    """
+    last = len(group_sizes) if local_groups is None else first + local_groups
+    tiles, pairs, start = -(-m // height), [], 0
+    for group, size in enumerate(group_sizes):
+        end = min(start + max(size, 0), m)
+        mine = [t for t in range(tiles) if max(start, t * height) < min(end, (t + 1) * height)]
+        if end == start and empty:
+            mine = [min(start // height, max(tiles - 1, 0))]
+        if first <= group < last:
+            pairs += [(group, t) for t in mine]
+        start = end
+    return pairs
