@@ -12,9 +12,9 @@ from jaxtyping import Array, Integer, Num
 from trencadis import problem as what
 from trencadis.autodiff import activate, run
 from trencadis.debug import check_traced
-from trencadis.epilogue import Epilogue, check_activation
+from trencadis.epilogue import Activation, Epilogue, check_activation
 from trencadis.plan import check_backend
-from trencadis.problem import Activation, Problem
+from trencadis.problem import Problem
 from trencadis.tiling import Pins, TilingLike, resolve
 from trencadis.visits import visits
 
@@ -90,7 +90,7 @@ def grouped_matmul(
         asked = asked.replace(epilogue=Epilogue(bias=epilogue.bias, activation=activation))
         return run(asked, pins, lhs, rhs, sizes, first, *extras)
     z = run(asked.replace(out=asked.acc), pins, lhs, rhs, sizes, first, *extras)
-    return activate(asked, z, sizes, first, activation).astype(asked.out)
+    return activate(asked, activation, z, sizes, first).astype(asked.out)
 
 
 def transposed_grouped_matmul(

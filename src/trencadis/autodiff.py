@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from trencadis.backends import BACKENDS
-from trencadis.epilogue import Epilogue, elementwise
+from trencadis.epilogue import Activation, Epilogue, elementwise
 from trencadis.plan import plan
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
@@ -35,7 +35,7 @@ grouped_p = Primitive("grouped_matmul")
 
 def run(problem: Problem, pins: Pins, *operands: Any) -> Array:
     """The result of a problem: operands are lhs, rhs, group_sizes [batch, groups], first group [batch], then extras."""
-    return grouped_p.bind(*vary_alike(*operands), problem=problem, pins=pins)  # type: ignore[no-any-return]
+    return grouped_p.bind(*vary_alike(*operands), problem=problem, pins=pins)
 
 
 def expand(problem: Problem, pins: Pins, *operands: Any) -> Array:
@@ -46,15 +46,15 @@ def expand(problem: Problem, pins: Pins, *operands: Any) -> Array:
     if bias is not None:
         z = z + _bias_rows(problem, pins, bias, sizes, first, problem.acc)
     if problem.epilogue.activation is not None:
-        z = activate(problem, z, sizes, first)
+        z = activate(problem, problem.epilogue.activation, z, sizes, first)
     if existing is not None:
         z = existing.astype(problem.acc) + z
     return z.astype(problem.out)
 
 
-def activate(problem: Problem, z: Array, sizes: Any, first: Any, activation: Any = None) -> Array:
+def activate(problem: Problem, activation: Activation, z: Array, sizes: Any, first: Any) -> Array:
     """The activation over owned rows, [rows, n]; a row that nobody owns stays 0 whatever the activation makes of 0."""
-    y = elementwise(activation or problem.epilogue.activation)(z)
+    y = elementwise(activation)(z)
     return jnp.where(owned(problem, sizes, first)[:, None], y, jnp.zeros_like(y))
 
 
@@ -72,7 +72,7 @@ def _bias_rows(problem: Problem, pins: Pins, bias: Any, sizes: Any, first: Any, 
 def _jvp(primals: Any, tangents: Any, *, problem: Problem, pins: Pins) -> tuple[Array, Any]:
     if not jnp.issubdtype(problem.out, jnp.inexact):
         out = run(problem, pins, *primals)
-        return out, ad.Zero.from_primal_value(out)
+        return out, _no_tangent(out)
     lhs, rhs, sizes, first, *_ = primals
     d_lhs, d_rhs, _, _, *d_extras = tangents
     d_bias, d_existing = problem.epilogue.split(tuple(d_extras))
@@ -87,19 +87,24 @@ def _jvp(primals: Any, tangents: Any, *, problem: Problem, pins: Pins) -> tuple[
     if d_existing is not None and type(d_existing) is not ad.Zero:
         d_z.append(d_existing)
 
-    if problem.epilogue.activation is None:
+    activation = problem.epilogue.activation
+    if activation is None:
         out = run(problem, pins, *primals)
-        return out, functools.reduce(ad.add_jaxvals, d_z) if d_z else ad.Zero.from_primal_value(out)
+        return out, functools.reduce(ad.add_jaxvals, d_z) if d_z else _no_tangent(out)
     linear = problem.replace(out=problem.acc, epilogue=Epilogue(bias=problem.epilogue.bias))
     z = run(linear, pins, *primals)
 
     def finish(z: Array) -> Array:
-        return activate(problem, z, sizes, first).astype(problem.out)
+        return activate(problem, activation, z, sizes, first).astype(problem.out)
 
     if not d_z:
         out = finish(z)
-        return out, ad.Zero.from_primal_value(out)
+        return out, _no_tangent(out)
     return jax.jvp(finish, (z,), (functools.reduce(ad.add_jaxvals, d_z).astype(problem.acc),))
+
+
+def _no_tangent(out: Array) -> Any:
+    return ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -117,14 +122,14 @@ def _transpose(ct: Any, lhs: Any, rhs: Any, sizes: Any, first: Any, *extras: Any
 
 
 def _rows_d_lhs(problem: Problem, pins: Pins, ct: Array, rhs: Array, sizes: Any, first: Any) -> Array:
-    """ct [m, n] x rhs [g, k, n] -> [m, k]: rows again, with rhs read the other way round."""
+    """Ct [m, n] x rhs [g, k, n] -> [m, k]: rows again, with rhs read the other way round."""
     derived = problem.replace(k=problem.n, n=problem.k, lhs=problem.out, out=problem.lhs,
                               transpose_rhs=not problem.transpose_rhs)  # fmt: skip
     return run(derived, pins.derive(pins.tilings.d_lhs, swap=True), ct, rhs, sizes, first)
 
 
 def _rows_d_rhs(problem: Problem, pins: Pins, ct: Array, lhs: Array, sizes: Any, first: Any) -> Array:
-    """lhs [m, k] x ct [m, n] -> [g, k, n]: a contraction; entries that share weights add up."""
+    """Lhs [m, k] x ct [m, n] -> [g, k, n]: a contraction; entries that share weights add up."""
     swap, shared = problem.transpose_rhs, problem.batch // problem.rhs_batch
     a, b = (ct, lhs) if swap else (lhs, ct)
     derived = problem.replace(
@@ -144,14 +149,14 @@ def _rows_d_rhs(problem: Problem, pins: Pins, ct: Array, lhs: Array, sizes: Any,
 
 
 def _contraction_d_lhs(problem: Problem, pins: Pins, ct: Array, rhs: Array, sizes: Any, first: Any) -> Array:
-    """rhs [m, n] x ct [g, k, n] -> [m, k]: rows, with ct read as stored the other way round."""
+    """Rhs [m, n] x ct [g, k, n] -> [m, k]: rows, with ct read as stored the other way round."""
     derived = _rows_of(problem, k=problem.n, n=problem.k, lhs=problem.rhs, out=problem.lhs, transpose_rhs=True)
     out = run(derived, pins.derive(pins.tilings.d_lhs, swap=True), rhs, ct, sizes, first)
     return out.T if problem.transpose_lhs else out
 
 
 def _contraction_d_rhs(problem: Problem, pins: Pins, ct: Array, lhs: Array, sizes: Any, first: Any) -> Array:
-    """lhs [m, k] x ct [g, k, n] -> [m, n]: rows."""
+    """Lhs [m, k] x ct [g, k, n] -> [m, n]: rows."""
     derived = _rows_of(problem, lhs=problem.lhs, out=problem.rhs)
     lhs = lhs.T if problem.transpose_lhs else lhs
     return run(derived, pins.derive(pins.tilings.d_rhs, swap=False), lhs, ct, sizes, first)
@@ -262,7 +267,7 @@ def _execute(*operands: Any, problem: Problem, pins: Pins, platform: str) -> Arr
 
 @functools.partial(jax.jit, static_argnames=("problem", "pins"))
 def _eager(*operands: Any, problem: Problem, pins: Pins) -> Array:
-    return grouped_p.bind(*operands, problem=problem, pins=pins)  # type: ignore[no-any-return]
+    return grouped_p.bind(*operands, problem=problem, pins=pins)
 
 
 grouped_p.def_impl(_eager)

@@ -13,13 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+Activation = Callable[[jax.Array], jax.Array]
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
     """Which steps follow the product."""
 
     bias: bool = False  # an operand [g, n] follows
-    activation: Callable[[jax.Array], jax.Array] | None = None  # a function of one number
+    activation: Activation | None = None  # a function of one number
     accumulate: bool = False  # an operand of the result's shape follows; the product is added to it
 
     def __bool__(self) -> bool:
@@ -44,7 +46,7 @@ class Epilogue:
         return acc if self.activation is None else elementwise(self.activation)(acc)
 
 
-def elementwise(activation: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+def elementwise(activation: Activation) -> Activation:
     """The activation over a matrix, one number at a time: whatever it does, it cannot look at a neighbour."""
     return jax.vmap(jax.vmap(activation))
 

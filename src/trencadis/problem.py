@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -92,7 +91,7 @@ class Problem:
         return (self.rows, self.n) if self.form is Form.ROWS else (self.spans, self.k, self.n)
 
     def replace(self, **changes: Any) -> Problem:
-        """This problem with some fields changed."""
+        """The same problem with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
@@ -355,6 +354,3 @@ def _groups(group_sizes: Any) -> int:
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes: want an integer dtype; got {group_sizes.dtype}")
     return int(group_sizes.shape[0])
-
-
-Activation = Callable[[jax.Array], jax.Array]

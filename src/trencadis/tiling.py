@@ -56,7 +56,7 @@ class Pins:
     tilings: Tilings = Tilings()
 
     def derive(self, tiling: Tiling | None, *, swap: bool) -> Pins:
-        """The pins of a derivative that runs with this tiling; one tile given for all passes stays with the dimensions."""
+        """The pins of a derivative with this tiling of its own; one tile for all passes stays with its dimensions."""
         same = self.tilings.forward == self.tilings.d_lhs == self.tilings.d_rhs
         tilings = self.tilings if same else Tilings(forward=tiling)
         return dataclasses.replace(self, tilings=tilings.swapped() if swap else tilings)

@@ -1,0 +1,57 @@
+"""The meaning in float64 numpy, a loop over groups; nothing here is shared with the package."""
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def bounds(sizes, m):
+    """Row range of each group: negative sizes count as 0, ends stop at m."""
+    ends = np.minimum(np.cumsum(np.maximum(np.asarray(sizes, np.int64), 0)), m)
+    return list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True))
+
+
+def wide(x):
+    x = np.asarray(jnp.asarray(x).astype(jnp.float32)) if jnp.asarray(x).dtype.itemsize < 4 else np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def rows(lhs, rhs, sizes, *, first=0, transpose_rhs=False, existing_out=None, bias=None, activation=None):
+    lhs, rhs = wide(lhs), wide(rhs)
+    if transpose_rhs:
+        rhs = rhs.swapaxes(1, 2)
+    out = np.zeros((lhs.shape[0], rhs.shape[2]), np.result_type(lhs, rhs))
+    for i, (start, end) in enumerate(bounds(sizes, lhs.shape[0])):
+        if first <= i < first + rhs.shape[0]:
+            z = lhs[start:end] @ rhs[i - first]
+            if bias is not None:
+                z = z + wide(bias)[i - first]
+            out[start:end] = z if activation is None else activation(z)
+    return out if existing_out is None else out + wide(existing_out)
+
+
+def contraction(lhs, rhs, sizes, *, first=0, local=None, existing_out=None):
+    """Lhs is [m, k] here."""
+    lhs, rhs = wide(lhs), wide(rhs)
+    local = len(sizes) - first if local is None else local
+    out = np.zeros((local, lhs.shape[1], rhs.shape[1]), np.result_type(lhs, rhs))
+    for i, (start, end) in enumerate(bounds(sizes, lhs.shape[0])):
+        if first <= i < first + local:
+            out[i - first] = lhs[start:end].T @ rhs[start:end]
+    return out if existing_out is None else out + wide(existing_out)
+
+
+# Unit roundoff of what is stored, times some room for sums of a few hundred products.
+TOLERANCE = {
+    "float64": 1e-12, "float32": 2e-5, "bfloat16": 2e-2, "float16": 2e-3, "complex64": 2e-5, "complex128": 1e-12,
+}  # fmt: skip
+
+
+def check(got, want, *, dtype=None, scale=None):
+    """Equal within the precision of the narrowest dtype involved; exactly equal for integers."""
+    name = str(dtype or got.dtype)
+    got = wide(got)
+    if name not in TOLERANCE:
+        np.testing.assert_array_equal(got, want)
+        return
+    scale = scale if scale is not None else max(1.0, float(np.max(np.abs(want), initial=0.0)))
+    np.testing.assert_allclose(got, want, rtol=TOLERANCE[name], atol=TOLERANCE[name] * scale)
