@@ -6,8 +6,8 @@ import numpy as np
 
 def bounds(sizes, m):
     """Row range of each group: negative sizes count as 0, ends stop at m."""
-    ends = np.minimum(np.cumsum(np.maximum(np.asarray(sizes, np.int64), 0)), m)
-    return list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True))
+    ends = np.minimum(np.cumsum(np.maximum(np.asarray(sizes, np.int64), 0)), m).tolist()
+    return list(zip([0, *ends][: len(ends)], ends, strict=True))
 
 
 def wide(x):

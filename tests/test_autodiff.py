@@ -62,8 +62,8 @@ def test_jvp_and_linearize(backend, xwy):
         close(jax.jvp(ours, args, tangents), want)
         out, push = jax.linearize(ours, *args)
         close((out, push(*tangents)), want)
-        close(jax.jvp(lambda a: ours(a, args[1]), args[:1], tangents[:1]),
-              jax.jvp(lambda a: dense(a, args[1]), args[:1], tangents[:1]))  # fmt: skip
+        zero = (tangents[0], jnp.zeros_like(args[1]))
+        close(jax.jvp(ours, args, zero), jax.jvp(dense, args, zero))
 
 
 def test_vjp(backend, xwy):
@@ -80,8 +80,12 @@ def test_second_order(backend, xwy):
     for _, ours, dense, pick in forms(backend):
         args = tuple(xwy[i] for i in pick)
         for outer in (jax.jacfwd, jax.jacrev):
-            second = lambda f: jax.jit(outer(jax.grad(lambda a, b: jnp.sum(jnp.sin(f(a, b))), argnums=(0, 1)), (0, 1)))
+            second = functools.partial(hessian, outer)
             close(second(ours)(*args), second(dense)(*args))
+
+
+def hessian(outer, f):
+    return jax.jit(outer(jax.grad(lambda a, b: jnp.sum(jnp.sin(f(a, b))), argnums=(0, 1)), argnums=(0, 1)))
 
 
 def test_third_order(backend, xwy):
@@ -213,9 +217,6 @@ def test_shard_map_checks_varying_axes(backend, xwy):
         y = tr.grouped_matmul(x, w, sizes, group_offset=first, activation=jnp.tanh, backend=backend)
         return jax.lax.psum(y, "e")
 
-    def loss(f, dense):
-        return lambda x, w: jnp.sum(jnp.sin(f(x, w)))
-
     plain = lambda x, w: jnp.tanh(dense_rows(x, w))
     close(sharded(x, w, SIZES), plain(x, w))
     got = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(sharded(x, w, SIZES))), (0, 1)))(x, w)
@@ -223,7 +224,7 @@ def test_shard_map_checks_varying_axes(backend, xwy):
 
 
 def test_shard_map_over_rows_and_bias(backend, xwy):
-    """Every operand sharded, sizes too: each device its own ragged problem, and the weight gradient summed over them."""
+    """Rows and sizes sharded: each device has its own ragged problem; weight gradients add up over them."""
     x, w, _ = xwy
     xs, b = jnp.stack([x, 2 * x]), jnp.ones((G, N))
     sizes = jnp.asarray([SIZES, [1, 1, 0, 5]])

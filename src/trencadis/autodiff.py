@@ -25,7 +25,7 @@ from trencadis.plan import plan
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Pins
-from trencadis.versions import result_type, vary_alike
+from trencadis.versions import replicated, result_type, vary_alike
 from trencadis.visits import owned
 
 Array = jax.Array
@@ -35,7 +35,7 @@ grouped_p = Primitive("grouped_matmul")
 
 def run(problem: Problem, pins: Pins, *operands: Any) -> Array:
     """The result of a problem: operands are lhs, rhs, group_sizes [batch, groups], first group [batch], then extras."""
-    return grouped_p.bind(*vary_alike(*operands), problem=problem, pins=pins)
+    return grouped_p.bind(*vary_alike(*map(replicated, operands)), problem=problem, pins=pins)
 
 
 def expand(problem: Problem, pins: Pins, *operands: Any) -> Array:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.core import ShapedArray
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
@@ -22,6 +22,14 @@ def varying_axes(x: Any) -> frozenset[Any]:
     """The manual mesh axes over which x varies inside `jax.shard_map`; empty outside."""
     axes: frozenset[Any] = jax.typeof(x).manual_axis_type.varying
     return axes
+
+
+def replicated(x: Any) -> Any:
+    """The array with no dimension sharded over an explicit mesh axis; shards are gathered where there are any."""
+    sharding = jax.typeof(x).sharding
+    if all(axis is None for axis in sharding.spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*(None,) * x.ndim)))
 
 
 def vary_alike(*xs: Any) -> tuple[Any, ...]:
@@ -45,3 +53,8 @@ def result_type(operands: tuple[ShapedArray, ...], shape: tuple[int, ...], dtype
         sharding=NamedSharding(mesh, PartitionSpec(*(None,) * len(shape))),
         manual_axis_type=operands[0].manual_axis_type.update(varying=varying),
     )
+
+
+def without_mesh() -> Any:
+    """A context in which types carry no sharding."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))

@@ -1,0 +1,283 @@
+"""The doors: every argument means what it says, and bad input is told what is wrong with it."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import trencadis as tr
+
+pytestmark = pytest.mark.core
+
+M, K, N, G = 37, 6, 5, 4
+SIZES = np.array([10, 0, 20, 3], np.int32)
+
+
+@pytest.fixture
+def xwy(rng):
+    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((M, K), (G, K, N), (M, N)))
+
+
+def test_signatures_are_those_of_the_design():
+    names = list(inspect.signature(tr.grouped_matmul).parameters)
+    assert names == [
+        "lhs",
+        "rhs",
+        "group_sizes",
+        "preferred_element_type",
+        "tiling",
+        "group_offset",
+        "existing_out",
+        "transpose_rhs",
+        "interpret",
+        "precision",
+        "bias",
+        "activation",
+        "backend",
+    ]
+    names = list(inspect.signature(tr.transposed_grouped_matmul).parameters)
+    assert names == [
+        "lhs",
+        "rhs",
+        "group_sizes",
+        "preferred_element_type",
+        "tiling",
+        "group_offset",
+        "num_actual_groups",
+        "existing_out",
+        "interpret",
+        "transpose_lhs",
+        "precision",
+        "backend",
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+def test_group_sizes_of_any_integer_dtype(backend, xwy, dtype):
+    x, w, y = xwy
+    oracle.check(tr.grouped_matmul(x, w, SIZES.astype(dtype), backend=backend), oracle.rows(x, w, SIZES))
+    got = tr.transposed_grouped_matmul(x.T, y, SIZES.astype(dtype), backend=backend)
+    oracle.check(got, oracle.contraction(x, y, SIZES))
+
+
+def test_numpy_and_lists_are_arrays_too(xwy):
+    x, w, _ = (np.asarray(a) for a in xwy)
+    oracle.check(tr.grouped_matmul(x, w, [10, 0, 20, 3]), oracle.rows(x, w, SIZES))
+    oracle.check(tr.grouped_matmul(x.tolist(), w.tolist(), (10, 0, 20, 3)), oracle.rows(x, w, SIZES))
+
+
+@pytest.mark.parametrize(
+    "spelling", [2, np.int64(2), np.array(2), np.array([2]), jnp.array(2), jnp.array([2], jnp.uint8)]
+)
+def test_group_offset_spellings(backend, xwy, spelling):
+    x, w, y = xwy
+    want = oracle.rows(x, w[2:], SIZES, first=2)
+    oracle.check(tr.grouped_matmul(x, w[2:], SIZES, group_offset=spelling, backend=backend), want)
+    traced = jax.jit(lambda o: tr.grouped_matmul(x, w[2:], SIZES, group_offset=o, backend=backend))
+    oracle.check(traced(spelling), want)
+    got = tr.transposed_grouped_matmul(x.T, y, SIZES, group_offset=spelling, backend=backend)
+    oracle.check(got, oracle.contraction(x, y, SIZES, first=2))  # all that remain
+    summed = jax.jit(
+        lambda o: tr.transposed_grouped_matmul(x.T, y, SIZES, group_offset=o, num_actual_groups=1, backend=backend)
+    )
+    oracle.check(summed(spelling), oracle.contraction(x, y, SIZES, first=2, local=1))
+
+
+def test_a_traced_window_past_the_end_is_empty_there(backend, xwy):
+    x, w, _ = xwy
+    f = jax.jit(lambda o: tr.grouped_matmul(x, w[:2], SIZES, group_offset=o, backend=backend))
+    for first in (-1, 3, 7):
+        padded = np.concatenate(
+            [np.zeros((1, K, N)), w[:2], np.zeros((9, K, N))]
+        )  # weights at their group, else nothing
+        want = np.zeros((M, N))
+        for i, (a, b) in enumerate(oracle.bounds(SIZES, M)):
+            if 0 <= i - first < 2:
+                want[a:b] = np.asarray(x[a:b], np.float64) @ padded[1 + i - first]
+        oracle.check(f(first), want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", "int32"])
+def test_preferred_element_type(backend, xwy, dtype, x64):
+    x, w, y = (jnp.round(a * 4) for a in xwy)
+    out = tr.grouped_matmul(x, w, SIZES, dtype, backend=backend)
+    assert out.dtype == jnp.dtype(dtype)
+    oracle.check(out, oracle.rows(x, w, SIZES))
+    out = tr.transposed_grouped_matmul(x.T, y, SIZES, preferred_element_type=dtype, backend=backend)
+    assert out.dtype == jnp.dtype(dtype)
+    oracle.check(out, oracle.contraction(x, y, SIZES))
+
+
+def test_default_result_is_float32(xwy):
+    x, w, y = (a.astype(jnp.bfloat16) for a in xwy)
+    assert tr.grouped_matmul(x, w, SIZES).dtype == tr.transposed_grouped_matmul(x.T, y, SIZES).dtype == jnp.float32
+
+
+def test_accumulation_is_float32(backend):
+    """4096 ones in bf16 sum to 4096; a bf16 accumulator would stop at 256."""
+    k = 4096
+    x, w = jnp.ones((3, k), jnp.bfloat16), jnp.ones((1, k, 2), jnp.bfloat16)
+    np.testing.assert_array_equal(tr.grouped_matmul(x, w, [3], jnp.bfloat16, backend=backend), np.full((3, 2), k))
+    got = tr.transposed_grouped_matmul(
+        jnp.ones((2, k), jnp.bfloat16), jnp.ones((k, 2), jnp.bfloat16), [k], backend=backend
+    )
+    np.testing.assert_array_equal(got, np.full((1, 2, 2), k))
+
+
+def test_float64(backend, rng, x64):
+    x, w, y = rng.normal(size=(M, K)), rng.normal(size=(G, K, N)), rng.normal(size=(M, N))
+    oracle.check(tr.grouped_matmul(x, w, SIZES, jnp.float64, backend=backend), oracle.rows(x, w, SIZES))
+    got = tr.transposed_grouped_matmul(x.T, y, SIZES, jnp.float64, backend=backend)
+    oracle.check(got, oracle.contraction(x, y, SIZES))
+
+
+def test_int8_accumulates_in_int32_exactly(backend):
+    k = 3000  # past what float32 could hold exactly
+    x, w = jnp.full((5, k), -128, jnp.int8), jnp.full((2, k, 3), -127, jnp.int8)
+    got = tr.grouped_matmul(x, w, [2, 2], jnp.int32, backend=backend)
+    np.testing.assert_array_equal(got, np.array([[128 * 127 * k] * 3] * 4 + [[0] * 3]))
+    x, y = jnp.full((2, k), -128, jnp.int8), jnp.full((k, 3), 127, jnp.int8)
+    got = tr.transposed_grouped_matmul(x, y, [k, 0], jnp.int32, backend=backend)
+    np.testing.assert_array_equal(got, np.stack([np.full((2, 3), -128 * 127 * k), np.zeros((2, 3))]))
+
+
+@pytest.mark.parametrize(
+    "lhs, rhs", [("bfloat16", "float32"), ("float32", "float16"), ("int8", "bfloat16"), ("float8_e4m3fn", "bfloat16")]
+)
+def test_mixed_operands(backend, xwy, lhs, rhs):
+    x, w, y = xwy
+    x, w, y = jnp.round(4 * x).astype(lhs), w.astype(rhs), y.astype(rhs)
+    oracle.check(tr.grouped_matmul(x, w, SIZES, backend=backend), oracle.rows(x, w, SIZES))
+    oracle.check(tr.transposed_grouped_matmul(x.T, y, SIZES, backend=backend), oracle.contraction(x, y, SIZES))
+
+
+def test_precision_is_honoured(xwy):
+    """It arrives at the dots of the compiled program."""
+    x, w, y = xwy
+    for precision in ("highest", jax.lax.Precision.HIGHEST, ("highest", "highest")):
+        f = functools.partial(tr.grouped_matmul, precision=precision)
+        oracle.check(f(x, w, SIZES), oracle.rows(x, w, SIZES))
+        text = jax.jit(f).lower(x, w, SIZES).as_text()
+        assert text.count("HIGHEST") >= text.count("stablehlo.dot_general") > 0
+        grads = jax.jit(jax.grad(lambda x, w, f=f: f(x, w, SIZES).sum(), (0, 1))).lower(x, w).as_text()
+        assert grads.count("HIGHEST") >= grads.count("stablehlo.dot_general") > 0
+        text = (
+            jax.jit(functools.partial(tr.transposed_grouped_matmul, precision=precision)).lower(x.T, y, SIZES).as_text()
+        )
+        assert text.count("HIGHEST") >= text.count("stablehlo.dot_general") > 0
+
+
+TILINGS = [
+    None, (16, 2, 3), tr.Tiling(1, 1, 1), tr.Tilings(forward=(8, 8, 8), d_rhs=(4, 4, 4)),
+    lambda m, k, n: (m, k, n), lambda m, k, n: None,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_tiling_changes_nothing_but_speed(xwy, tiling):
+    x, w, y = xwy
+    oracle.check(tr.grouped_matmul(x, w, SIZES, tiling=tiling), oracle.rows(x, w, SIZES))
+    oracle.check(tr.transposed_grouped_matmul(x.T, y, SIZES, tiling=tiling), oracle.contraction(x, y, SIZES))
+    dx, dw = jax.vjp(lambda x, w: tr.grouped_matmul(x, w, SIZES, tiling=tiling), x, w)[1](y)
+    oracle.check(dx, oracle.rows(y, w, SIZES, transpose_rhs=True))
+    oracle.check(dw, oracle.contraction(x, y, SIZES))
+
+
+def test_interpret(xwy):
+    x, w, y = xwy
+    for f in (tr.grouped_matmul, jax.jit(tr.grouped_matmul, static_argnames="interpret")):
+        oracle.check(f(x, w, SIZES, interpret=True), oracle.rows(x, w, SIZES))
+    dx, dw = jax.vjp(lambda x, w: tr.grouped_matmul(x, w, SIZES, interpret=True), x, w)[1](y)
+    oracle.check(dx, oracle.rows(y, w, SIZES, transpose_rhs=True))
+    oracle.check(dw, oracle.contraction(x, y, SIZES))
+    oracle.check(tr.transposed_grouped_matmul(x.T, y, SIZES, interpret=True), oracle.contraction(x, y, SIZES))
+
+
+def test_existing_out_keeps_unowned_rows_and_takes_the_cotangent(backend, xwy):
+    x, w, y = xwy
+    f = lambda e: tr.grouped_matmul(x, w[:2], SIZES, existing_out=e, backend=backend)
+    out, back = jax.vjp(f, y)
+    oracle.check(out, oracle.rows(x, w[:2], SIZES, existing_out=y))
+    np.testing.assert_array_equal(out[10:], y[10:])
+    np.testing.assert_array_equal(back(y)[0], y)
+
+
+def test_existing_out_is_reused_under_jit(xwy):
+    """A donated existing_out is the result's buffer, and no other array of that size is made."""
+    x, w, y = xwy
+    f = jax.jit(lambda e: tr.grouped_matmul(x, w, SIZES, existing_out=e), donate_argnums=0)
+    assert f.lower(y).compile().memory_analysis().alias_size_in_bytes == y.nbytes
+    e = jnp.zeros((G, K, N))
+    f = jax.jit(lambda e: tr.transposed_grouped_matmul(x.T, y, SIZES, existing_out=e), donate_argnums=0)
+    assert f.lower(e).compile().memory_analysis().alias_size_in_bytes == e.nbytes
+
+
+def test_float32_gradient_accumulation_of_bfloat16(backend, xwy):
+    x, _, y = (a.astype(jnp.bfloat16) for a in xwy)
+    e = jnp.full((G, K, N), 1000.0)
+    got = tr.transposed_grouped_matmul(x.T, y, SIZES, existing_out=e, backend=backend)
+    oracle.check(got, oracle.contraction(x, y, SIZES, existing_out=e))
+    np.testing.assert_array_equal(got[1], e[1])  # empty
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.silu, jax.nn.gelu, jnp.tanh, jnp.exp, lambda z: z * z + 1])
+def test_activation_after_bias_before_rounding(backend, xwy, activation):
+    x, w, _ = xwy
+    b = jnp.arange(G * N, dtype=jnp.float32).reshape(G, N) / 7
+    numpy_activation = lambda z: np.asarray(activation(jnp.asarray(z, jnp.float32)), np.float64)
+    got = tr.grouped_matmul(x, w, SIZES, bias=b, activation=activation, backend=backend)
+    oracle.check(got, oracle.rows(x, w, SIZES, bias=b, activation=numpy_activation))
+    half = tr.grouped_matmul(x, w, SIZES, jnp.bfloat16, bias=b, activation=activation, backend=backend)
+    oracle.check(half, oracle.rows(x, w, SIZES, bias=b, activation=numpy_activation))
+    assert not np.asarray(got[33:]).any()
+
+
+def test_activation_may_close_over_traced_values(backend, xwy):
+    x, w, y = xwy
+
+    def f(beta, x):
+        return jnp.sum(y * tr.grouped_matmul(x, w, SIZES, activation=lambda z: jnp.tanh(beta * z), backend=backend))
+
+    def dense(beta, x):
+        z = jnp.concatenate([x[a:b] @ w[i] for i, (a, b) in enumerate(oracle.bounds(SIZES, M))])
+        return jnp.sum(y[:33] * jnp.tanh(beta * z))
+
+    for got, want in zip(jax.jit(jax.grad(f, (0, 1)))(0.7, x), jax.grad(dense, (0, 1))(0.7, x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
+
+
+def test_an_infinite_slope_at_zero_does_not_reach_the_gradients(backend, xwy):
+    """sqrt has slope inf at 0, where unowned rows are: neither lhs nor weights nor bias may see a NaN."""
+    x, w, _ = (jnp.abs(a) + 0.5 for a in xwy)
+    b = jnp.ones((G, N))
+    f = lambda x, w, b: jnp.sum(tr.grouped_matmul(x, w, SIZES, bias=b, activation=jnp.sqrt, backend=backend))
+    dx, dw, db = jax.grad(f, (0, 1, 2))(x, w, b)
+    for g in (dx, dw, db):
+        assert np.isfinite(g).all()
+    assert not np.asarray(dx[33:]).any()
+    assert not np.asarray(db[1]).any()
+
+
+@pytest.mark.parametrize("m, k, n, g", [(m, k, n, g) for m in (0, 3) for k in (0, 2) for n in (0, 2) for g in (0, 2)])
+def test_zero_sized_dimensions(backend, m, k, n, g):
+    x, w, sizes = jnp.ones((m, k)), jnp.ones((g, k, n)), jnp.full((g,), m // 2, jnp.int32)
+    f = functools.partial(tr.grouped_matmul, group_sizes=sizes, backend=backend)
+    np.testing.assert_array_equal(f(x, w), oracle.rows(x, w, sizes))
+    dx, dw = jax.grad(lambda x, w: f(x, w).sum(), (0, 1))(x, w)
+    np.testing.assert_array_equal(dx, oracle.rows(np.ones((m, n)), w, sizes, transpose_rhs=True))
+    np.testing.assert_array_equal(dw, oracle.contraction(x, np.ones((m, n)), sizes))
+    np.testing.assert_array_equal(jax.vmap(f)(jnp.stack([x, x]), jnp.stack([w, w]))[1], oracle.rows(x, w, sizes))
+
+
+def test_large_group_counts(backend):
+    """As many groups as rows, and many more."""
+    m, g = 40, 300
+    x = jnp.arange(m, dtype=jnp.float32)[:, None]
+    w = jnp.arange(g, dtype=jnp.float32).reshape(g, 1, 1)
+    sizes = np.zeros(g, np.int32)
+    sizes[np.arange(m) * 7] = 1
+    np.testing.assert_array_equal(tr.grouped_matmul(x, w, sizes, backend=backend)[:, 0], np.arange(m) ** 2 * 7)

@@ -1,0 +1,156 @@
+"""The lax doors against lax itself, where lax is right, and beyond it, where it is not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax import lax
+
+import trencadis as tr
+
+pytestmark = pytest.mark.core
+
+
+def dims(contract, batch=((), ()), ragged=(0,), group=()):
+    return lax.RaggedDotDimensionNumbers((contract, batch), ragged, group)
+
+
+# name, lhs, rhs, sizes, dimension numbers
+CASES = [
+    ("basic", (9, 3), (2, 3, 4), [4, 5], dims(((1,), (1,)), group=(0,))),
+    ("rhs transposed", (9, 3), (2, 4, 3), [4, 5], dims(((1,), (2,)), group=(0,))),
+    ("group dimension last", (9, 3), (3, 4, 2), [4, 5], dims(((1,), (0,)), group=(2,))),
+    ("batch", (2, 9, 3), (2, 2, 3, 4), [4, 3], dims(((2,), (2,)), ((0,), (1,)), (1,), (0,))),
+    ("batch, sizes each", (2, 9, 3), (2, 2, 3, 4), [[4, 3], [1, 8]], dims(((2,), (2,)), ((0,), (1,)), (1,), (0,))),
+    ("outer rows", (2, 9, 3), (2, 3, 4), [4, 3], dims(((2,), (1,)), ragged=(1,), group=(0,))),
+    ("outer rows, sizes each", (2, 9, 3), (2, 3, 4), [[4, 3], [1, 8]], dims(((2,), (1,)), ragged=(1,), group=(0,))),
+    ("inner rows", (9, 2, 3), (2, 3, 4), [4, 3], dims(((2,), (1,)), group=(0,))),
+    ("two summed, two columns", (9, 3, 2), (2, 3, 2, 4, 2), [4, 3], dims(((1, 2), (1, 2)), group=(0,))),
+    ("summed in another order", (9, 3, 2), (2, 2, 3, 4), [4, 3], dims(((2, 1), (1, 2)), group=(0,))),
+    ("contraction", (9, 3), (9, 4), [4, 3], dims(((0,), (0,)))),
+    ("contraction of columns", (3, 9), (9, 4), [4, 3], dims(((1,), (0,)), ragged=(1,))),
+    ("contraction, batch", (2, 9, 3), (2, 9, 4), [4, 3], dims(((1,), (1,)), ((0,), (0,)), (1,))),
+    ("contraction, sizes each", (2, 9, 3), (2, 9, 4), [[4, 3], [1, 7]], dims(((1,), (1,)), ((0,), (0,)), (1,))),
+    ("contraction, outer sum", (2, 9, 3), (2, 9, 4), [4, 3], dims(((0, 1), (0, 1)), ragged=(1,))),
+    ("contraction, outer sum each", (2, 9, 3), (2, 9, 4), [[4, 3], [1, 7]], dims(((0, 1), (0, 1)), ragged=(1,))),
+    ("contraction, inner sum", (9, 2, 3), (9, 2, 4), [4, 3], dims(((0, 1), (0, 1)), ragged=(0,))),
+    ("ragged batch", (9, 2, 3), (9, 3, 4), [4, 5], dims(((2,), (1,)), ((0,), (0,)), (0,))),
+    ("ragged batch, outer batch", (2, 9, 2, 3), (2, 9, 3, 4), [4, 5], dims(((3,), (2,)), ((0, 1), (0, 1)), (1,))),
+]
+
+
+@pytest.mark.parametrize("name, lhs, rhs, sizes, numbers", CASES, ids=[c[0] for c in CASES])
+def test_equals_lax(name, lhs, rhs, sizes, numbers, rng):
+    x, y = jnp.asarray(rng.normal(size=lhs), jnp.float32), jnp.asarray(rng.normal(size=rhs), jnp.float32)
+    sizes = jnp.asarray(sizes)
+    ours = functools.partial(tr.ragged_dot_general, ragged_dot_dimension_numbers=numbers)
+    want = lax.ragged_dot_general(x, y, sizes, numbers)
+    for f in (ours, jax.jit(ours)):
+        got = f(x, y, sizes)
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        oracle.check(got, oracle.wide(want))
+    if "outer sum" not in name:  # lax itself cannot differentiate its contractions: check by values along a line
+        t = lambda f: jax.jvp(lambda x, y: f(x, y, sizes), (x, y), (jnp.cos(x), jnp.sin(y)))[1]
+        oracle.check(t(ours), oracle.wide(t(lambda x, y, s: lax.ragged_dot_general(x, y, s, numbers))))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "uint8", "int16", "int32", "complex64"])
+def test_dtypes_follow_lax(dtype, rng):
+    x, w = (jnp.asarray(rng.integers(0, 5, shape)).astype(dtype) for shape in ((9, 3), (2, 3, 4)))
+    for preferred in (None, "float32", "int32"):
+        if dtype == "complex64" and preferred:
+            continue
+        want = lax.ragged_dot(x, w, jnp.array([4, 5]), preferred_element_type=preferred)
+        got = tr.ragged_dot(x, w, jnp.array([4, 5]), preferred_element_type=preferred)
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(oracle.wide(got), oracle.wide(want))
+
+
+def test_windows_which_lax_has_not(rng):
+    x, w = rng.normal(size=(9, 3)).astype("f"), rng.normal(size=(2, 3, 4)).astype("f")
+    sizes = np.array([2, 3, 1, 3])
+    for offset in (1, jnp.array([1]), jnp.array(1)):
+        oracle.check(tr.ragged_dot(x, w, sizes, group_offset=offset), oracle.rows(x, w, sizes, first=1))
+    y = rng.normal(size=(9, 4)).astype("f")
+    numbers = dims(((0,), (0,)))
+    got = jax.jit(lambda o: tr.ragged_dot_general(x, y, sizes, numbers, group_offset=o))(jnp.array(1))
+    want = np.concatenate([oracle.contraction(x, y, sizes, first=1), np.zeros((1, 3, 4))])
+    oracle.check(got, want)
+    numbers = dims(((2,), (1,)), ((0,), (0,)), (0,))
+    a, b = rng.normal(size=(9, 2, 3)).astype("f"), rng.normal(size=(9, 3, 4)).astype("f")
+    want = np.einsum("bmk,bkn->bmn", a, b) * (np.arange(9) >= 2)[:, None, None]
+    oracle.check(tr.ragged_dot_general(a, b, sizes, numbers, group_offset=1), want)
+
+
+def test_ragged_batch_past_the_groups_is_zero_even_of_nan(rng):
+    numbers = dims(((2,), (1,)), ((0,), (0,)), (0,))
+    a, b = rng.normal(size=(9, 2, 3)).astype("f"), rng.normal(size=(9, 3, 4)).astype("f")
+    want = np.einsum("bmk,bkn->bmn", a, b)
+    want[5:] = 0
+    a[5:], b[7:] = np.nan, np.inf
+    f = lambda a, b: tr.ragged_dot_general(a, b, jnp.array([2, 3]), numbers)
+    oracle.check(f(a, b), want)
+    for g in jax.grad(lambda a, b: f(a, b).sum(), (0, 1))(a, b):
+        assert np.isfinite(g).all()
+        assert not np.asarray(g[5:]).any()
+
+
+def test_every_derivative_and_vmap(rng):
+    """What lax leaves unimplemented: second order in both operands, the gradient of a contraction, vmap of lhs alone."""
+    x, w = rng.normal(size=(9, 3)).astype("f"), rng.normal(size=(2, 3, 4)).astype("f")
+    sizes = jnp.array([4, 3])
+    dense = lambda x, w: jnp.concatenate([x[:4] @ w[0], x[4:7] @ w[1], jnp.zeros((2, 4))])
+    hessian = lambda f: jax.hessian(lambda x, w: jnp.sum(jnp.sin(f(x, w))), (0, 1))(x, w)
+    got, want = hessian(lambda x, w: tr.ragged_dot(x, w, sizes)), hessian(dense)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+    out = jax.vmap(tr.ragged_dot, in_axes=(2, None, None), out_axes=1)(jnp.stack([x, 2 * x], axis=2), w, sizes)
+    np.testing.assert_allclose(out[:, 1], 2 * dense(x, w), rtol=1e-5, atol=1e-5)
+    y = rng.normal(size=(9, 4)).astype("f")
+    f = lambda x: tr.ragged_dot_general(x, y, sizes, dims(((0,), (0,))))
+    np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(x)[:7], np.repeat(y[:7].sum(1)[:, None], 3, 1), rtol=1e-5)
+
+
+BAD = [
+    ((9, 3), (2, 3, 4), (2,), dims(((1,), (1,)), ragged=(0, 1), group=(0,))),
+    ((9, 3), (2, 3, 4), (2,), dims(((1,), (1,)), ragged=(2,), group=(0,))),
+    ((9, 3), (2, 3, 4), (), dims(((1,), (1,)), group=(0,))),
+    ((2, 9, 3), (2, 2, 3, 4), (3, 2), dims(((2,), (2,)), ((0,), (1,)), (1,), (0,))),
+    ((9, 3), (2, 3, 4), (2,), dims(((1,), (1,)))),
+    ((9, 3), (2, 3, 4), (2,), dims(((1,), (1,)), group=(3,))),
+    ((9, 3), (2, 3, 4), (2,), dims(((1,), (1,)), group=(1,))),
+    ((9, 3), (2, 3, 4), (3,), dims(((1,), (1,)), group=(0,))),
+    ((9, 3), (9, 4), (2,), dims(((0,), (0,)), group=(0,))),
+    ((9, 3), (2, 5, 4), (2,), dims(((1,), (1,)), group=(0,))),
+    ((9, 3), (2, 3, 4), (2,), dims(((1, 1), (1, 1)), group=(0,))),
+    ((9, 3), (2, 3, 4), (2,), dims(((1,), (5,)), group=(0,))),
+    ((2, 9, 3), (3, 2, 3, 4), (2,), dims(((2,), (2,)), ((0,), (0,)), (1,), (1,))),
+]
+
+
+@pytest.mark.parametrize("lhs, rhs, sizes, numbers", BAD)
+def test_lax_errors_are_ours(lhs, rhs, sizes, numbers):
+    args = jnp.ones(lhs), jnp.ones(rhs), jnp.ones(sizes, jnp.int32), numbers
+    with pytest.raises((TypeError, ValueError)) as theirs:
+        lax.ragged_dot_general(*args)
+    with pytest.raises(type(theirs.value)) as ours:
+        tr.ragged_dot_general(*args)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_float_sizes_and_sums_past_m_are_refused():
+    with pytest.raises(TypeError, match="subtype of np.integer"):
+        tr.ragged_dot(jnp.ones((4, 2)), jnp.ones((2, 2, 1)), jnp.array([1.0, 2.0]))
+    with pytest.raises(ValueError, match="group_sizes: must sum to at most m = 4"):
+        tr.ragged_dot(jnp.ones((4, 2)), jnp.ones((2, 2, 1)), jnp.array([3, 2]))
+
+
+def test_out_sharding(rng):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x, w = jnp.asarray(rng.normal(size=(8, 3)), jnp.float32), jnp.asarray(rng.normal(size=(2, 3, 4)), jnp.float32)
+        got = jax.jit(lambda x, w: tr.ragged_dot(x, w, jnp.array([4, 3]), out_sharding=jax.P("x")))(x, w)
+        assert jax.typeof(got).sharding.spec == jax.P("x", None)
+    oracle.check(got, oracle.rows(x, w, [4, 3]))
