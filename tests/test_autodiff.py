@@ -76,7 +76,7 @@ def test_vjp(backend, xwy):
 
 
 def test_second_order(backend, xwy):
-    """Hessian of a nonlinear function of the result in both operands, by forward over reverse and reverse over reverse."""
+    """Hessian in both operands of a nonlinear function of the result, forward over reverse and reverse over reverse."""
     for _, ours, dense, pick in forms(backend):
         args = tuple(xwy[i] for i in pick)
         for outer in (jax.jacfwd, jax.jacrev):

@@ -99,7 +99,7 @@ def test_ragged_batch_past_the_groups_is_zero_even_of_nan(rng):
 
 
 def test_every_derivative_and_vmap(rng):
-    """What lax leaves unimplemented: second order in both operands, the gradient of a contraction, vmap of lhs alone."""
+    """What lax leaves out: second order in both operands, the gradient of a contraction, vmap of lhs alone."""
     x, w = rng.normal(size=(9, 3)).astype("f"), rng.normal(size=(2, 3, 4)).astype("f")
     sizes = jnp.array([4, 3])
     dense = lambda x, w: jnp.concatenate([x[:4] @ w[0], x[4:7] @ w[1], jnp.zeros((2, 4))])
@@ -141,7 +141,7 @@ def test_lax_errors_are_ours(lhs, rhs, sizes, numbers):
 
 
 def test_float_sizes_and_sums_past_m_are_refused():
-    with pytest.raises(TypeError, match="subtype of np.integer"):
+    with pytest.raises(TypeError, match=r"subtype of np\.integer"):
         tr.ragged_dot(jnp.ones((4, 2)), jnp.ones((2, 2, 1)), jnp.array([1.0, 2.0]))
     with pytest.raises(ValueError, match="group_sizes: must sum to at most m = 4"):
         tr.ragged_dot(jnp.ones((4, 2)), jnp.ones((2, 2, 1)), jnp.array([3, 2]))

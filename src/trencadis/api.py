@@ -71,7 +71,7 @@ def grouped_matmul(
            [40., 50.],
            [ 0.,  0.]], dtype=float32)
     """
-    lhs, rhs, group_sizes = _arrays(lhs=lhs, rhs=rhs, group_sizes=group_sizes)
+    lhs, rhs, group_sizes = what.as_array("lhs", lhs), what.as_array("rhs", rhs), what.as_sizes(group_sizes)
     if activation is not None and existing_out is not None:
         raise ValueError("activation: cannot be given together with existing_out; apply it to the sum yourself")
     epilogue = Epilogue(bias=bias is not None, accumulate=existing_out is not None)
@@ -136,7 +136,7 @@ def transposed_grouped_matmul(
     >>> transposed_grouped_matmul(x, y, jnp.array([1, 2, 0]), transpose_lhs=True).reshape(3)
     Array([0., 3., 0.], dtype=float32)
     """
-    lhs, rhs, group_sizes = _arrays(lhs=lhs, rhs=rhs, group_sizes=group_sizes)
+    lhs, rhs, group_sizes = what.as_array("lhs", lhs), what.as_array("rhs", rhs), what.as_sizes(group_sizes)
     first = what.first_group(group_offset)
     asked = what.contraction_problem(
         lhs, rhs, group_sizes, preferred_element_type,
@@ -186,7 +186,7 @@ def make_group_metadata(
     >>> [(int(g), int(t)) for g, t in zip(meta.group_ids, meta.m_tile_ids)], int(visits)
     ([(0, 0), (1, 0), (1, 1), (2, 1), (2, 2)], 5)
     """
-    group_sizes = what.as_array("group_sizes", group_sizes)
+    group_sizes = what.as_sizes(group_sizes)
     what.check_rows_and_tile(group_sizes, m, tm)
     first = what.first_group(start_group)
     walk = visits(
@@ -215,10 +215,6 @@ def problem_of(
     else:
         asked = what.contraction_problem(a, b, sizes, dtype, transpose_lhs=True, local=groups, precision=None)
     return asked.replace(**options)
-
-
-def _arrays(**named: Any) -> tuple[Any, ...]:
-    return tuple(what.as_array(name, x) for name, x in named.items())
 
 
 def _pins(asked: Problem, tiling: TilingLike, interpret: bool, backend: str | None) -> Pins:

@@ -38,13 +38,15 @@ def check_traced(group_sizes: Any, first: Any, m: int, local_groups: int) -> Non
     groups = group_sizes.shape[0]
     if not _checking.value or groups == 0:
         return
-    sizes = group_sizes.astype(jnp.int32)
+    first = jnp.asarray(first)
+    bound = jnp.iinfo(group_sizes.dtype)  # a size past m is as wrong as m + 1, which fits into int32
+    sizes = jnp.clip(group_sizes, max(bound.min, -(2**31)), min(bound.max, m + 1)).astype(jnp.int32)
     worst = jnp.argmin(sizes)
     checkify.check(
         sizes[worst] >= 0, "group_sizes: group {i} has size {size}; sizes must be >= 0", i=worst, size=sizes[worst]
     )
     # a sum that stops at m + 1 cannot wrap
-    ends = jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, m + 1), jnp.clip(sizes, 0, m + 1))
+    ends = jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, m + 1), jnp.maximum(sizes, 0))
     over = jnp.argmax(ends > m)
     checkify.check(
         ends[-1] <= m,
@@ -55,7 +57,7 @@ def check_traced(group_sizes: Any, first: Any, m: int, local_groups: int) -> Non
     checkify.check(
         (first >= 0) & (first <= groups - local_groups),
         "group_offset: a window of {local} groups from group {i} on leaves the {groups} groups of group_sizes",
-        i=jnp.asarray(first),
+        i=first,
         local=jnp.int32(local_groups),
         groups=jnp.int32(groups),
     )

@@ -327,14 +327,17 @@ def concrete(x: Any) -> np.ndarray[Any, Any] | None:
     return np.asarray(x)
 
 
-def as_array(name: str, x: Any) -> Any:
-    """X if it is an array, else an array made of it; None and strings are refused."""
-    if isinstance(x, (jax.Array, np.ndarray)):
-        return x
+def as_array(name: str, x: Any) -> jax.Array:
+    """X as a JAX array; None and strings are refused."""
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError):
         raise TypeError(f"{name}: want an array; got {type(x).__name__}") from None
+
+
+def as_sizes(group_sizes: Any) -> Any:
+    """group_sizes as an array that stays in numpy where it is, so that its values are still known inside `jit`."""
+    return group_sizes if isinstance(group_sizes, np.ndarray) else as_array("group_sizes", group_sizes)
 
 
 def _rank(name: str, x: Any, rank: int, axes: str) -> None:

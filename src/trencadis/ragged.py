@@ -72,7 +72,7 @@ def ragged_dot_general(
     >>> ragged_dot_general(jnp.ones((4, 2)), jnp.ones((4, 1)), jnp.array([1, 2]), dims).shape
     (2, 2, 1)
     """
-    lhs, rhs, group_sizes = (what.as_array(n, x) for n, x in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes)))
+    lhs, rhs, group_sizes = what.as_array("lhs", lhs), what.as_array("rhs", rhs), what.as_sizes(group_sizes)
     dims = ragged_dot_dimension_numbers
     out = _lax_type(lhs, rhs, group_sizes, dims, precision, preferred_element_type, group_offset)
     (contract, _), (batch, _) = dims.dot_dimension_numbers
@@ -89,13 +89,11 @@ def _lax_type(
     ask = functools.partial(
         lax.ragged_dot_general, ragged_dot_dimension_numbers=dims, precision=precision, preferred_element_type=preferred
     )
-    sizes = jax.ShapeDtypeStruct(group_sizes.shape, group_sizes.dtype)
-    window = getattr(dims, "rhs_group_dimensions", ())
-    if group_offset is not None and len(window) == 1 and group_sizes.ndim:
+    shape, window = group_sizes.shape, dims.rhs_group_dimensions
+    if group_offset is not None and len(window) == 1 and shape and 0 <= window[0] < rhs.ndim:
         # lax has no windows: let it see the sizes of the groups that rhs holds
-        held = rhs.shape[window[0]] if window[0] < rhs.ndim else 0
-        if held <= group_sizes.shape[-1]:
-            sizes = jax.ShapeDtypeStruct((*group_sizes.shape[:-1], held), group_sizes.dtype)
+        shape = (*shape[:-1], min(shape[-1], rhs.shape[window[0]]))
+    sizes = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(group_sizes.dtype))
     a, b = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs))
     with without_mesh():
         return jax.eval_shape(ask, a, b, sizes)
