@@ -20,4 +20,4 @@ def test_rows():
 def test_contraction_writes_every_group():
     problem = problem_of((10, 100), (100, 20), groups=4)
     assert cost(problem, [30, 0, 20, 0]).bytes == 4 * (50 * 10 + 50 * 20 + 4 * 10 * 20)
-    assert str(cost(problem)) == "4e-05 GFLOP, 0.0152 MB, 2.63 flop/byte"
+    assert str(cost(problem)) == "40 kFLOP, 15.2 kB, 2.63 flop/byte"

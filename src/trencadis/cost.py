@@ -23,7 +23,16 @@ class Cost:
         return self.flops / max(self.bytes, 1)
 
     def __str__(self) -> str:
-        return f"{self.flops / 1e9:.3g} GFLOP, {self.bytes / 1e6:.3g} MB, {self.intensity:.3g} flop/byte"
+        return f"{_unit(self.flops)}FLOP, {_unit(self.bytes)}B, {self.intensity:.3g} flop/byte"
+
+
+def _unit(x: float) -> str:
+    """Three digits and the letter for a power of a thousand."""
+    for letter in ("", "k", "M", "G", "T"):
+        if x < 1000:
+            return f"{x:.3g} {letter}"
+        x /= 1000
+    return f"{x:.3g} P"
 
 
 def cost(problem: Problem, group_sizes: Sequence[int] | None = None) -> Cost:
@@ -32,7 +41,7 @@ def cost(problem: Problem, group_sizes: Sequence[int] | None = None) -> Cost:
     >>> from trencadis.api import problem_of
     >>> asked = problem_of((8, 4), (3, 4, 2), groups=3)
     >>> print(cost(asked), "|", cost(asked, [2, 0, 0]))
-    1.28e-07 GFLOP, 0.000288 MB, 0.444 flop/byte | 3.2e-08 GFLOP, 8e-05 MB, 0.4 flop/byte
+    128 FLOP, 288 B, 0.444 flop/byte | 32 FLOP, 80 B, 0.4 flop/byte
     """
     rows, used = problem.rows, problem.weights if problem.form is Form.ROWS else problem.spans
     if group_sizes is not None:

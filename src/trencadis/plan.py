@@ -28,7 +28,7 @@ def plan(problem: Problem, target: Target, pins: Pins = Pins()) -> Plan:
 
     >>> from trencadis.api import problem_of
     >>> print(plan(problem_of((4096, 1024), (8, 1024, 1024), groups=8), Target(platform="cpu")))
-    xla, tile 512·1024·1024: first of 2 backends that support it
+    xla, tile 512·1024·1024: first of xla, reference
     """
     reasons = refusals(problem, target)
     name, because = pins.backend, "asked for"
@@ -36,7 +36,7 @@ def plan(problem: Problem, target: Target, pins: Pins = Pins()) -> Plan:
         name, because = "reference", "interpret=True"
     if name is None:
         able = [backend for backend, reason in reasons.items() if reason is None]
-        name, because = able[0], f"first of {len(able)} backends that support it"
+        name, because = able[0], f"first of {', '.join(able)}"
     elif reasons[name] is not None:
         said = "; ".join(f"{backend}: {reason or 'supports it'}" for backend, reason in reasons.items())
         raise ValueError(f"backend: {name!r} cannot run {problem} on {target} ({said})")

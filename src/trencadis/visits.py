@@ -71,7 +71,7 @@ def owned(problem: Problem, group_sizes: Array, first: Array) -> Array:
     starts, ends = spans(problem, group_sizes, first)
     low = starts.reshape(problem.batch, -1).min(axis=1)
     high = ends.reshape(problem.batch, -1).max(axis=1)
-    row = np.arange(problem.rows, dtype=np.int32).reshape(problem.batch, problem.m)
+    row = jnp.arange(problem.rows, dtype=jnp.int32).reshape(problem.batch, problem.m)
     return ((row >= low[:, None]) & (row < high[:, None])).reshape(-1)
 
 
@@ -122,8 +122,10 @@ def visits(
     step = jnp.minimum(np.arange(bound, dtype=np.int32), jnp.maximum(total - 1, 0))
     if groups == 0:
         return Visits(offsets=bounds, group=step, tile=step, count=total, height=height)
-    # the visit's group is the last one that starts at or before it and has any visits
-    which = jnp.repeat(group, count, total_repeat_length=bound)[step]
+    if groups == 1:  # the general way would have XLA fold a sum over all visits at compile time
+        which = jnp.zeros_like(step)
+    else:
+        which = jnp.repeat(group, count, total_repeat_length=bound)[step]
     return Visits(
         offsets=bounds, group=which, tile=first_tile[which] + step - before[which], count=total, height=height
     )

@@ -1,0 +1,140 @@
+"""Megablox, on every platform: `from trencadis.compat.megablox import gmm, tgmm, make_group_metadata`.
+
+Signatures and error texts are those of `jax.experimental.pallas.ops.tpu.megablox`; `gmm` also takes the nine-number
+tiling and the `interpret=None` of MaxText's megablox. Where it differs, it does more:
+
+- any m, any number dtype, any integer dtype of group_sizes; group_offset may also be an int or have shape `(1,)`;
+- rows that no group covers are 0, in results and in gradients, where the original leaves what was in memory;
+- operands whose k, or whose number of groups, do not match raise;
+- every derivative exists, of `tgmm` too, and the one of existing_out is right.
+
+Quantized operands (MaxText's `QArray`) are not taken yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Integer, Num
+
+from trencadis import problem as what
+from trencadis.api import grouped_matmul, problem_of, transposed_grouped_matmul
+from trencadis.api import make_group_metadata as make_group_metadata
+from trencadis.compat import CUBE, planned, tilings
+from trencadis.visits import owned
+
+
+def gmm(
+    lhs: Num[Array, "m k"],
+    rhs: Num[Array, "g k n"],
+    group_sizes: Integer[Array, " groups"],
+    preferred_element_type: Any = jnp.float32,
+    tiling: Any = CUBE,
+    group_offset: Any = None,
+    existing_out: Num[Array, "m n"] | None = None,
+    transpose_rhs: bool = False,
+    interpret: bool | None = False,
+) -> Num[Array, "m n"]:
+    """`out[s_i:e_i] = lhs[s_i:e_i] @ rhs[i]`. Arguments not named here are those of `trencadis.grouped_matmul`.
+
+    Args:
+      tiling: three numbers, nine, or a function, as `trencadis.compat.tilings` reads them. The default means planned
+        tiles. None, or a function that gives None for this call, raises.
+      existing_out: rows that a group of rhs covers are overwritten, the others keep its values (where
+        `trencadis.grouped_matmul` adds). The gradient of an overwritten row is 0.
+      interpret: None means False.
+
+    >>> x, w, old = jnp.ones((3, 2)), jnp.ones((1, 2, 1)), jnp.full((3, 1), 7.0)
+    >>> gmm(x, w, jnp.array([2]), existing_out=old).reshape(3)
+    Array([2., 2., 7.], dtype=float32)
+    """
+    _check_existing_dtype(existing_out, preferred_element_type)
+    lhs, rhs, group_sizes = _checked(lhs, rhs, group_sizes, group_offset, rhs_rank=3)
+    missing = tiling is None or callable(tiling)
+    tiles = dataclasses.replace(tilings(tiling or _nothing), forward=_found(tiling)) if missing else tilings(tiling)
+    out = grouped_matmul(
+        lhs, rhs, group_sizes, preferred_element_type, tiles, group_offset,
+        transpose_rhs=transpose_rhs, interpret=bool(interpret),
+    )  # fmt: skip
+    if existing_out is None:
+        return out
+    asked = problem_of(
+        lhs.shape, rhs.shape, groups=group_sizes.shape[0], dtype=out.dtype, transpose_rhs=bool(transpose_rhs)
+    )
+    what.check_existing_out(asked, existing_out)
+    first = jnp.asarray(what.first_group(group_offset))
+    return jnp.where(owned(asked, group_sizes[None], first[None])[:, None], out, existing_out)
+
+
+def tgmm(
+    lhs: Num[Array, "k m"],
+    rhs: Num[Array, "m n"],
+    group_sizes: Integer[Array, " groups"],
+    preferred_element_type: Any = jnp.float32,
+    tiling: Any = CUBE,
+    group_offset: Any = None,
+    num_actual_groups: int | None = None,
+    existing_out: Num[Array, "g k n"] | None = None,
+    interpret: bool | None = False,
+) -> Num[Array, "g k n"]:
+    """`out[i] = lhs[:, s_i:e_i] @ rhs[s_i:e_i]`. Arguments not named here: `trencadis.transposed_grouped_matmul`.
+
+    Args:
+      tiling: three numbers or a function. The default means planned tiles. None, or a function that gives None, raises.
+      num_actual_groups: by default as many as group_sizes has, whatever group_offset is. Groups past the last one are
+        empty, so that their matrices are 0.
+      existing_out: the product is added to it; here megablox accumulates too.
+      interpret: None means False.
+
+    >>> tgmm(jnp.ones((1, 3)), jnp.ones((3, 1)), jnp.array([1, 2]), group_offset=1).reshape(2)
+    Array([2., 0.], dtype=float32)
+    """
+    _check_existing_dtype(existing_out, preferred_element_type)
+    lhs, rhs, group_sizes = _checked(lhs, rhs, group_sizes, group_offset, rhs_rank=2)
+    groups = group_sizes.shape[0]
+    count = groups if num_actual_groups is None else int(num_actual_groups)
+    if group_offset is not None or count > groups:
+        group_sizes = jnp.concatenate([group_sizes, jnp.zeros((count,), group_sizes.dtype)])
+    tile = _found(tiling) if tiling is None or callable(tiling) else planned(tiling)
+    return transposed_grouped_matmul(
+        lhs, rhs, group_sizes, preferred_element_type, tile, group_offset, count, existing_out, bool(interpret)
+    )
+
+
+def _found(tiling: Any) -> Any:
+    """The function tiling, or None, as a function that raises where there is no tile, as megablox does."""
+
+    def ask(m: int, k: int, n: int) -> Any:
+        tile = None if tiling is None else tiling(m, k, n)
+        if tile is None:
+            raise ValueError(f"No tuned tiling found for (m, k, n) = ({m}, {k}, {n})")
+        return tile
+
+    return ask
+
+
+def _nothing(m: int, k: int, n: int) -> None:
+    del m, k, n
+
+
+def _checked(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any, *, rhs_rank: int) -> tuple[Any, Any, Any]:
+    """Arrays, refused with megablox's words where it has some; the rest is checked by the operation."""
+    lhs, rhs = what.as_array("lhs", lhs), what.as_array("rhs", rhs)
+    group_sizes = jnp.asarray(what.as_array("group_sizes", group_sizes))
+    shape = jnp.shape(group_offset) if group_offset is not None else ()
+    if shape not in ((), (1,)):
+        raise ValueError(f"group_offset must be a ()-shaped array. Got: {shape}.")
+    if lhs.ndim != 2:
+        raise ValueError(f"Expected 2-tensor for 'lhs' but got {lhs.ndim}-tensor.")
+    if rhs.ndim != rhs_rank:
+        raise ValueError(f"Expected {rhs_rank}-tensor for 'rhs' but got {rhs.ndim}-tensor.")
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"Expected 32-bit integer 'group_sizes' but got {group_sizes.dtype}.")
+    return lhs, rhs, group_sizes
+
+
+def _check_existing_dtype(existing_out: Any, preferred_element_type: Any) -> None:
+    if existing_out is not None and jnp.result_type(existing_out) != what.result_dtype(preferred_element_type):
+        raise ValueError("Existing output dtype must match preferred_element_type.")

@@ -1,0 +1,176 @@
+"""The commands, thin over `show`, `why` and `diagnose`. Bad input is one line on stderr and exit status 2."""
+
+from __future__ import annotations
+
+import enum
+import pathlib
+import sys
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import typer
+from rich.console import Console
+
+from trencadis.looking import mosaic, reasons
+from trencadis.looking.doctor import diagnose
+from trencadis.looking.sizes import random_sizes
+from trencadis.problem import Form
+
+
+class Skew(enum.StrEnum):
+    """How uneven made-up sizes are."""
+
+    zipf = "zipf"
+    uniform = "uniform"
+    balanced = "balanced"
+
+
+class Platform(enum.StrEnum):
+    """What to plan for, as JAX names it."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+    rocm = "rocm"
+    tpu = "tpu"
+
+
+class OneLineErrors(typer.core.TyperGroup):
+    """A group of commands that reports bad input, its own or a command's, in one line."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run a command, and exit unless asked to return."""
+        leave = options.get("standalone_mode", True)
+        options["standalone_mode"] = False
+        try:
+            status = super().main(*args, **options)
+        except typer.Abort:
+            status = 130
+        except (ValueError, TypeError) as error:
+            status = _complain(str(error))
+        except Exception as error:
+            if not hasattr(error, "format_message"):  # how the parser's errors, of whichever click, are told from bugs
+                raise
+            status = _complain(error.format_message())
+        if leave:
+            sys.exit(status if isinstance(status, int) else 0)
+        return status
+
+
+def _complain(message: str) -> int:
+    print(f"trencadis: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+app = typer.Typer(
+    name="trencadis",
+    cls=OneLineErrors,
+    help="Grouped matmul for JAX: look at schedules and at plans.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def _start(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    if version:
+        from trencadis import __version__
+
+        typer.echo(__version__)
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def show(
+    sizes: Annotated[list[str] | None, typer.Argument(help="Group sizes: 3 0 5, or 3,0,5.", show_default=False)] = None,
+    tile: Annotated[int, typer.Option(help="Rows of a tile.")] = 128,
+    m: Annotated[int | None, typer.Option("--m", "--rows", help="Rows; by default the sum of the sizes.")] = None,
+    window: Annotated[
+        tuple[int, int] | None, typer.Option(metavar="FIRST COUNT", help="The local groups; by default all.")
+    ] = None,
+    random: Annotated[int | None, typer.Option(help="Make up sizes of so many groups; needs --rows.")] = None,
+    skew: Annotated[Skew, typer.Option(help="How uneven made-up sizes are.")] = Skew.zipf,
+    seed: Annotated[int, typer.Option(help="Of the made-up sizes.")] = 0,
+    svg: Annotated[pathlib.Path | None, typer.Option(help="Draw into this file as well.")] = None,
+) -> None:
+    """Draw which group works on which tile of rows.
+
+    trencadis show 3 0 5 --tile 4
+    """
+    if (random is None) == (not sizes):
+        raise ValueError("show: want group sizes, or --random with a number of groups")
+    if random is not None:
+        if m is None:
+            raise ValueError("--random: also needs --rows")
+        numbers = random_sizes(random, m, skew=skew.value, seed=seed)
+    else:
+        numbers = _numbers(sizes or [])
+    first, count = window or (0, None)
+    picture = mosaic.show(numbers, tile, m=m, group_offset=first, num_groups=count)
+    Console(soft_wrap=True).print(picture)
+    if svg is not None:
+        try:
+            typer.echo(f"drawn   {picture.save(svg)}")
+        except OSError as error:
+            raise ValueError(f"--svg: cannot write {svg}: {error.strerror}") from None
+
+
+@app.command()
+def why(
+    m: Annotated[int, typer.Option(help="Rows of all groups.")] = 4096,
+    k: Annotated[int, typer.Option(help="Columns of lhs.")] = 1024,
+    n: Annotated[int, typer.Option(help="Columns of rhs.")] = 1024,
+    groups: Annotated[int, typer.Option(help="Number of groups.")] = 8,
+    dtype: Annotated[
+        str, typer.Option(help="Of lhs and rhs; the result is float32, or int32 for integers.")
+    ] = "bfloat16",
+    form: Annotated[Form, typer.Option(help="Which axis is ragged.")] = Form.ROWS,
+    transpose_rhs: Annotated[bool, typer.Option("--transpose-rhs", help="rhs is stored g x n x k.")] = False,
+    platform: Annotated[Platform | None, typer.Option(help="Plan for it; by default for this machine.")] = None,
+) -> None:
+    """Say which backend and tile a grouped matmul gets, and why.
+
+    trencadis why --m 4096 --k 1024 --n 1024 --groups 8 --platform tpu
+    """
+    for name, size in (("--m", m), ("--k", k), ("--n", n), ("--groups", groups)):
+        if size < 0:
+            raise ValueError(f"{name}: want a nonnegative int; got {size}")
+    kind = _dtype(dtype)
+    shapes = {"rows": ((m, k), (groups, n, k) if transpose_rhs else (groups, k, n)), "contraction": ((m, k), (m, n))}
+    lhs, rhs = (jax.ShapeDtypeStruct(shape, kind) for shape in shapes[form.value])
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    out = jnp.int32 if jnp.issubdtype(kind, jnp.integer) else jnp.float32
+    answer = reasons.why(
+        lhs, rhs, sizes, out, transpose_rhs=transpose_rhs, transpose_lhs=form is Form.CONTRACTION,
+        target=None if platform is None else platform.value,
+    )  # fmt: skip
+    typer.echo(str(answer))
+
+
+@app.command()
+def doctor() -> None:
+    """Print versions and devices, what each device would use, and check a small result."""
+    report = diagnose()
+    typer.echo(str(report))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _numbers(sizes: list[str]) -> list[int]:
+    words = [word for size in sizes for word in size.replace(",", " ").split()]
+    try:
+        return [int(word) for word in words]
+    except ValueError:
+        wrong = next(word for word in words if not word.lstrip("+-").isdigit())
+        raise ValueError(f"sizes: want integers; got {wrong!r}") from None
+
+
+def _dtype(name: str) -> Any:
+    try:
+        return jnp.dtype(name)
+    except TypeError:
+        raise ValueError(f"--dtype: want a dtype such as bfloat16 or float32; got {name!r}") from None

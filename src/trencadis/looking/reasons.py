@@ -1,0 +1,239 @@
+"""The reasons of a plan: what a call asks, what it costs, which backends can do it, and which one will, in each pass.
+
+The derived problems are read from the traced program, so that what is printed is what will run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trencadis import problem as what
+from trencadis.api import grouped_matmul, transposed_grouped_matmul
+from trencadis.autodiff import grouped_p
+from trencadis.backends import BACKENDS
+from trencadis.cost import Cost, cost
+from trencadis.plan import Plan, plan, refusals
+from trencadis.problem import Problem
+from trencadis.target import Target
+from trencadis.tiling import Pins, Tiling
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What one backend says: the tile it would take, or the reason why it cannot; and why it was chosen, if it was."""
+
+    backend: str
+    tiling: Tiling | None = None
+    reason: str | None = None
+    because: str | None = None
+
+    def __str__(self) -> str:
+        if self.reason is not None:
+            return f"{self.backend:<10} no   {self.reason}"
+        return f"{self.backend:<10} yes  tile {self.tiling}" + (f" <- {self.because}" if self.because else "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One of forward, d lhs and d rhs: the problem it is and the plan for it, or why there is none."""
+
+    name: str
+    problem: Problem | None = None
+    plan: Plan | None = None
+    backends: tuple[Verdict, ...] = ()
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        if self.problem is None:
+            return f"{self.name:<10} none: {self.reason}"
+        return f"{self.name:<10} {self.problem}\n{'':<10} {self.plan}"
+
+    def news(self, forward: Pass) -> str:
+        """The refusals of this pass that the forward pass does not have."""
+        known = {(v.backend, v.reason) for v in forward.backends}
+        new = [v for v in self.backends if v.reason is not None and (v.backend, v.reason) not in known]
+        return "".join(f"\n{'':<10} not {v.backend}: {v.reason}" for v in new)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Why:
+    """The answer of `why`; prints itself.
+
+    >>> answer = why(jnp.ones((4, 2)), jnp.ones((1, 2, 3)), jnp.array([4]), target="cpu")
+    >>> [verdict.reason for verdict in answer.backends if verdict.backend == "reference"]
+    [None]
+    """
+
+    problem: Problem
+    target: Target
+    cost: Cost
+    passes: tuple[Pass, ...]  # forward, d lhs, d rhs
+
+    @property
+    def backends(self) -> tuple[Verdict, ...]:
+        """What each backend says of the problem, in the order of preference."""
+        return self.passes[0].backends
+
+    def __str__(self) -> str:
+        backends = "\n".join(map(str, self.backends))
+        passes = "\n".join(f"{each}{each.news(self.passes[0])}" for each in self.passes)
+        return "\n".join([
+            f"problem      {self.problem}",
+            f"target       {self.target}",
+            f"cost         {self.cost}",
+            "backends",
+            textwrap.indent(backends, "  "),
+            "passes",
+            textwrap.indent(passes, "  "),
+        ])  # fmt: skip
+
+    __repr__ = __str__
+
+
+def why(
+    lhs: Any,
+    rhs: Any,
+    group_sizes: Any,
+    preferred_element_type: Any = jnp.float32,
+    *,
+    transpose_rhs: bool = False,
+    transpose_lhs: bool = False,
+    target: Target | jax.Device | str | None = None,
+) -> Why:
+    """What a call would do and why, without making it.
+
+    Args:
+      lhs: as for the operation; an array or a `jax.ShapeDtypeStruct`.
+      rhs: of rank 3 for `grouped_matmul`, of rank 2 for `transposed_grouped_matmul`.
+      group_sizes: an array or a `jax.ShapeDtypeStruct`; with values, the cost is that of the rows really there.
+      preferred_element_type: the dtype of the result.
+      transpose_rhs: as in `grouped_matmul`.
+      transpose_lhs: as in `transposed_grouped_matmul`.
+      target: what to plan for: a `Target`, a device, or "cpu", "cuda", "rocm" or "tpu"; by default the default device.
+
+    Returns:
+      A `Why`: print it, or read its problem, cost, backends and passes.
+
+    >>> x, w = jax.ShapeDtypeStruct((64, 8), jnp.bfloat16), jax.ShapeDtypeStruct((4, 8, 16), jnp.bfloat16)
+    >>> answer = why(x, w, jnp.array([16, 0, 40, 8]), target="cpu")
+    >>> print(answer.problem)
+    rows m=64 k=8 n=16 g=4: bfloat16 x bfloat16 -> float32
+    >>> print(*(f"{each.name}: {each.problem.form.value}" for each in answer.passes), sep=", ")
+    forward: rows, d lhs: rows, d rhs: contraction
+    """
+    target = target_of(target)
+    operands = tuple(_abstract(name, x) for name, x in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes)))
+    rank = len(operands[1].shape)
+    if rank not in (2, 3):
+        raise ValueError(
+            f"rhs: want 3 dimensions (grouped_matmul) or 2 (transposed_grouped_matmul); got shape {operands[1].shape}"
+        )
+    other, flag = ("transpose_lhs", transpose_lhs) if rank == 3 else ("transpose_rhs", transpose_rhs)
+    if what.checked_flag(other, flag):
+        raise ValueError(f"{other}: want rhs of rank {5 - rank}; got rhs of shape {operands[1].shape}")
+
+    def call(lhs: Any, rhs: Any, sizes: Any) -> jax.Array:
+        if rank == 3:
+            return grouped_matmul(lhs, rhs, sizes, preferred_element_type, transpose_rhs=transpose_rhs)
+        return transposed_grouped_matmul(lhs, rhs, sizes, preferred_element_type, transpose_lhs=transpose_lhs)
+
+    forward = _grouped(jax.make_jaxpr(call)(*operands).jaxpr)
+    asked = forward[0][0]
+    passes = [_pass("forward", forward[0], target), *(_derivative(call, i, operands, target) for i in (0, 1))]
+    return Why(
+        problem=asked,
+        target=target,
+        cost=cost(asked, _known_sizes(group_sizes, asked)),
+        passes=tuple(passes),
+    )
+
+
+def target_of(target: Target | jax.Device | str | None) -> Target:
+    """Any spelling of a target; None is the device on which JAX runs what names no other.
+
+    >>> target_of("tpu")
+    Target(platform='tpu', kind=None)
+    """
+    if target is None:
+        config: Any = jax.config
+        default = config.jax_default_device  # a device, the name of a platform, or None
+        target = jax.devices(default)[0] if default is None or isinstance(default, str) else default
+    if isinstance(target, Target):
+        return target
+    if isinstance(target, str) and target in PLATFORMS:
+        return Target(platform=target)
+    if isinstance(target, jax.Device):
+        return Target.of(target)
+    raise ValueError(f"target: want a Target, a device, or one of {', '.join(map(repr, PLATFORMS))}; got {target!r}")
+
+
+def _abstract(name: str, x: Any) -> jax.ShapeDtypeStruct:
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        x = what.as_array(name, x)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _known_sizes(group_sizes: Any, asked: Problem) -> list[int] | None:
+    """The sizes of the local groups, checked, where they are known."""
+    if isinstance(group_sizes, jax.ShapeDtypeStruct):
+        return None
+    sizes = what.concrete(group_sizes)
+    if sizes is None:
+        return None
+    what.check_sizes(sizes, asked.m)
+    return [int(size) for size in sizes[: asked.local_groups]]
+
+
+def _pass(name: str, found: tuple[Problem, Pins], target: Target) -> Pass:
+    problem, pins = found
+    chosen = plan(problem, target, pins)
+    return Pass(name=name, problem=problem, plan=chosen, backends=tuple(_verdicts(problem, target, chosen)))
+
+
+def _verdicts(problem: Problem, target: Target, chosen: Plan) -> Iterator[Verdict]:
+    for name, reason in refusals(problem, target).items():
+        yield Verdict(
+            backend=name,
+            reason=reason,
+            tiling=BACKENDS[name].tiling(problem, target) if reason is None else None,
+            because=chosen.because if name == chosen.backend else None,
+        )
+
+
+def _derivative(call: Any, which: int, operands: tuple[jax.ShapeDtypeStruct, ...], target: Target) -> Pass:
+    """The pass that gives the cotangent of lhs (0) or rhs (1)."""
+    name = ("d lhs", "d rhs")[which]
+    if not jnp.issubdtype(operands[which].dtype, jnp.inexact):
+        return Pass(name=name, reason=f"{name[2:]} is {operands[which].dtype.name}, which has no derivative")
+    out = jax.eval_shape(call, *operands)
+    if not jnp.issubdtype(out.dtype, jnp.inexact):
+        return Pass(name=name, reason=f"the result is {out.dtype.name}, which has no derivative")
+
+    def pull(lhs: Any, rhs: Any, sizes: Any, cotangent: Any) -> Any:
+        given = [lhs, rhs]
+        _, pullback = jax.vjp(lambda x: call(*given[:which], x, *given[which + 1 :], sizes), given[which])
+        return pullback(cotangent)
+
+    traced = _grouped(jax.make_jaxpr(pull)(*operands, out).jaxpr)
+    return _pass(name, traced[-1], target)  # the first is the forward pass, which vjp runs as well
+
+
+def _grouped(jaxpr: Any) -> list[tuple[Problem, Pins]]:
+    """The problem and the pins of every grouped matmul in a traced program, in order."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive is grouped_p:
+            found.append((equation.params["problem"], equation.params["pins"]))
+        for inner in equation.params.values():
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                found += _grouped(inner)
+    return found

@@ -1,0 +1,157 @@
+"""The command line: what it prints, and that bad input is one line and status 2."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from trencadis.looking import cli, doctor, show
+from trencadis.looking.sizes import random_sizes
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture
+def trencadis(monkeypatch):
+    testing = pytest.importorskip("typer.testing")
+    from trencadis.looking.commands import app
+
+    monkeypatch.setenv("COLUMNS", "80")
+    return lambda line: testing.CliRunner().invoke(app, line.split())
+
+
+@pytest.mark.parametrize(
+    "line", ["show 3 0 5 --tile 4", "show 3,0,5 --tile 4", "show --tile 4 3,0 5", "show 3,0,5 --tile 4 --m 8"]
+)
+def test_show(trencadis, line):
+    result = trencadis(line)
+    assert result.exit_code == 0, result.output
+    assert result.output == show([3, 0, 5], 4).text() + "\n"
+
+
+def test_show_options(trencadis, tmp_path):
+    result = trencadis(f"show 3 0 5 --tile 4 --rows 10 --window 1 2 --svg {tmp_path}/x.svg")
+    want = show([3, 0, 5], 4, m=10, group_offset=1, num_groups=2)
+    assert result.output == f"{want.text()}\ndrawn   {tmp_path}/x.svg\n"
+    assert (tmp_path / "x.svg").read_text(encoding="utf-8") == want.svg()
+
+
+def test_show_made_up_sizes(trencadis):
+    result = trencadis("show --random 40 --rows 3000 --tile 64 --skew uniform --seed 7")
+    assert result.output == show(random_sizes(40, 3000, skew="uniform", seed=7), 64).text() + "\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("show", "show: want group sizes, or --random with a number of groups"),
+        ("show 3 --random 4 --rows 8", "show: want group sizes, or --random with a number of groups"),
+        ("show 3 x", "sizes: want integers; got 'x'"),
+        ("show -- 3 -1", "group_sizes: sizes must be >= 0; group 1 has -1"),
+        ("show 3 --m 2", "group_sizes: must sum to at most m = 2 rows; got a sum of 3"),
+        ("show 3 --tile 0", "tile: want a positive int; got 0"),
+        ("show 3 --tile abc", "--tile"),
+        ("show 3 --window 0 2", "num_groups: want at most 1, the groups from group_offset = 0 on; got 2"),
+        ("show 3 --window 0", "--window"),
+        ("show 3 --svg /no/such/folder/x.svg", "--svg: cannot write /no/such/folder/x.svg: No such file or directory"),
+        ("show --random 8", "--random: also needs --rows"),
+        ("show --random 8 --rows 9 --skew steep", "'zipf', 'uniform', 'balanced'"),
+        ("why --m -3", "--m: want a nonnegative int; got -3"),
+        ("why --dtype half-precise", "--dtype: want a dtype such as bfloat16 or float32; got 'half-precise'"),
+        ("why --platform cup", "'cpu', 'cuda', 'rocm', 'tpu'"),
+        ("why --form contraction --transpose-rhs", "transpose_rhs: want rhs of rank 3"),
+        ("paint", "paint"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(trencadis, line, message):
+    result = trencadis(line)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.startswith("trencadis: ") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("why --platform tpu", "rows m=4096 k=1024 n=1024 g=8: bfloat16 x bfloat16 -> float32\ntarget       tpu"),
+        ("why --m 64 --k 8 --n 4 --groups 2 --dtype float32 --transpose-rhs", "m=64 k=8 n=4 g=2: float32 x float32ᵀ"),
+        ("why --k 8 --n 4 --form contraction --dtype int8", "contraction m=4096 k=8 n=4 g=8: int8 x int8 -> int32"),
+    ],
+)  # fmt: skip
+def test_why(trencadis, line, expected):
+    result = trencadis(line)
+    assert result.exit_code == 0, result.output
+    assert expected in result.output
+
+
+@pytest.mark.parametrize("line", ["", "--help", "show --help", "why -h", "doctor --help"])
+def test_help(trencadis, line):
+    result = trencadis(line)
+    assert result.exit_code == 0
+    assert "Usage: " in result.output and "trencadis" in result.output
+
+
+def test_version(trencadis):
+    import trencadis as package
+
+    assert trencadis("--version").output == f"{package.__version__}\n"
+
+
+def test_doctor(trencadis):
+    result = trencadis("doctor")
+    assert result.exit_code == 0, result.output
+    for expected in (
+        f"jax                {jax.__version__}",
+        "python",
+        "numpy",
+        "rows  ",
+        "contraction  ",
+        "x64",
+        "ok: ",
+    ):
+        assert expected in result.output
+
+
+def test_doctor_finds_a_wrong_result(trencadis, monkeypatch):
+    right = doctor.grouped_matmul
+    monkeypatch.setattr(doctor, "grouped_matmul", lambda *args, **options: 2 * right(*args, **options))
+    result = trencadis("doctor")
+    assert result.exit_code == 1
+    assert "error: AssertionError: out differs from numpy by" in result.output
+
+
+def test_doctor_survives_a_backend_that_raises(monkeypatch):
+    def broken(*args, **options):
+        raise RuntimeError("no such\nkernel")
+
+    monkeypatch.setattr(doctor, "grouped_matmul", broken)
+    assert doctor.diagnose().error == "RuntimeError: no such kernel"
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_it_says_what_to_install(monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit, match=rf"needs {missing}; install it with: pip install 'trencadis\[cli\]'"):
+        cli.main()
+
+
+def test_the_library_needs_nothing_of_the_extra():
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('typer', 'rich', 'matplotlib')))\n"
+        "import trencadis.looking.cli, trencadis.looking.doctor; print(trencadis.looking.show([1], 1).visits)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "1\n"
+
+
+@pytest.mark.parametrize("name", ["doctor", "mosaic", "palette", "reasons", "sizes"])
+def test_examples(name):
+    module = importlib.import_module(f"trencadis.looking.{name}")
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed
