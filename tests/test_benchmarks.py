@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pathlib
+import platform
 import subprocess
 import sys
 
@@ -138,6 +139,18 @@ def test_statistics():
     assert timing.slope([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
 
 
+def test_clocks():
+    ticks = iter([10.0, 16.0])
+    calls = []
+    assert timing.HostClock("fake", lambda: next(ticks))(lambda: calls.append(1), 3) == 2 and len(calls) == 3
+
+    class WithItsOwn:
+        clock = staticmethod(lambda repeats: repeats * 2.0)
+
+    assert timing.CuptiClock()(WithItsOwn(), 4) == 8
+    assert timing.wall_clock().settle_s > 0 and timing.cpu_clock().settle_s == 0
+
+
 def test_turns_and_repeats():
     assert timing.plan_turns(1.0, rounds=7, budget_s=10) == (7, 1)
     assert timing.plan_turns(4.0, rounds=7, budget_s=10) == (2, 1)
@@ -220,9 +233,7 @@ def test_a_report_survives_json(made, tmp_path):
 def test_a_report_says_where_and_not_who(made):
     text = made.to_json()
     assert {"cpu", "clock", "versions", "command", "load_before"} <= set(made.environment)
-    import socket
-
-    assert str(ROOT) not in text and socket.gethostname() not in text
+    assert str(ROOT) not in text and platform.node() not in made.environment.values()
     assert report.scrubbed(["--pin", "1", "--out", "/a/b", "--memory"]) == ["--pin", "1", "--out ...", "--memory"]
     assert report.scrubbed(["--out=/a/b"]) == ["--out=..."]
 

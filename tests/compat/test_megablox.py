@@ -150,6 +150,8 @@ def test_s2_06_existing_out_shape(data):
         gmm(data["x"], data["w"], sizes_of(SIZES), existing_out=data["old"][:-1])
     with pytest.raises(ValueError, match=r"existing_out: want shape \(4, 12, 8\)"):
         tgmm(data["x"].T, data["y"], sizes_of(SIZES), existing_out=data["old_w"][:-1])
+    with pytest.raises(TypeError, match="existing_out: want an array; got list"):
+        gmm(data["x"], data["w"], sizes_of(SIZES), existing_out=[0.0])
 
 
 @pytest.mark.parametrize("shape", [(2,), (1, 1), (0,)])
@@ -192,6 +194,9 @@ def test_s2_09_shapes_that_do_not_match(data):
         tgmm(x.T, y[1:], sizes_of(SIZES))
     with pytest.raises(ValueError, match=r"group_offset: the window \[2, 6\)"):
         gmm(x, w, sizes_of(SIZES), group_offset=2)
+    refused("Expected 1-tensor for 'group_sizes' but got 2-tensor.", tgmm, x.T, y, sizes_of(SIZES)[None])
+    with pytest.raises(ValueError, match="must sum to at most m = 40"):  # numpy: known inside jit too
+        jax.jit(lambda x, y: tgmm(x.T, y, np.array([30, 30]), group_offset=0))(x, y)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

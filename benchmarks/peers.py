@@ -1,0 +1,325 @@
+"""The contenders, behind one interface: what a user could write instead of a grouped matmul.
+
+Each one takes the same operands and gives the same result, in the dtype of the operands, in three passes:
+
+    forward   lhs [m, k] x rhs [g, k, n] -> [m, n]
+    d_lhs     ct [m, n] x rhs [g, k, n] -> [m, k]       rhs is read the other way round
+    d_rhs     lhs [m, k] x ct [m, n] -> [g, k, n]       lhs as training has it, not transposed
+
+A contender that cannot run says why. None is slowed down: each is written the way its own users would want it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import trencadis
+from benchmarks.problems import BenchProblem
+
+PASSES = ("forward", "d_lhs", "d_rhs")
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+MOST_TEMP = 6 << 30  # bytes of temporary memory that a contender may need
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operands:
+    """The arrays of one problem in one dtype."""
+
+    problem: BenchProblem
+    lhs: jax.Array  # [m, k]
+    rhs: jax.Array  # [g, k, n]
+    ct: jax.Array  # [m, n]: the cotangent of the result
+    sizes: np.ndarray  # [g]
+
+    @property
+    def dtype(self) -> Any:
+        return self.lhs.dtype
+
+    def host(self, *names: str) -> list[np.ndarray]:
+        """Some of the arrays as numpy's; on CPU without a copy."""
+        return [np.asarray(getattr(self, name)) for name in names]
+
+
+def operands(problem: BenchProblem, dtype: str) -> Operands:
+    """Standard normal data, the same for every contender."""
+    keys = jax.random.split(jax.random.key(problem.seed), 3)
+    m, k, n, g = problem.m, problem.k, problem.n, problem.g
+    lhs, rhs, ct = (
+        jax.random.normal(key, shape, DTYPES[dtype])
+        for key, shape in zip(keys, ((m, k), (g, k, n), (m, n)), strict=True)
+    )
+    return Operands(problem=problem, lhs=lhs, rhs=rhs, ct=ct, sizes=problem.group_sizes())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is timed
+
+
+@dataclasses.dataclass(frozen=True)
+class JaxCall:
+    """A jitted function on its arguments."""
+
+    fn: Any
+    args: tuple[Any, ...]
+
+    def __call__(self) -> Any:
+        return jax.block_until_ready(self.fn(*self.args))
+
+    def memory(self) -> dict[str, int] | None:
+        """Bytes of arguments, result and temporaries, by the compiler's own account."""
+        found = self.fn.lower(*self.args).compile().memory_analysis()
+        if found is None:
+            return None
+        return {
+            "arguments": found.argument_size_in_bytes,
+            "result": found.output_size_in_bytes,
+            "temporary": found.temp_size_in_bytes,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCall:
+    """A plain function on numpy arrays."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def __call__(self) -> Any:
+        return self.fn(*self.args)
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchCall:
+    """A torch function on CUDA tensors; timed by CUDA events."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def __call__(self) -> Any:
+        import torch
+
+        out = self.fn(*self.args)
+        torch.cuda.synchronize()
+        return out
+
+    def clock(self, repeats: int) -> float:
+        """Seconds per call."""
+        import torch
+
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            self.fn(*self.args)
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3 / repeats
+
+
+Call = JaxCall | HostCall | TorchCall
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A contender: `prepare(operands, pass)` gives what is timed; `absent(operands)` says why it cannot run here."""
+
+    name: str
+    what: str
+    prepare: Callable[[Operands, str], Call]
+    absent: Callable[[Operands], str | None] = lambda _: None
+    one_group: bool = False  # the same FLOPs without groups: rhs is one matrix
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Contenders
+
+
+def _ours(x: Operands, which: str) -> Call:
+    def forward(lhs: Any, rhs: Any, sizes: Any) -> Any:
+        return trencadis.grouped_matmul(lhs, rhs, sizes, x.dtype)
+
+    def d_lhs(ct: Any, rhs: Any, sizes: Any) -> Any:
+        return trencadis.grouped_matmul(ct, rhs, sizes, x.dtype, transpose_rhs=True)
+
+    def d_rhs(lhs: Any, ct: Any, sizes: Any) -> Any:
+        return trencadis.transposed_grouped_matmul(lhs, ct, sizes, x.dtype, transpose_lhs=True)
+
+    return _jitted(x, which, forward, d_lhs, d_rhs)
+
+
+# the three passes as lax's own derivative of ragged_dot writes them
+LAX_DIMS = {
+    "forward": lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0]),
+    "d_lhs": lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0], [0]),
+    "d_rhs": lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], []),
+}
+
+
+def _ragged_dot_like(general: Callable[..., Any], x: Operands, which: str) -> Call:
+    def run(a: Any, b: Any, sizes: Any) -> Any:
+        return general(a, b, sizes, LAX_DIMS[which], preferred_element_type=x.dtype)
+
+    return _jitted(x, which, run, run, run)
+
+
+def _lax(x: Operands, which: str) -> Call:
+    return _ragged_dot_like(lax.ragged_dot_general, x, which)
+
+
+def _lax_absent(x: Operands) -> str | None:
+    temp = x.problem.g * x.problem.m * max(x.problem.k, x.problem.n) * x.dtype.itemsize
+    if jax.default_backend() == "cpu" and temp > MOST_TEMP:
+        return f"makes a g-fold copy of its rows: {temp / 2**30:.0f} GiB of temporary memory"
+    return None
+
+
+def _jitted(x: Operands, which: str, forward: Any, d_lhs: Any, d_rhs: Any) -> JaxCall:
+    sizes = jnp.asarray(x.sizes)
+    fn, args = {
+        "forward": (forward, (x.lhs, x.rhs, sizes)),
+        "d_lhs": (d_lhs, (x.ct, x.rhs, sizes)),
+        "d_rhs": (d_rhs, (x.lhs, x.ct, sizes)),
+    }[which]
+    return JaxCall(jax.jit(fn), args)
+
+
+def numpy_rows(lhs: np.ndarray, rhs: np.ndarray, sizes: list[int], transpose_rhs: bool) -> np.ndarray:
+    """One matmul per group. BLAS knows no bf16, so those groups go through float32."""
+    out = np.empty((lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]), lhs.dtype)
+    narrow, row = lhs.dtype.itemsize < 4, 0
+    for w, size in zip(rhs, sizes, strict=True):
+        if size:
+            mine, w = slice(row, row + size), w.T if transpose_rhs else w
+            if narrow:
+                out[mine] = lhs[mine].astype(np.float32) @ w.astype(np.float32)
+            else:
+                np.matmul(lhs[mine], w, out=out[mine])
+        row += size
+    out[row:] = 0
+    return out
+
+
+def numpy_contraction(lhs: np.ndarray, ct: np.ndarray, sizes: list[int]) -> np.ndarray:
+    """One matmul per group, `[m, k] x [m, n] -> [g, k, n]`."""
+    out = np.empty((len(sizes), lhs.shape[1], ct.shape[1]), lhs.dtype)
+    narrow, row = lhs.dtype.itemsize < 4, 0
+    for i, size in enumerate(sizes):
+        x, y = lhs[row : row + size], ct[row : row + size]
+        if not size:
+            out[i] = 0
+        elif narrow:
+            out[i] = x.astype(np.float32).T @ y.astype(np.float32)
+        else:
+            np.matmul(x.T, y, out=out[i])
+        row += size
+    return out
+
+
+def _numpy(x: Operands, which: str) -> Call:
+    sizes = x.sizes.tolist()
+    if which == "forward":
+        return HostCall(numpy_rows, (*x.host("lhs", "rhs"), sizes, False))
+    if which == "d_lhs":
+        return HostCall(numpy_rows, (*x.host("ct", "rhs"), sizes, True))
+    return HostCall(numpy_contraction, (*x.host("lhs", "ct"), sizes))
+
+
+def _dense(x: Operands, which: str) -> Call:
+    fn, args = {
+        "forward": (lambda a, w: jnp.dot(a, w, preferred_element_type=x.dtype), (x.lhs, x.rhs[0])),
+        "d_lhs": (lambda c, w: jnp.dot(c, w.T, preferred_element_type=x.dtype), (x.ct, x.rhs[0])),
+        "d_rhs": (lambda a, c: jnp.dot(a.T, c, preferred_element_type=x.dtype), (x.lhs, x.ct)),
+    }[which]
+    return JaxCall(jax.jit(fn), args)
+
+
+def _megablox(x: Operands, which: str) -> Call:
+    from jax.experimental.pallas.ops.tpu.megablox import gmm as megablox
+
+    kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    # the kind of tile that won a search on v5e, v6e and v7x; its default, 128 cubed, is 5 to 30 times slower
+    k, n = (x.problem.n, x.problem.k) if which == "d_lhs" else (x.problem.k, x.problem.n)
+    rows, summed = (256, min(k, 4096), min(n, 1024)), (256, min(k, 1024), min(n, 1024))
+    return _jitted(
+        x,
+        which,
+        lambda a, w, s: megablox(a, w, s, x.dtype, rows),
+        lambda c, w, s: megablox(c, w, s, x.dtype, rows, transpose_rhs=True),
+        lambda a, c, s: kernels.tgmm(a.T, c, s, x.dtype, summed),
+    )
+
+
+def _megablox_absent(x: Operands) -> str | None:
+    if jax.default_backend() != "tpu":
+        return f"is compiled for TPU only, and this is {jax.default_backend()}"
+    return None if x.problem.m % 256 == 0 else f"wants m to be a multiple of its tile, and m is {x.problem.m}"
+
+
+def _tokamax(x: Operands, which: str) -> Call:
+    import tokamax
+
+    return _ragged_dot_like(tokamax.ragged_dot_general, x, which)
+
+
+def _tokamax_absent(x: Operands) -> str | None:
+    del x
+    if importlib.util.find_spec("tokamax") is None:
+        return "is not installed"
+    return "has no CPU kernel: there it is lax.ragged_dot" if jax.default_backend() == "cpu" else None
+
+
+def _torch(x: Operands, which: str) -> Call:
+    import torch
+
+    lhs, rhs, ct = (torch.from_dlpack(a) for a in (x.lhs, x.rhs, x.ct))
+    offsets = torch.tensor(list(itertools.accumulate(x.sizes.tolist())), dtype=torch.int32, device="cuda")
+    a, b = {
+        "forward": (lhs, rhs),
+        "d_lhs": (ct, rhs.transpose(-2, -1)),
+        "d_rhs": (lhs.t(), ct),
+    }[which]
+    return TorchCall(lambda a, b: torch._grouped_mm(a, b, offs=offsets), (a, b))
+
+
+def _torch_absent(x: Operands) -> str | None:
+    if jax.default_backend() != "gpu":
+        return f"is raced on CUDA only, and this is {jax.default_backend()}"
+    if importlib.util.find_spec("torch") is None:
+        return "is not installed"
+    return None if x.dtype == jnp.bfloat16 else "takes bf16 only"
+
+
+def _host_absent(x: Operands) -> str | None:
+    del x
+    return None if jax.default_backend() == "cpu" else "runs on the host, not on the device"
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(name="ours", what="trencadis, default settings", prepare=_ours),
+        Peer(name="numpy", what="a loop of numpy matmuls (OpenBLAS)", prepare=_numpy, absent=_host_absent),
+        Peer(name="dense", what="one jnp matmul of the same FLOPs", prepare=_dense, one_group=True),
+        Peer(name="ragged_dot", what="jax.lax.ragged_dot", prepare=_lax, absent=_lax_absent),
+        Peer(name="megablox", what="jax's megablox, tiled", prepare=_megablox, absent=_megablox_absent),
+        Peer(name="tokamax", what="tokamax.ragged_dot, as shipped", prepare=_tokamax, absent=_tokamax_absent),
+        Peer(name="torch", what="torch grouped_mm", prepare=_torch, absent=_torch_absent),
+    )
+}
+
+
+def select(names: str | None) -> list[Peer]:
+    """The peers named (`"numpy,dense"`), ours always first; None is all of them."""
+    asked = list(PEERS) if names is None else names.split(",")
+    missing = [name for name in asked if name not in PEERS]
+    if missing:
+        raise ValueError(f"peers: {', '.join(missing)} not among {', '.join(PEERS)}")
+    return [PEERS[name] for name in dict.fromkeys(["ours", *asked])]

@@ -1,0 +1,188 @@
+"""Race trencadis against its peers: `python -m benchmarks.run --help`.
+
+Nothing heavy is imported before the arguments are read: pinning to a core must come before numpy and jax.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from benchmarks import problems, timing
+
+if TYPE_CHECKING:
+    from benchmarks.cells import Cell, How
+    from benchmarks.peers import Peer
+    from benchmarks.report import Report
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+SCALING_PEERS = "numpy,dense"  # ragged_dot takes g times as long: ask for it by name
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    ask = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Race trencadis against its peers.")
+    ask.add_argument("--problems", metavar="A,B", help=f"names, of {', '.join(problems.PROBLEMS)}")
+    ask.add_argument("--tag", choices=problems.TAGS, help="all problems with this tag; by default the platform's")
+    ask.add_argument("--dtypes", default=None, metavar="f32,bf16", help="default: both on CPU, bf16 elsewhere")
+    ask.add_argument("--passes", default="forward,d_lhs,d_rhs", metavar="P,P", help="default: %(default)s")
+    ask.add_argument("--peers", metavar="P,P", help="default: all that can run; ours is always there")
+    ask.add_argument("--pin", type=int, metavar="CORE", help="one core, CPU time; otherwise all cores, wall time")
+    ask.add_argument("--rounds", type=int, default=7, help="turns of each contender (default: %(default)s)")
+    ask.add_argument("--budget", type=float, default=10.0, metavar="S",
+                     help="seconds of turns a slow contender may take in a cell (default: %(default)s)")  # fmt: skip
+    ask.add_argument("--scaling", action="store_true", help="time against g and against m instead of problems")
+    ask.add_argument("--memory", action="store_true", help="temporary bytes, by the compiler's own account")
+    ask.add_argument("--out", metavar="PATH", help="default: results/<device>/<date>.json; 'none' writes nothing")
+    ask.add_argument("--list", action="store_true", help="print the problems and stop")
+    return ask
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 1 if our own results are missing or wrong anywhere."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    asked = parser().parse_args(words)
+    if asked.list:
+        print(*problems.PROBLEMS.values(), sep="\n")
+        return 0
+    if asked.pin is not None:
+        timing.pin(asked.pin)
+    timing.no_tpu_here()
+
+    import jax  # only now
+
+    from benchmarks import report
+    from benchmarks.cells import BASE, How
+
+    on_gpu = jax.default_backend() == "gpu"
+    if on_gpu:
+        clock: timing.Clock = timing.CuptiClock()
+    else:
+        clock = timing.wall_clock() if asked.pin is None else timing.cpu_clock()
+    how = How(clock=clock, rounds=asked.rounds, budget_s=asked.budget, memory=asked.memory)
+    made = report.Report(environment=report.environment(report.scrubbed(words), clock.name, asked.pin))
+    try:
+        (run_scaling if asked.scaling else run_problems)(asked, how, made)
+    except ValueError as mistake:  # a name that does not exist
+        parser().error(str(mistake))
+    made.environment["load_after"] = report.load()
+    tables(made)
+    if asked.out != "none":
+        today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+        default = RESULTS / report.device_slug(made.environment) / f"{today}.json"
+        print("written:", made.save(pathlib.Path(asked.out) if asked.out else default))
+    cells = [*made.cells, *itertools.chain(*made.scaling.values())]
+    wrong = [cell for cell in cells if BASE in cell.skipped]
+    for cell in wrong:
+        print(f"OURS {cell.skipped[BASE]} ({cell.problem} {cell.dtype} {cell.which})", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def run_problems(asked: argparse.Namespace, how: How, made: Report) -> None:
+    """Every problem, dtype and pass that was asked for."""
+    import jax
+
+    from benchmarks import peers
+
+    chosen = problems.select(asked.problems, asked.tag or jax.default_backend())
+    dtypes, contenders = _dtypes(asked), peers.select(asked.peers)
+    for problem in chosen:
+        print(problem, flush=True)
+        made.cells += measure_problem(problem, dtypes, _passes(asked), contenders, how)
+
+
+def run_scaling(asked: argparse.Namespace, how: How, made: Report) -> None:
+    """The two families of problems that differ in g or in m alone."""
+    from benchmarks import peers
+
+    contenders = peers.select(asked.peers or SCALING_PEERS)
+    for axis, family in (("g", problems.SCALING_G), ("m", problems.SCALING_M)):
+        for problem in family:
+            print(problem, flush=True)
+            cells = measure_problem(problem, _dtypes(asked), _passes(asked), contenders, how)
+            made.scaling.setdefault(axis, []).extend(cells)
+
+
+def measure_problem(
+    problem: problems.BenchProblem, dtypes: Sequence[str], passes: Sequence[str], contenders: Sequence[Peer], how: How
+) -> list[Cell]:
+    """The cells of one problem; says who does not take part, and why."""
+    from benchmarks import cells, peers
+
+    made: list[Cell] = []
+    said: set[tuple[str, str]] = set()
+    for dtype in dtypes:
+        x = peers.operands(problem, dtype)
+        for which in passes:
+            cell = cells.measure(x, dtype, which, contenders, how)
+            made.append(cell)
+            for name, reason in cell.skipped.items():
+                if (name, reason) not in said:
+                    print(f"  {name} {reason}", flush=True)
+                said.add((name, reason))
+    return made
+
+
+def tables(made: Report) -> None:
+    """Print everything that was measured."""
+    from benchmarks import report
+
+    where = f"{made.environment['device']}, {made.environment['clock']}"
+    if made.cells and any(cell.times for cell in made.cells):
+        title = f"ours / peer ({where}): below 1 ours is faster; ~ noisy, * fewer than 3 turns"
+        report.show(title, *report.ratio_rows(made.cells))
+    for axis, cells in made.scaling.items():
+        report.show(f"time against {axis} ({where})", *report.scaling_rows(cells, axis))
+        for line in growth(cells, axis):
+            print(line)
+    with_memory = [cell for cell in [*made.cells, *itertools.chain(*made.scaling.values())] if cell.memory]
+    if with_memory:
+        report.show("temporary memory, MiB", *report.memory_rows(with_memory))
+
+
+def growth(cells: Sequence[Cell], axis: str) -> list[str]:
+    """How time grows along the axis: last over first for g, the exponent for m; one line per pass and contender."""
+    lines = []
+    for which, dtype in dict.fromkeys((cell.which, cell.dtype) for cell in cells):
+        mine = [cell for cell in cells if (cell.which, cell.dtype) == (which, dtype)]
+        for name in dict.fromkeys(name for cell in mine for name in cell.times):
+            points = [(cell.shape[axis], cell.times[name].median) for cell in mine if name in cell.times]
+            if len(points) < 2:
+                continue
+            (low, first), (high, last) = points[0], points[-1]
+            if axis == "g":
+                lines.append(f"{which} {dtype} {name}: time at g={high} / g={low} is {last / first:.2f}")
+            else:
+                lines.append(f"{which} {dtype} {name}: time grows as m^{timing.slope(*zip(*points, strict=True)):.2f}")
+    return lines
+
+
+def _dtypes(asked: argparse.Namespace) -> list[str]:
+    import jax
+
+    from benchmarks.peers import DTYPES
+
+    chosen = (asked.dtypes or ("f32,bf16" if jax.default_backend() == "cpu" else "bf16")).split(",")
+    return _known("dtypes", chosen, DTYPES)
+
+
+def _passes(asked: argparse.Namespace) -> list[str]:
+    from benchmarks.peers import PASSES
+
+    return _known("passes", asked.passes.split(","), PASSES)
+
+
+def _known(what: str, chosen: list[str], known: Sequence[str] | dict[str, object]) -> list[str]:
+    missing = [name for name in chosen if name not in known]
+    if missing:
+        raise ValueError(f"{what}: {', '.join(missing)} not among {', '.join(known)}")
+    return chosen
+
+
+if __name__ == "__main__":
+    sys.exit(main())

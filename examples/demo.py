@@ -1,0 +1,251 @@
+"""The tour: grouped matmuls and a Mixture-of-Experts layer, checked, timed, and drawn. Runs on CPU in about a minute.
+
+    python examples/demo.py [--quick] [--svg demo.svg]
+
+Everything is checked against `backend="reference"`, a plain loop over groups; the exit code is 1 if anything is off.
+Times are wall times of all cores, taken in turns in this one run: compare them with each other only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # for benchmarks, which is not installed
+
+import jax
+import jax.numpy as jnp
+import moe_train as moe
+import numpy as np
+from jax import lax
+
+import trencadis
+from benchmarks.peers import HostCall, JaxCall, Operands, numpy_contraction, numpy_rows, operands
+from benchmarks.problems import BenchProblem
+from benchmarks.report import show
+from benchmarks.timing import Stats, race, wall_clock
+
+TOLERANCE = 1e-4  # float32: largest difference, as a share of the largest value
+reference = functools.partial(trencadis.grouped_matmul, backend="reference")
+
+
+@dataclasses.dataclass
+class Checks:
+    """What was compared, and what was off."""
+
+    count: int = 0
+    failed: list[str] = dataclasses.field(default_factory=list)
+
+    def same(self, what: str, got: Any, want: Any, tolerance: float = TOLERANCE) -> None:
+        """Compare two trees of arrays."""
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+            self.that(what, a.shape == b.shape and bool(np.abs(a - b).max() <= tolerance * max(np.abs(b).max(), 1e-30)))
+
+    def that(self, what: str, holds: bool) -> None:
+        """Count a fact; keep its name if it does not hold."""
+        self.count += 1
+        if not holds:
+            self.failed.append(what)
+            print(f"  FAILED: {what}")
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Show what takes time: a spinner on a terminal that rich can draw on, else a line."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        console = None
+    else:
+        console = Console()
+    if console is not None and console.is_terminal:
+        with console.status(what):
+            yield
+    else:
+        print(f"  {what} ...", flush=True)
+        yield
+
+
+def heading(text: str) -> None:
+    print(f"\n{text}\n{'=' * len(text)}")
+
+
+def busy_note() -> None:
+    """Say so if others use this machine: the times then flatter us."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > (os.cpu_count() or 1) / 2:
+        print(
+            f"Note: this machine is busy (load {load:.1f} on {os.cpu_count()} cores). That hurts OpenBLAS's threads\n"
+            "far more than XLA's, so the numpy loop looks slower than it is. Times that neighbours do not change:\n"
+            "python -m benchmarks.run --pin 0"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. One grouped matmul
+
+
+def with_gradients(matmul: Callable[..., Any]) -> Callable[..., Any]:
+    """(lhs, rhs, sizes, ct) -> (value, d lhs, d rhs)."""
+
+    def run(lhs: Any, rhs: Any, sizes: Any, ct: Any) -> Any:
+        value, pull = jax.vjp(lambda lhs, rhs: matmul(lhs, rhs, sizes), lhs, rhs)
+        return value, *pull(ct)
+
+    return run
+
+
+def numpy_all(lhs: np.ndarray, rhs: np.ndarray, sizes: list[int], ct: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Value and gradients, one matmul per group and result."""
+    return (
+        numpy_rows(lhs, rhs, sizes, False),
+        numpy_rows(ct, rhs, sizes, True),
+        numpy_contraction(lhs, ct, sizes),
+    )
+
+
+def contenders(x: Operands, backward: bool) -> dict[str, Any]:
+    """What a user would otherwise write, forward alone or with gradients."""
+    sizes = jnp.asarray(x.sizes)
+    last = (x.ct,) if backward else ()
+
+    def of(matmul: Callable[..., Any], rhs: Any = x.rhs) -> JaxCall:
+        return JaxCall(jax.jit(with_gradients(matmul) if backward else matmul), (x.lhs, rhs, sizes, *last))
+
+    lhs, rhs, ct = x.host("lhs", "rhs", "ct")
+    if backward:
+        loop = HostCall(numpy_all, (lhs, rhs, x.sizes.tolist(), ct))
+    else:
+        loop = HostCall(numpy_rows, (lhs, rhs, x.sizes.tolist(), False))
+    return {
+        "ours": of(trencadis.grouped_matmul),
+        "lax.ragged_dot": of(lax.ragged_dot),
+        "numpy loop": loop,
+        "one dense matmul": of(lambda lhs, rhs, sizes: lhs @ rhs, x.rhs[0]),
+    }
+
+
+def matmuls(checks: Checks, quick: bool) -> None:
+    """Few groups and many: check, race, print."""
+    m, k, n = (256, 64, 64) if quick else (2048, 512, 512)
+    heading(f"1. Grouped matmul, float32, m={m} k={k} n={n}")
+    rows = []
+    for g in (8, 64):
+        problem = BenchProblem(name=f"g{g}", m=m, k=k, n=n, g=g, sizes="zipf-empties")
+        x = operands(problem, "f32")
+        print(f"g={g}: groups of {x.sizes.min()} to {x.sizes.max()} rows")
+        want = jax.jit(with_gradients(reference))(x.lhs, x.rhs, jnp.asarray(x.sizes), x.ct)
+        for backward in (False, True):
+            with doing(f"{'value and gradients' if backward else 'value'}: compile, check, race"):
+                calls = contenders(x, backward)
+                for name, call in calls.items():
+                    got = call()
+                    if name != "one dense matmul":  # which multiplies all rows by one matrix
+                        checks.same(f"{name}, g={g}", got, want if backward else want[0])
+                times = race(calls, wall_clock(), rounds=2 if quick else 7, budget_s=2)
+            rows += time_rows(f"g={g}", "value+grad" if backward else "value", times)
+    table(["problem", "what", "contender", "ms", "spread", "ours is"], rows)
+
+
+def time_rows(problem: str, what: str, times: dict[str, Stats]) -> list[list[str]]:
+    """One row per contender: how long, how steady (from three turns on), and how we compare."""
+    ours = times["ours"].median
+    rows = []
+    for name, t in times.items():
+        ratio = t.median / ours
+        word = "" if name == "ours" else f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
+        spread = f"{t.spread:.0%}" if t.samples > 2 else "-"
+        rows.append([problem, what, name, f"{t.median * 1e3:.2f}", spread, word])
+    return rows
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    print()
+    show("", header, rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. A layer that trains
+
+
+def training(checks: Checks, quick: bool) -> np.ndarray:
+    """Train the layer of moe_train, check its gradients, time its step. Returns the group sizes it ended with."""
+    config = moe.Config(tokens=128, model=32, hidden=64, experts=8) if quick else CONFIG
+    heading(
+        f"2. Mixture of Experts: {config.tokens} tokens, {config.chosen} of {config.experts} experts each, "
+        f"{config.model} -> {config.hidden} -> {config.model}"
+    )
+    keys = jax.random.split(jax.random.key(0), 2)
+    params, (x, y) = moe.init(config, keys[0]), moe.data(config, keys[1])
+    steps = {
+        "ours": moe.make_step(config),
+        "lax.ragged_dot": moe.make_step(config, lambda rows, w, sizes: lax.ragged_dot(rows, w, sizes)),
+    }
+    with doing("gradients: compile, check"):
+        after, _, grads = steps["ours"](params, x, y)
+        checks.same("gradients, reference", grads, moe.make_step(config, reference)(params, x, y)[2])
+        there, _, theirs = steps["lax.ragged_dot"](params, x, y)
+        checks.same("gradients, lax.ragged_dot", grads, theirs)
+        checks.same("weights after a step, lax.ragged_dot", after, there)
+    losses = []
+    with doing("train"):
+        for _ in range(TRAIN_STEPS):
+            params, value, _ = steps["ours"](params, x, y)
+            losses.append(float(value))
+    print("  loss: " + " ".join(f"{value:.3f}" for value in losses[::3]))
+    checks.that("the loss falls", losses[-1] < 0.9 * losses[0])
+    with doing("time per step"):
+        calls = {name: JaxCall(step, (params, x, y)) for name, step in steps.items()}
+        times = race(calls, wall_clock(), rounds=2 if quick else 7, budget_s=3)
+    table(["problem", "what", "contender", "ms", "spread", "ours is"], time_rows("MoE", "training step", times))
+    return np.asarray(moe.route(config, params["router"], x).sizes)
+
+
+CONFIG = moe.Config(tokens=1024, model=256, hidden=512, experts=16)
+TRAIN_STEPS = 13
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Who works where
+
+
+def picture(checks: Checks, sizes: np.ndarray, path: pathlib.Path, tile: int) -> None:
+    """Draw the schedule of the routing that training ended with."""
+    heading(f"3. The schedule of that routing, tiles of {tile} rows")
+    mosaic = trencadis.show(sizes, tile=tile)
+    print(mosaic)
+    mosaic.save(path)
+    checks.that("the picture is an SVG", path.read_text().lstrip().startswith(("<svg", "<?xml")))
+    print(f"\nThe picture: {path}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 if every check held."""
+    ask = argparse.ArgumentParser(description="A tour of trencadis.")
+    ask.add_argument("--quick", action="store_true", help="tiny shapes: that it runs, not how fast")
+    ask.add_argument("--svg", type=pathlib.Path, default=pathlib.Path("demo.svg"), help="default: %(default)s")
+    asked = ask.parse_args(argv)
+    checks = Checks()
+    print(
+        f"trencadis {trencadis.__version__}, jax {jax.__version__}, {jax.devices()[0].platform}, {os.cpu_count()} cores"
+    )
+    busy_note()
+    matmuls(checks, asked.quick)
+    sizes = training(checks, asked.quick)
+    picture(checks, sizes, asked.svg, tile=32 if asked.quick else 128)
+    verdict = f"FAILED: {', '.join(checks.failed)}" if checks.failed else f"{checks.count} checks held"
+    print(f"\n{verdict}")
+    return 1 if checks.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
