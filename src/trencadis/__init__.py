@@ -1,16 +1,10 @@
 """Grouped matrix multiplication for JAX: many matmuls of uneven sizes, laid as one."""
 
-from trencadis.api import GroupMetadata
-from trencadis.api import grouped_matmul
-from trencadis.api import make_group_metadata
-from trencadis.api import transposed_grouped_matmul
+from trencadis.api import GroupMetadata, grouped_matmul, make_group_metadata, transposed_grouped_matmul
 from trencadis.debug import debug_checks
-from trencadis.looking import show
-from trencadis.looking import why
-from trencadis.ragged import ragged_dot
-from trencadis.ragged import ragged_dot_general
-from trencadis.tiling import Tiling
-from trencadis.tiling import Tilings
+from trencadis.looking import show, why
+from trencadis.ragged import ragged_dot, ragged_dot_general
+from trencadis.tiling import Tiling, Tilings
 
 __all__ = [
     "GroupMetadata",

@@ -40,7 +40,7 @@ class Epilogue:
         return bias, rest.pop(0) if self.accumulate else None
 
     def finish(self, acc: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """Bias and activation of a tile of sums; acc [rows, n], bias [n] or [rows, n]."""
+        """Bias and activation of a tile of sums; acc [rows, n], bias [1, n]."""
         if bias is not None:
             acc = acc + bias.astype(acc.dtype)
         return acc if self.activation is None else elementwise(self.activation)(acc)

@@ -14,6 +14,7 @@ from trencadis.tiling import Pins, Tiling
 class Plan:
     """A decision, and the reason for it."""
 
+    target: Target
     backend: str
     tiling: Tiling
     interpret: bool = False
@@ -43,7 +44,7 @@ def plan(problem: Problem, target: Target, pins: Pins = Pins()) -> Plan:
     tiling = BACKENDS[name].tiling(problem, target)
     if pins.tilings.forward is not None:
         tiling, because = pins.tilings.forward, f"{because}; tiling as given"
-    return Plan(backend=name, tiling=tiling, interpret=pins.interpret, because=because)
+    return Plan(target=target, backend=name, tiling=tiling, interpret=pins.interpret, because=because)
 
 
 def refusals(problem: Problem, target: Target) -> dict[str, str | None]:

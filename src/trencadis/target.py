@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import pathlib
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,5 +30,25 @@ class Target:
             platform = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
         return cls(platform=platform, kind=device.device_kind)
 
+    def multiplies(self, dtype: Any) -> bool:
+        """Whether the machine has products of this narrow float dtype, summed in float32, that beat converting it.
+
+        >>> Target(platform="tpu").multiplies("bfloat16"), Target(platform="cpu").multiplies("float16")
+        (True, False)
+        """
+        if self.platform == "cpu":
+            return dtype == jnp.bfloat16 and _host_multiplies_bfloat16()
+        return dtype in (jnp.bfloat16, jnp.float16)
+
     def __str__(self) -> str:
         return self.platform if self.kind in (None, self.platform) else f"{self.platform} ({self.kind})"
+
+
+@functools.cache
+def _host_multiplies_bfloat16() -> bool:
+    """Whether this machine's CPU has bfloat16 dot products; XLA:CPU compiles for the machine it runs on."""
+    try:
+        flags = pathlib.Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -55,7 +55,7 @@ def spans(problem: Problem, group_sizes: Array, first: Array) -> Spans:
         nothing = jnp.zeros((problem.spans,), jnp.int32)
         return Spans(nothing, nothing)
     bounds = offsets(group_sizes, problem.m)  # [batch, groups + 1]
-    group = first[:, None] + np.arange(problem.local_groups, dtype=np.int32)  # [batch, local_groups]
+    group = first[:, None] + np.arange(problem.local_groups, dtype=np.int32)[None]  # [batch, local_groups]
     known = (group >= 0) & (group < problem.groups)
     at = jnp.clip(group, 0, problem.groups - 1)
     starts = jnp.take_along_axis(bounds, at, axis=1, mode="promise_in_bounds")

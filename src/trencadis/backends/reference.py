@@ -40,7 +40,7 @@ def run(problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
         mine = (row >= starts[i]) & (row < ends[i])
         w = rhs[i % problem.weights].astype(problem.acc)  # [k, n] or [n, k]
         y = jnp.dot(jnp.where(mine, lhs, 0), w.T if problem.transpose_rhs else w, precision=precision)
-        return jnp.where(mine, problem.epilogue.finish(y, None if bias is None else bias[i]), out)
+        return jnp.where(mine, problem.epilogue.finish(y, None if bias is None else bias[i][None]), out)
 
     def contraction(i: Any, out: jax.Array) -> jax.Array:
         mine = (row >= starts[i]) & (row < ends[i])

@@ -1,1 +1,230 @@
-from trencadis.backends.reference import *
+"""Exact work in XLA's own operations, on any platform: a loop over groups, and inside it a few loops over row tiles.
+
+    for each group that has rows:               rows: slice its weights once        contraction: start its sum
+        for each tile height, tallest first:
+            while that height pays:             a tile starts where the last one ended, so a group of r rows costs
+                slice, multiply, select, store  about r rows, whatever its neighbours do
+
+Every loop runs in place on the carried result. There is no conditional: XLA:CPU copies the carry through one, while a
+loop of no turns costs nothing. What a loop body does not tie to its own row or group, XLA hoists out of the loop, and
+then it runs for every group, needed or not; hence the barriers. `docs/performance.md` has the measurements.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from trencadis.problem import Form, Problem
+from trencadis.target import Target
+from trencadis.tiling import Tiling
+from trencadis.versions import SLICES_WIDEN_NARROW_FLOATS, vary_alike
+from trencadis.visits import Spans, spans
+
+Array = jax.Array
+
+ROW_HEIGHTS = (1, 4, 8, 16, 64, 256)
+SUM_HEIGHTS = (4, 8, 16, 32, 64, 128, 256)
+
+_slice = functools.partial(lax.dynamic_slice, allow_negative_indices=False)
+_update = functools.partial(lax.dynamic_update_slice, allow_negative_indices=False)
+_tie = lax.optimization_barrier
+_0 = np.int32(0)
+
+
+def supports(problem: Problem, target: Target) -> str | None:
+    """Everything, everywhere."""
+    del problem, target
+    return None
+
+
+def tiling(problem: Problem, target: Target) -> Tiling:
+    """The tallest row tile; XLA's matmul blocks k and n by itself."""
+    del target
+    heights = ROW_HEIGHTS if problem.form is Form.ROWS else SUM_HEIGHTS
+    return Tiling(max(min(heights[-1], problem.m), 1), max(problem.k, 1), max(problem.n, 1))
+
+
+def run(problem: Problem, plan: Any, *operands: Array) -> Array:
+    """The result of a problem, in tiles of at most `plan.tiling.m` rows."""
+    lhs, rhs, group_sizes, first, *extras = operands
+    bias, existing = problem.epilogue.split(tuple(extras))
+    out = jnp.zeros(problem.out_shape, problem.out) if existing is None else existing
+    if problem.spans == 0 or problem.rows == 0 or 0 in problem.out_shape:
+        return out
+    walk = spans(problem, group_sizes, first)
+    carried = vary_alike(_to_bits(out), *operands)[0]
+    if problem.form is Form.ROWS:
+        carried = _rows(problem, plan, lhs, rhs, walk, bias, carried)
+    else:
+        carried = _contraction(problem, plan, lhs, rhs, walk, carried)
+    return _from_bits(carried, problem.out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two forms
+
+
+def _rows(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, bias: Any, out: Array) -> Array:
+    """out[r] += lhs[r] @ rhs[group of r]; the weights of a group are sliced once and serve all its tiles."""
+    kind = _operand_dtype(problem, plan.target)
+    heights = _row_heights(problem, plan.tiling.m, kind)
+    contract = (((1,), (1 if problem.transpose_rhs else 0,)), ((), ()))
+
+    def tile(height: int, i: Array, weight: Array, end: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        top, out = state
+        source, weight, top = _tie((lhs, weight, top))
+        row = jnp.minimum(top, np.int32(problem.rows - height))  # a tile never leaves the array: it may begin earlier
+        x = _slice(source, (row, _0), (height, problem.k)).astype(kind)
+        acc = lax.dot_general(x, weight, contract, precision=problem.precision, preferred_element_type=problem.acc)
+        acc = problem.epilogue.finish(acc, None if bias is None else _slice(bias, (i, _0), (1, problem.n)))
+        old = _from_bits(_slice(out, (row, _0), (height, problem.n)), problem.out)  # [height, n]
+        if problem.epilogue.accumulate:
+            acc = old.astype(problem.acc) + acc
+        new = jnp.where(_between(row, height, top, end), acc.astype(problem.out), old)
+        return top + height, _update(out, _to_bits(new), (row, _0))
+
+    def group(i: Array, end: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        top, out = state
+        source, which, top = _tie((rhs, lax.rem(i, np.int32(problem.weights)), top))
+        weight = _slice(source, (which, _0, _0), (1, *rhs.shape[1:]))[0].astype(kind)  # [k, n] or [n, k]
+        for height, least in heights:
+            top, out = _while_below(end - (least - 1), functools.partial(tile, height, i, weight, end), (top, out))
+        return top, out
+
+    return _each_group(problem, walk, group, out)
+
+
+def _contraction(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, out: Array) -> Array:
+    """out[i] += lhs[rows of i].T @ rhs[rows of i]: one product for what is left over, then full tiles added to it."""
+    kind = _operand_dtype(problem, plan.target)
+    heights = _sum_heights(problem, plan.tiling.m)
+    full = heights[-1]
+
+    def product(height: int, top: Array, end: Array) -> Array:  # [k, n]
+        left, right, top = _tie((lhs, rhs, top))
+        row = jnp.minimum(top, np.int32(problem.rows - height))
+        mine = _between(row, height, top, end)  # [height, 1]; both sides, since 0 * NaN is NaN
+        right = jnp.where(mine, _slice(right, (row, _0), (height, problem.n)).astype(kind), 0)
+        if problem.transpose_lhs:
+            left = jnp.where(mine.T, _slice(left, (_0, row), (problem.k, height)).astype(kind), 0)
+        else:
+            left = jnp.where(mine, _slice(left, (row, _0), (height, problem.k)).astype(kind), 0)
+            left = _tie(left[None].transpose(0, 2, 1))[0]  # a batch of one reaches the dot in row-major order
+        return lax.dot_general(
+            left, right, (((1,), (0,)), ((), ())), precision=problem.precision, preferred_element_type=problem.acc
+        )
+
+    def group(i: Array, end: Array, state: tuple[Array, Any]) -> tuple[Array, Any]:
+        top, (out, acc) = state
+        tail = lax.rem(end - top - 1, np.int32(full)) + 1  # rows that full tiles leave over: 1 to full
+        for shorter, height in zip((0, *heights), heights, strict=False):
+            fits = (tail > shorter) & (tail <= height)
+            acc = _if(fits, functools.partial(lambda h, turn: product(h, end - tail + turn, end), height), acc)
+        if problem.rows > full:
+            last = end - tail
+            top, acc = _while_below(last, lambda s: (s[0] + full, s[1] + product(full, s[0], last)), (top, acc))
+        result = acc[None]
+        if problem.epilogue.accumulate:
+            old = _slice(out, (i, _0, _0), (1, problem.k, problem.n))
+            result = result + _from_bits(old, problem.out).astype(problem.acc)
+        return end, (_update(out, _to_bits(result.astype(problem.out)), (i, _0, _0)), acc)
+
+    acc = vary_alike(jnp.zeros((problem.k, problem.n), problem.acc), lhs, rhs, walk.starts)[0]
+    return _each_group(problem, walk, group, (out, acc))[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loops
+
+
+def _each_group(problem: Problem, walk: Spans, group: Any, carry: Any) -> Any:
+    """`group(i, end, (first row, carry))` for each group that has rows."""
+
+    def visit(i: Array, carry: Any) -> Any:
+        end = _at(walk.ends, i)
+        return _while_below(end, functools.partial(group, i, end), (_at(walk.starts, i), carry))[1]
+
+    return lax.fori_loop(_0, np.int32(problem.spans), visit, carry)
+
+
+def _while_below(limit: Array, body: Any, state: Any) -> Any:
+    return lax.while_loop(lambda state: state[0] < limit, body, state)
+
+
+def _if(condition: Array, body: Any, value: Array) -> Array:
+    """`body(0)` or `value`: a loop of one or no turn. The body has to use the 0, or it is hoisted and always runs."""
+    return lax.fori_loop(_0, condition.astype(jnp.int32), lambda turn, _: body(turn), value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tiles
+
+
+def _row_heights(problem: Problem, tallest: int, kind: Any) -> list[tuple[int, int]]:
+    """Tile heights, tallest first, each with the least number of remaining rows for which it is the cheapest step.
+
+    Prices are in rows of arithmetic: h for the rows, and what a visit costs beside them, as measured on XLA:CPU. One row
+    is a matrix-vector product, which does not pack the weights; in bfloat16 XLA has none.
+    """
+    narrow = kind == jnp.bfloat16
+    visit = 7 if narrow else 10 if problem.transpose_rhs else 1
+    small = (2**18 if narrow else 2**17) / max(problem.k * problem.n, 1)  # fixed costs weigh more on small weights
+    heights = [max(h, 2) if narrow else h for h in ROW_HEIGHTS]
+    heights = [h for h in heights if h <= min(tallest, problem.rows) and h < 4 * problem.m] or [
+        min(tallest, problem.rows)
+    ]
+    prices = [(h + visit if h > 1 else 2.5) + small for h in heights]
+    most = 2 * heights[-1]
+    cost = [prices[0] * -(-rows // heights[0]) for rows in range(most)]
+    steps = [(heights[0], 1)]
+    for height, price in zip(heights[1:], prices[1:], strict=True):
+        least = next((rows for rows in range(most) if price <= cost[rows]), most)
+        for rows in range(least, most):
+            cost[rows] = price + cost[max(0, rows - height)]
+        steps.append((height, least))
+    return steps[::-1]
+
+
+def _sum_heights(problem: Problem, tallest: int) -> list[int]:
+    """Tile heights of a contraction, shortest first; a group's remainder takes the shortest that holds it."""
+    longest = min(problem.m, tallest)
+    shorter = [h for h in SUM_HEIGHTS if h < longest]
+    return [*shorter, longest]
+
+
+def _between(row: Array, height: int, start: Array, end: Array) -> Array:
+    """Which of the rows from `row` on lie in [start, end): bool[height, 1]."""
+    index = row + lax.broadcasted_iota(jnp.int32, (height, 1), 0)
+    return (index >= start) & (index < end)
+
+
+def _at(vector: Array, i: Array) -> Array:
+    return _slice(vector, (i,), (1,))[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dtypes
+
+
+def _operand_dtype(problem: Problem, target: Target) -> Any:
+    """What a tile is converted to before the dot: nothing else if the machine multiplies it, or the accumulator's."""
+    if problem.lhs == problem.rhs and (jnp.issubdtype(problem.acc, jnp.integer) or target.multiplies(problem.lhs)):
+        return problem.lhs
+    return problem.acc
+
+
+def _to_bits(x: Array) -> Array:
+    """A narrow float array as integers of its width, where a loop would otherwise widen all of it at each update."""
+    if SLICES_WIDEN_NARROW_FLOATS and x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating):
+        return lax.bitcast_convert_type(x, jnp.uint16)
+    return x
+
+
+def _from_bits(x: Array, dtype: Any) -> Array:
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

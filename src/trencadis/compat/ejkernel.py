@@ -41,7 +41,7 @@ def grouped_matmul(
     >>> grouped_matmul(x, w, jnp.array([100, 150, 50])).shape  # m need not be divisible by the tile
     (300, 32)
     """
-    _check_floats(lhs=lhs, rhs=rhs)
+    lhs, rhs = _floats(lhs=lhs, rhs=rhs)
     return api.grouped_matmul(
         lhs, rhs, group_sizes, preferred_element_type, tilings(tiling), group_offset, existing_out, transpose_rhs,
         interpret, precision,
@@ -70,17 +70,18 @@ def transposed_grouped_matmul(
     >>> transposed_grouped_matmul(x, y, jnp.array([100, 150, 50]))[:, 0, 0]
     Array([100., 150.,  50.], dtype=float32)
     """
-    _check_floats(lhs=lhs, rhs=rhs)
+    lhs, rhs = _floats(lhs=lhs, rhs=rhs)
     return api.transposed_grouped_matmul(
         lhs, rhs, group_sizes, preferred_element_type, planned(tiling), group_offset, num_actual_groups, existing_out,
         interpret,
     )  # fmt: skip
 
 
-def _check_floats(**operands: Any) -> None:
-    for name, x in operands.items():
-        dtype = what.as_array(name, x).dtype
-        if not jnp.issubdtype(dtype, jnp.floating):
+def _floats(**operands: Any) -> tuple[Array, ...]:
+    arrays = {name: what.as_array(name, x) for name, x in operands.items()}
+    for name, x in arrays.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(
-                f"{name}: want a floating point dtype; got {dtype} (trencadis.grouped_matmul takes integers too)"
+                f"{name}: want a floating point dtype; got {x.dtype} (trencadis.grouped_matmul takes integers too)"
             )
+    return tuple(arrays.values())

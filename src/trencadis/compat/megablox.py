@@ -14,9 +14,11 @@ Quantized operands (MaxText's `QArray`) are not taken yet.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Integer, Num
 
 from trencadis import problem as what
@@ -52,8 +54,10 @@ def gmm(
     """
     _check_existing_dtype(existing_out, preferred_element_type)
     lhs, rhs, group_sizes = _checked(lhs, rhs, group_sizes, group_offset, rhs_rank=3)
-    missing = tiling is None or callable(tiling)
-    tiles = dataclasses.replace(tilings(tiling or _nothing), forward=_found(tiling)) if missing else tilings(tiling)
+    tiling = _nothing if tiling is None else tiling
+    tiles = tilings(tiling)
+    if callable(tiling):
+        tiles = dataclasses.replace(tiles, forward=_found(tiling))
     out = grouped_matmul(
         lhs, rhs, group_sizes, preferred_element_type, tiles, group_offset,
         transpose_rhs=transpose_rhs, interpret=bool(interpret),
@@ -96,18 +100,25 @@ def tgmm(
     groups = group_sizes.shape[0]
     count = groups if num_actual_groups is None else int(num_actual_groups)
     if group_offset is not None or count > groups:
-        group_sizes = jnp.concatenate([group_sizes, jnp.zeros((count,), group_sizes.dtype)])
-    tile = _found(tiling) if tiling is None or callable(tiling) else planned(tiling)
+        pad = np.pad if isinstance(group_sizes, np.ndarray) else jnp.pad  # known sizes stay known
+        group_sizes = pad(group_sizes, (0, max(count, 0)))
+    tiling = _nothing if tiling is None else tiling
+    tile = _found(tiling) if callable(tiling) else planned(tiling)
     return transposed_grouped_matmul(
         lhs, rhs, group_sizes, preferred_element_type, tile, group_offset, count, existing_out, bool(interpret)
     )
 
 
-def _found(tiling: Any) -> Any:
-    """The function tiling, or None, as a function that raises where there is no tile, as megablox does."""
+def _nothing(m: int, k: int, n: int) -> None:
+    """A table of tiles with nothing in it."""
+    del m, k, n
+
+
+def _found(table: Callable[[int, int, int], Any]) -> Callable[[int, int, int], Any]:
+    """The table, with megablox's error where it has no tile."""
 
     def ask(m: int, k: int, n: int) -> Any:
-        tile = None if tiling is None else tiling(m, k, n)
+        tile = table(m, k, n)
         if tile is None:
             raise ValueError(f"No tuned tiling found for (m, k, n) = ({m}, {k}, {n})")
         return tile
@@ -115,14 +126,9 @@ def _found(tiling: Any) -> Any:
     return ask
 
 
-def _nothing(m: int, k: int, n: int) -> None:
-    del m, k, n
-
-
 def _checked(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any, *, rhs_rank: int) -> tuple[Any, Any, Any]:
     """Arrays, refused with megablox's words where it has some; the rest is checked by the operation."""
-    lhs, rhs = what.as_array("lhs", lhs), what.as_array("rhs", rhs)
-    group_sizes = jnp.asarray(what.as_array("group_sizes", group_sizes))
+    lhs, rhs, group_sizes = what.as_array("lhs", lhs), what.as_array("rhs", rhs), what.as_sizes(group_sizes)
     shape = jnp.shape(group_offset) if group_offset is not None else ()
     if shape not in ((), (1,)):
         raise ValueError(f"group_offset must be a ()-shaped array. Got: {shape}.")
@@ -130,11 +136,17 @@ def _checked(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any, *, rhs_ran
         raise ValueError(f"Expected 2-tensor for 'lhs' but got {lhs.ndim}-tensor.")
     if rhs.ndim != rhs_rank:
         raise ValueError(f"Expected {rhs_rank}-tensor for 'rhs' but got {rhs.ndim}-tensor.")
+    if group_sizes.ndim != 1:
+        raise ValueError(f"Expected 1-tensor for 'group_sizes' but got {group_sizes.ndim}-tensor.")
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"Expected 32-bit integer 'group_sizes' but got {group_sizes.dtype}.")
     return lhs, rhs, group_sizes
 
 
 def _check_existing_dtype(existing_out: Any, preferred_element_type: Any) -> None:
-    if existing_out is not None and jnp.result_type(existing_out) != what.result_dtype(preferred_element_type):
+    if existing_out is None:
+        return
+    if not hasattr(existing_out, "dtype"):
+        raise TypeError(f"existing_out: want an array; got {type(existing_out).__name__}")
+    if existing_out.dtype != what.result_dtype(preferred_element_type):
         raise ValueError("Existing output dtype must match preferred_element_type.")
