@@ -281,3 +281,65 @@ def test_large_group_counts(backend):
     sizes = np.zeros(g, np.int32)
     sizes[np.arange(m) * 7] = 1
     np.testing.assert_array_equal(tr.grouped_matmul(x, w, sizes, backend=backend)[:, 0], np.arange(m) ** 2 * 7)
+
+
+@pytest.mark.parametrize("dtype, size", [("int8", 100), ("uint8", 200), ("int16", 30000), ("uint16", 60000)])
+def test_m_past_what_the_sizes_dtype_can_hold(backend, dtype, size):
+    m = 70000
+    sizes = np.array([size, 7], dtype)
+    x, w = jnp.ones((m, 1)), jnp.array([1.0, 2.0]).reshape(2, 1, 1)
+    want = np.repeat([1.0, 2.0, 0.0], [size, 7, m - size - 7])
+    for f in (tr.grouped_matmul, jax.jit(tr.grouped_matmul, static_argnames="backend")):
+        np.testing.assert_array_equal(f(x, w, sizes, backend=backend)[:, 0], want)
+    meta, _ = tr.make_group_metadata(group_sizes=sizes, m=m, tm=128, start_group=0, num_nonzero_groups=2)
+    assert meta.group_offsets.tolist() == [0, size, size + 7]
+    folded = jax.vmap(lambda x: tr.grouped_matmul(x, w, jnp.asarray(sizes), backend=backend))(jnp.stack([x, 2 * x]))
+    np.testing.assert_array_equal(folded[1, :, 0], 2 * want)
+
+
+def test_bias_and_existing_out_keep_their_fractions_beside_integers(backend):
+    x, w = jnp.ones((3, 2), jnp.int8), jnp.ones((1, 2, 2), jnp.int8)
+    f = functools.partial(tr.grouped_matmul, x, w, [2], backend=backend)
+    np.testing.assert_array_equal(f(existing_out=jnp.full((3, 2), 0.5)), [[2.5] * 2, [2.5] * 2, [0.5] * 2])
+    b = jnp.full((1, 2), 0.25, jnp.bfloat16)
+    np.testing.assert_array_equal(f(bias=b), [[2.25] * 2, [2.25] * 2, [0.0] * 2])
+    np.testing.assert_array_equal(f(bias=b, activation=jnp.sqrt), [[1.5] * 2, [1.5] * 2, [0.0] * 2])
+    np.testing.assert_array_equal(jax.vmap(lambda b: f(bias=b))(b[None])[0], f(bias=b))
+
+
+def test_float64_existing_out_of_float32_operands(backend, x64):
+    x, w = jnp.ones((2, 2), jnp.float32), jnp.ones((1, 2, 1), jnp.float32)
+    e = jnp.full((2, 1), 1e-9, jnp.float64)
+    got = tr.grouped_matmul(x, w, [2], jnp.float64, existing_out=e, backend=backend)
+    np.testing.assert_array_equal(got, np.full((2, 1), 2 + 1e-9))
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int16", "uint8", "int32"])
+def test_other_integers(backend, rng, dtype):
+    x, w = (jnp.asarray(rng.integers(0, 7, shape)).astype(dtype) for shape in ((M, K), (G, K, N)))
+    got = tr.grouped_matmul(x, w, SIZES, jnp.int32, backend=backend)
+    wide = [np.asarray(a.astype(jnp.int32), np.float64) for a in (x, w)]
+    np.testing.assert_array_equal(got, oracle.rows(*wide, SIZES))
+
+
+def test_x64_changes_nothing_for_narrow_operands(backend, xwy, x64):
+    x, w, y = xwy
+    oracle.check(tr.grouped_matmul(x, w, SIZES, backend=backend), oracle.rows(x, w, SIZES))
+    oracle.check(tr.transposed_grouped_matmul(x.T, y, SIZES, backend=backend), oracle.contraction(x, y, SIZES))
+    grads = jax.jit(jax.grad(lambda x, w: tr.grouped_matmul(x, w, SIZES, backend=backend).sum(), (0, 1)))(x, w)
+    assert {g.dtype for g in grads} == {jnp.dtype("float32")}
+
+
+def test_under_strict_promotion(backend, xwy):
+    """As JAX's own tests run: no implicit broadcast of ranks, no implicit conversion of dtypes."""
+    x, w, y = xwy
+    b = jnp.ones((G, N), jnp.bfloat16)
+    f = functools.partial(tr.grouped_matmul, backend=backend)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        loss = lambda x, w, b: f(x, w, SIZES, bias=b, activation=jax.nn.silu).sum()
+        jax.grad(loss, (0, 1, 2))(x, w, b)
+        jax.vmap(f, in_axes=(None, 0, None))(x, jnp.stack([w, w]), SIZES)
+        f(x.astype(jnp.bfloat16), w, SIZES, existing_out=y)
+        tr.ragged_dot(x, w, SIZES)
+        got = jax.grad(lambda y: tr.transposed_grouped_matmul(x.T, y, SIZES, backend=backend).sum())(y)
+    oracle.check(got, oracle.rows(x, np.ones((G, K, N)), SIZES))

@@ -281,3 +281,35 @@ def test_complex(backend, rng):
     c = jnp.asarray(oracle.rows(x, w, SIZES), jnp.complex64)
     got, want = jax.vjp(f, x, w)[1](c), jax.vjp(dense_rows, x, w)[1](c)
     close(got, want)
+
+
+def test_vmap_over_an_axis_of_length_zero():
+    f = tr.grouped_matmul
+    x, w, sizes = jnp.ones((0, M, K)), jnp.ones((0, G, K, N)), jnp.ones((0, G), jnp.int32)
+    assert jax.vmap(f)(x, w, sizes).shape == (0, M, N)
+    assert jax.vmap(f, in_axes=(0, None, None))(x, jnp.ones((G, K, N)), SIZES).shape == (0, M, N)
+    assert jax.vmap(f, in_axes=(None, 0, None))(jnp.ones((M, K)), w, SIZES).shape == (0, M, N)
+
+
+def test_linear_transpose(backend, xwy):
+    x, w, y = xwy
+    b, e = jnp.ones((G, N)), jnp.ones((M, N))
+    f = lambda b, e: tr.grouped_matmul(x, w, SIZES, bias=b, existing_out=e, backend=backend)
+    db, de = jax.linear_transpose(f, b, e)(y)
+    close((db, de), (onehot(SIZES).T @ y, y))
+    (dx,) = jax.linear_transpose(lambda x: tr.grouped_matmul(x, w, SIZES, backend=backend), x)(y)
+    close(dx, jax.vjp(lambda x: dense_rows(x, w), x)[1](y)[0])
+
+
+def test_explicitly_sharded_operands(xwy):
+    """They are gathered: right, and a door left open for rules that shard."""
+    x, w, _ = xwy
+    mesh = jax.make_mesh((2,), ("e",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        ws = jax.sharding.reshard(w, P("e"))
+        f = lambda x, w: tr.grouped_matmul(x, w, SIZES)
+        close(jax.jit(f)(x, ws), dense_rows(x, w))
+        grads = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), (0, 1)))(x, ws)
+        many = jax.jit(jax.vmap(f, in_axes=(None, 0)))(x, jax.sharding.reshard(jnp.stack([w, 2 * w]), P("e")))
+    close(grads, jax.grad(lambda x, w: jnp.sum(jnp.sin(dense_rows(x, w))), (0, 1))(x, w))
+    close(many[1], 2 * dense_rows(x, w))

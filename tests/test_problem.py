@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import pytest
 
 from trencadis.api import problem_of
+from trencadis.dtypes import accumulator
 from trencadis.epilogue import Epilogue
-from trencadis.problem import Form, accumulator
+from trencadis.problem import Form
 
 pytestmark = pytest.mark.core
 
@@ -48,7 +49,9 @@ def test_accumulator(lhs, rhs, acc):
 def test_prints_itself():
     rows = problem_of((16, 4), (2, 4, 8), groups=3, dtype=jnp.bfloat16, transpose_rhs=False)
     assert str(rows) == "rows m=16 k=4 n=8 g=3 (window of 2): bfloat16 x bfloat16 -> bfloat16"
-    full = rows.replace(batch=2, epilogue=Epilogue(bias=True, activation=jnp.tanh, accumulate=True), transpose_rhs=True)
+    full = rows.replace(
+        batch=2, epilogue=Epilogue(bias=rows.lhs, activation=jnp.tanh, accumulate=True), transpose_rhs=True
+    )
     assert str(full).endswith(
         "m=2x16 k=4 n=8 g=3 (window of 2): bfloat16 x bfloat16ᵀ -> bfloat16, bias + tanh + existing_out"
     )

@@ -15,6 +15,7 @@ def test_spellings():
         assert resolve(spelling, 1, 2, 3) == same
     assert resolve(lambda m, k, n: None, 1, 2, 3) == Tilings()
     assert resolve(Tilings(d_lhs=lambda m, k, n: (n, m, k)), 1, 2, 3) == Tilings(d_lhs=Tiling(3, 1, 2))
+    assert resolve(lambda m, k, n: Tilings(d_rhs=(k, k, k)), 1, 2, 3) == Tilings(d_rhs=Tiling(2, 2, 2))
     assert str(tile) == "1·2·3"
 
 

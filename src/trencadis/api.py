@@ -52,7 +52,8 @@ def grouped_matmul(
         matmul split rows by it and leave k and n to XLA.
       group_offset: the first of the consecutive groups whose matrices rhs holds, an int or an integer array of shape
         `()` or `(1,)`. For a shard of the experts: rows of other groups count as not covered.
-      existing_out: `[m, n]` of the result's dtype; the product is added to it. Under `jit` its buffer is reused.
+      existing_out: `[m, n]` of the result's dtype; the product is added to it. Its buffer is reused where it is not
+        needed any more: a temporary under `jit`, or an argument that the caller donates.
       transpose_rhs: rhs is stored `[g, n, k]`. Nothing is transposed in memory.
       interpret: run the plainly written reference instead of a compiled kernel; slow.
       precision: as in `jax.lax.dot`.
@@ -74,7 +75,8 @@ def grouped_matmul(
     lhs, rhs, group_sizes = what.as_array("lhs", lhs), what.as_array("rhs", rhs), what.as_sizes(group_sizes)
     if activation is not None and existing_out is not None:
         raise ValueError("activation: cannot be given together with existing_out; apply it to the sum yourself")
-    epilogue = Epilogue(bias=bias is not None, accumulate=existing_out is not None)
+    bias = None if bias is None else what.as_array("bias", bias)
+    epilogue = Epilogue(bias=None if bias is None else np.dtype(bias.dtype), accumulate=existing_out is not None)
     asked = what.rows_problem(
         lhs, rhs, group_sizes, preferred_element_type, transpose_rhs=what.checked_flag("transpose_rhs", transpose_rhs),
         epilogue=epilogue, precision=precision,
@@ -86,10 +88,10 @@ def grouped_matmul(
     extras = [jnp.asarray(x) for x in (bias, existing_out) if x is not None]
     if activation is None:
         return run(asked, pins, lhs, rhs, sizes, first, *extras)
-    if check_activation(activation, asked.acc):
+    if check_activation(activation, asked.sum, asked.out):
         asked = asked.replace(epilogue=Epilogue(bias=epilogue.bias, activation=activation))
         return run(asked, pins, lhs, rhs, sizes, first, *extras)
-    z = run(asked.replace(out=asked.acc), pins, lhs, rhs, sizes, first, *extras)
+    z = run(asked.replace(out=asked.sum), pins, lhs, rhs, sizes, first, *extras)
     return activate(asked, activation, z, sizes, first).astype(asked.out)
 
 
@@ -122,8 +124,8 @@ def transposed_grouped_matmul(
       group_offset: the first group to compute.
       num_actual_groups: how many groups to compute; by default all from group_offset on. Needed when group_offset is
         traced.
-      existing_out: `[g, k, n]` of the result's dtype; the product is added to it. Under `jit` its buffer is reused, so
-        that gradients can be accumulated in float32 in place.
+      existing_out: `[g, k, n]` of the result's dtype; the product is added to it, so that gradients can be accumulated
+        in float32; in place where `grouped_matmul` would.
       interpret: as in `grouped_matmul`.
       transpose_lhs: lhs is stored `[m, k]`.
       precision: as in `grouped_matmul`.
@@ -187,8 +189,8 @@ def make_group_metadata(
     ([(0, 0), (1, 0), (1, 1), (2, 1), (2, 2)], 5)
     """
     group_sizes = what.as_sizes(group_sizes)
-    what.check_rows_and_tile(group_sizes, m, tm)
     first = what.first_group(start_group)
+    what.check_schedule(group_sizes, m, tm, first, num_nonzero_groups)
     walk = visits(
         group_sizes, int(m), int(tm), first=first, local_groups=int(num_nonzero_groups), empty=bool(visit_empty_groups)
     )

@@ -20,13 +20,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from trencadis.backends import BACKENDS
-from trencadis.epilogue import Activation, Epilogue, elementwise
+from trencadis.epilogue import Activation, Epilogue, add, elementwise
 from trencadis.plan import plan
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Pins
 from trencadis.versions import replicated, result_type, vary_alike
-from trencadis.visits import owned
+from trencadis.visits import clamped, owned
 
 Array = jax.Array
 
@@ -44,11 +44,11 @@ def expand(problem: Problem, pins: Pins, *operands: Any) -> Array:
     bias, existing = problem.epilogue.split(tuple(extras))
     z = run(problem.replace(out=problem.acc, epilogue=Epilogue()), pins, lhs, rhs, sizes, first)
     if bias is not None:
-        z = z + _bias_rows(problem, pins, bias, sizes, first, problem.acc)
+        z = add(z, _bias_rows(problem, pins, bias, sizes, first, problem.sum))
     if problem.epilogue.activation is not None:
         z = activate(problem, problem.epilogue.activation, z, sizes, first)
     if existing is not None:
-        z = existing.astype(problem.acc) + z
+        z = add(existing, z)
     return z.astype(problem.out)
 
 
@@ -59,10 +59,15 @@ def activate(problem: Problem, activation: Activation, z: Array, sizes: Any, fir
 
 
 def _bias_rows(problem: Problem, pins: Pins, bias: Any, sizes: Any, first: Any, out: Any) -> Array:
-    ones = jnp.ones((problem.rows, 1), problem.acc)
-    rows = problem.replace(k=1, lhs=problem.acc, rhs=np.dtype(bias.dtype), out=out, transpose_rhs=False,
-                           epilogue=Epilogue())  # fmt: skip
-    return run(rows, pins.derive(None, swap=False), ones, bias[:, None, :], sizes, first)
+    ones = jnp.ones((problem.rows, 1), problem.sum)
+    return run(_bias_problem(problem, out), pins.derive(None, swap=False), ones, bias[:, None, :], sizes, first)
+
+
+def _bias_problem(problem: Problem, out: Any) -> Problem:
+    """A bias as a product: a column of ones [m, 1] with [g, 1, n]."""
+    return problem.replace(
+        k=1, lhs=problem.sum, rhs=problem.epilogue.bias, out=out, transpose_rhs=False, epilogue=Epilogue()
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -91,7 +96,7 @@ def _jvp(primals: Any, tangents: Any, *, problem: Problem, pins: Pins) -> tuple[
     if activation is None:
         out = run(problem, pins, *primals)
         return out, functools.reduce(ad.add_jaxvals, d_z) if d_z else _no_tangent(out)
-    linear = problem.replace(out=problem.acc, epilogue=Epilogue(bias=problem.epilogue.bias))
+    linear = problem.replace(out=problem.sum, epilogue=Epilogue(bias=problem.epilogue.bias))
     z = run(linear, pins, *primals)
 
     def finish(z: Array) -> Array:
@@ -100,7 +105,7 @@ def _jvp(primals: Any, tangents: Any, *, problem: Problem, pins: Pins) -> tuple[
     if not d_z:
         out = finish(z)
         return out, _no_tangent(out)
-    return jax.jvp(finish, (z,), (functools.reduce(ad.add_jaxvals, d_z).astype(problem.acc),))
+    return jax.jvp(finish, (z,), (functools.reduce(ad.add_jaxvals, d_z).astype(problem.sum),))
 
 
 def _no_tangent(out: Array) -> Any:
@@ -112,13 +117,27 @@ def _no_tangent(out: Array) -> Any:
 
 
 def _transpose(ct: Any, lhs: Any, rhs: Any, sizes: Any, first: Any, *extras: Any, problem: Problem, pins: Pins) -> Any:
-    no_extras = [None] * len(extras)
+    operands = (lhs, rhs, sizes, first, *extras)
     if type(ct) is ad.Zero:
-        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in (lhs, rhs)] + [None, None, *no_extras]
-    adjoint = ADJOINTS[problem.form]
-    if ad.is_undefined_primal(lhs):
-        return [adjoint[0](problem, pins, ct, rhs, sizes, first), None, None, None, *no_extras]
-    return [None, adjoint[1](problem, pins, ct, lhs, sizes, first), None, None, *no_extras]
+        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
+    if problem.epilogue.activation is not None:
+        raise ValueError(f"cannot transpose {problem}: it is not linear")
+    plain = problem.replace(epilogue=Epilogue())
+    d_lhs, d_rhs = ADJOINTS[problem.form]
+
+    def d_bias() -> Array:
+        ones = jnp.ones((problem.rows, 1), problem.sum)
+        return _rows_d_rhs(_bias_problem(problem, problem.out), pins, ct, ones, sizes, first)[:, 0]
+
+    d_extras = [d_bias] * (problem.epilogue.bias is not None) + [lambda: ct] * problem.epilogue.accumulate
+    rules = [
+        lambda: d_lhs(plain, pins, ct, rhs, sizes, first),
+        lambda: d_rhs(plain, pins, ct, lhs, sizes, first),
+        lambda: None,
+        lambda: None,
+        *d_extras,
+    ]
+    return [rule() if ad.is_undefined_primal(x) else None for x, rule in zip(operands, rules, strict=True)]
 
 
 def _rows_d_lhs(problem: Problem, pins: Pins, ct: Array, rhs: Array, sizes: Any, first: Any) -> Array:
@@ -178,6 +197,7 @@ ADJOINTS = {
 
 
 def _batch(args: Any, dims: Any, *, problem: Problem, pins: Pins) -> tuple[Array, int]:
+    args = tuple(map(replicated, args))
     if problem.epilogue:
         return jax.vmap(functools.partial(expand, problem, pins), in_axes=tuple(dims))(*args), 0
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
@@ -201,7 +221,7 @@ def _fold_rows(problem: Problem, pins: Pins, lhs: Array, rhs: Array, sizes: Any,
     """Only lhs [b, m, k] is batched: b rows for each row, in groups b times as tall, meet each weight once."""
     size = lhs.shape[0]
     rows = jnp.moveaxis(lhs, 0, 1).reshape(problem.rows * size, problem.k)
-    taller = jnp.clip(sizes, 0, problem.m).astype(jnp.int32) * np.int32(size)
+    taller = clamped(sizes, problem.m) * np.int32(size)
     out = run(problem.replace(m=problem.m * size), pins, rows, rhs, taller, first)
     return out.reshape(problem.rows, size, problem.n), 1
 
@@ -235,10 +255,10 @@ def _lay_end_to_end(
         x = jnp.moveaxis(x.reshape(size, turns, length // turns, *tail), 0, 1)
         return x.reshape(size * length, *tail)
 
-    def unlay(x: Array) -> Array:
-        length, *tail = x.shape
-        x = jnp.moveaxis(x.reshape(turns, size, length // (turns * size), *tail), 1, 0)
-        return x.reshape(size, length // size, *tail)
+    def unlay(out: Array) -> Array:
+        length, *tail = problem.out_shape
+        out = jnp.moveaxis(out.reshape(turns, size, length // turns, *tail), 1, 0)
+        return out.reshape(size, length, *tail)
 
     if problem.transpose_lhs:  # [size, k, rows] -> [k, size * rows]
         lhs = jnp.moveaxis(lhs, 0, 1).reshape(problem.k, size * problem.rows)

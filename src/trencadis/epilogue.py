@@ -12,6 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from trencadis.dtypes import accumulator
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -20,15 +23,15 @@ Activation = Callable[[jax.Array], jax.Array]
 class Epilogue:
     """Which steps follow the product."""
 
-    bias: bool = False  # an operand [g, n] follows
+    bias: np.dtype[Any] | None = None  # an operand [g, n] of this dtype follows
     activation: Activation | None = None  # a function of one number
     accumulate: bool = False  # an operand of the result's shape follows; the product is added to it
 
     def __bool__(self) -> bool:
-        return self.bias or self.activation is not None or self.accumulate
+        return self != Epilogue()
 
     def __str__(self) -> str:
-        steps = ["bias"] * self.bias
+        steps = ["bias"] * (self.bias is not None)
         if self.activation is not None:
             steps.append(getattr(self.activation, "__name__", type(self.activation).__name__))
         return " + ".join(steps + ["existing_out"] * self.accumulate)
@@ -36,14 +39,20 @@ class Epilogue:
     def split(self, extras: tuple[Any, ...]) -> tuple[Any, Any]:
         """The operands (bias, existing_out) that follow the four of every problem; None where absent."""
         rest = list(extras)
-        bias = rest.pop(0) if self.bias else None
+        bias = rest.pop(0) if self.bias is not None else None
         return bias, rest.pop(0) if self.accumulate else None
 
     def finish(self, acc: jax.Array, bias: jax.Array | None) -> jax.Array:
         """Bias and activation of a tile of sums; acc [rows, n], bias [1, n]."""
         if bias is not None:
-            acc = acc + bias.astype(acc.dtype)
+            acc = add(acc, bias)
         return acc if self.activation is None else elementwise(self.activation)(acc)
+
+
+def add(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum of two arrays in a dtype that holds both: a float bias is not cut to the integers it is added to."""
+    dtype = accumulator(a.dtype, b.dtype)
+    return a.astype(dtype) + b.astype(dtype)
 
 
 def elementwise(activation: Activation) -> Activation:
@@ -51,21 +60,23 @@ def elementwise(activation: Activation) -> Activation:
     return jax.vmap(jax.vmap(activation))
 
 
-def check_activation(activation: Any, acc: Any) -> bool:
+def check_activation(activation: Any, dtype: Any, result: Any) -> bool:
     """Whether a kernel may carry this activation; an error if it is not a function of one number.
 
     One that closes over traced values cannot be a static part of the problem: it is applied after the product.
     """
     if not callable(activation):
         raise TypeError(f"activation: want a function of one number, such as jax.nn.relu; got {activation!r}")
-    number = jax.ShapeDtypeStruct((), acc)
+    number = jax.ShapeDtypeStruct((), dtype)
     try:
         traced = jax.make_jaxpr(activation)(number)
         (out,) = traced.out_avals
     except Exception as error:
         raise ValueError(
-            f"activation: want a function that maps one number to one number; {activation!r} failed on a scalar"
+            f"activation: want a function that maps one number to one number; {activation!r} failed on a scalar {dtype}"
         ) from error
     if out.shape != () or not jnp.issubdtype(out.dtype, jnp.number):
         raise ValueError(f"activation: want one number out for one number in; got {out.str_short()}")
+    if jnp.issubdtype(out.dtype, jnp.complexfloating) and not jnp.issubdtype(result, jnp.complexfloating):
+        raise ValueError(f"activation: gives {out.dtype}, which the result's {result} cannot hold")
     return not any(isinstance(const, jax.core.Tracer) for const in traced.consts)

@@ -29,7 +29,7 @@ def plan(problem: Problem, target: Target, pins: Pins = Pins()) -> Plan:
 
     >>> from trencadis.api import problem_of
     >>> print(plan(problem_of((4096, 1024), (8, 1024, 1024), groups=8), Target(platform="cpu")))
-    xla, tile 512·1024·1024: first of xla, reference
+    xla, tile 256·1024·1024: first of xla, reference
     """
     reasons = refusals(problem, target)
     name, because = pins.backend, "asked for"

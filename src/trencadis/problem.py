@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from trencadis.dtypes import accumulator
 from trencadis.epilogue import Epilogue
 
 Shape = tuple[int, ...]
@@ -59,6 +60,11 @@ class Problem:
         return accumulator(self.lhs, self.rhs)
 
     @property
+    def sum(self) -> np.dtype[Any]:
+        """The dtype of product plus bias, which the activation sees."""
+        return self.acc if self.epilogue.bias is None else accumulator(self.acc, self.epilogue.bias)
+
+    @property
     def rows(self) -> int:
         """Rows of all batch entries together."""
         return self.batch * self.m
@@ -96,32 +102,13 @@ class Problem:
 
     def __str__(self) -> str:
         m = f"m={self.m}" if self.batch == 1 else f"m={self.batch}x{self.m}"
-        groups = f"g={self.groups}"
+        groups = f"g={self.groups}" if self.rhs_batch == 1 else f"g={self.rhs_batch}x{self.groups}"
         if self.local_groups != self.groups:
             groups += f" (window of {self.local_groups})"
         lhs = f"{self.lhs.name}{'ᵀ' if self.transpose_lhs else ''}"
         rhs = f"{self.rhs.name}{'ᵀ' if self.transpose_rhs else ''}"
         tail = f", {self.epilogue}" if self.epilogue else ""
         return f"{self.form.value} {m} k={self.k} n={self.n} {groups}: {lhs} x {rhs} -> {self.out.name}{tail}"
-
-
-def accumulator(lhs: Any, rhs: Any) -> np.dtype[Any]:
-    """The dtype in which products of these two dtypes are summed.
-
-    >>> accumulator(jnp.bfloat16, jnp.bfloat16), accumulator(jnp.int8, jnp.int8)
-    (dtype('float32'), dtype('int32'))
-    """
-    both = [jnp.dtype(lhs), jnp.dtype(rhs)]
-    wide = any(d.itemsize == 8 and not jnp.issubdtype(d, jnp.complexfloating) for d in both)
-    if any(jnp.issubdtype(d, jnp.complexfloating) for d in both):
-        wide = wide or any(d.itemsize == 16 for d in both)
-        return np.dtype(np.complex128 if wide else np.complex64)
-    if any(jnp.issubdtype(d, jnp.floating) for d in both):
-        wide = any(d.itemsize == 8 and jnp.issubdtype(d, jnp.floating) for d in both)
-        return np.dtype(np.float64 if wide else np.float32)
-    if all(jnp.issubdtype(d, jnp.unsignedinteger) for d in both):
-        return np.dtype(np.uint64 if wide else np.uint32)
-    return np.dtype(np.int64 if wide else np.int32)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,7 +146,7 @@ def rows_problem(
         local_groups=local,
         lhs=np.dtype(lhs.dtype),
         rhs=np.dtype(rhs.dtype),
-        out=result_dtype(out),
+        out=result_dtype(out, lhs, rhs),
         transpose_rhs=bool(transpose_rhs),
         epilogue=epilogue,
         precision=checked_precision(precision),
@@ -190,7 +177,7 @@ def contraction_problem(
         local_groups=local,
         lhs=np.dtype(lhs.dtype),
         rhs=np.dtype(rhs.dtype),
-        out=result_dtype(out),
+        out=result_dtype(out, lhs, rhs),
         transpose_lhs=transpose_lhs,
         precision=checked_precision(precision),
     )
@@ -215,8 +202,8 @@ def check_bias(problem: Problem, bias: Any) -> None:
     if bias is None:
         return
     want = (problem.local_groups, problem.n)
-    if getattr(bias, "shape", None) != want:
-        raise ValueError(f"bias: want shape [g, n] = {want}; got {getattr(bias, 'shape', type(bias).__name__)}")
+    if bias.shape != want:
+        raise ValueError(f"bias: want shape [g, n] = {want}; got {bias.shape}")
     _numeric(bias=bias)
 
 
@@ -233,13 +220,26 @@ def check_sizes(group_sizes: Any, m: int) -> None:
         raise ValueError(f"group_sizes: must sum to at most m = {m} rows; got a sum of {total}")
 
 
-def check_rows_and_tile(group_sizes: Any, m: Any, tm: Any) -> None:
-    """What the schedule needs: sizes [g], a row count and a tile height."""
-    _groups(group_sizes)
-    if isinstance(m, bool) or not isinstance(m, (int, np.integer)) or m < 0:
+def check_schedule(group_sizes: Any, m: Any, tm: Any, first: Any, num_nonzero_groups: Any) -> None:
+    """What a schedule needs: sizes [g] that fit, a row count, a tile height, and a window inside the groups."""
+    groups = _groups(group_sizes)
+    if not _is_int(m) or m < 0:
         raise ValueError(f"m: want a nonnegative int; got {m!r}")
-    if isinstance(tm, bool) or not isinstance(tm, (int, np.integer)) or tm < 1:
+    if not _is_int(tm) or tm < 1:
         raise ValueError(f"tm: want a positive int; got {tm!r}")
+    check_sizes(group_sizes, m)
+    check_window(first, checked_count("num_nonzero_groups", num_nonzero_groups, groups), groups, "start_group")
+
+
+def checked_count(name: str, count: Any, groups: int) -> int:
+    """A static number of groups."""
+    if not _is_int(count) or not 0 <= count <= groups:
+        raise ValueError(f"{name}: want an int from 0 to {groups}, the length of group_sizes; got {count!r}")
+    return int(count)
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def first_group(group_offset: Any) -> Any:
@@ -254,28 +254,27 @@ def first_group(group_offset: Any) -> Any:
     if not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(f"group_offset: want an integer; got dtype {dtype}")
     known = concrete(group_offset)
-    if known is not None:
-        return np.int32(known.reshape(()))
-    return jnp.reshape(group_offset, ()).astype(jnp.int32)
+    if known is None:
+        return jnp.reshape(group_offset, ()).astype(jnp.int32)
+    if not -(2**31) <= int(known.reshape(())) < 2**31:
+        raise ValueError(f"group_offset: want the index of a group; got {known.reshape(())}")
+    return np.int32(known.reshape(()))
 
 
-def check_window(first: Any, local: int, groups: int) -> None:
+def check_window(first: Any, local: int, groups: int, name: str = "group_offset") -> None:
     """A window known now lies inside the groups."""
     known = concrete(first)
     if known is not None and not 0 <= int(known) <= groups - local:
         raise ValueError(
-            f"group_offset: the window [{int(known)}, {int(known) + local}) must lie inside the {groups} groups "
-            f"of group_sizes; want 0 <= group_offset <= {groups - local}"
+            f"{name}: the window [{int(known)}, {int(known) + local}) must lie inside the {groups} groups "
+            f"of group_sizes; want 0 <= {name} <= {groups - local}"
         )
 
 
 def local_groups(num_actual_groups: Any, first: Any, groups: int) -> int:
     """How many groups a contraction computes: as told, or all that remain from the first on."""
     if num_actual_groups is not None:
-        count = int(num_actual_groups)
-        if not 0 <= count <= groups:
-            raise ValueError(f"num_actual_groups: want 0 to {groups}, the length of group_sizes; got {count}")
-        return count
+        return checked_count("num_actual_groups", num_actual_groups, groups)
     known = concrete(first)
     if known is None:
         raise ValueError(
@@ -287,14 +286,20 @@ def local_groups(num_actual_groups: Any, first: Any, groups: int) -> int:
     return groups - int(known)
 
 
-def result_dtype(preferred_element_type: Any) -> np.dtype[Any]:
-    """The output dtype as a numpy dtype, canonical under the x64 setting."""
+def result_dtype(preferred_element_type: Any, *operands: Any) -> np.dtype[Any]:
+    """The output dtype as a numpy dtype, canonical under the x64 setting; it can hold what the operands give."""
     try:
         dtype = jnp.dtype(preferred_element_type)
     except TypeError:
         raise TypeError(f"preferred_element_type: want a dtype; got {preferred_element_type!r}") from None
     if not jnp.issubdtype(dtype, jnp.number):
         raise TypeError(f"preferred_element_type: want a number dtype; got {dtype.name}")
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        for x in operands:
+            if jnp.issubdtype(x.dtype, jnp.complexfloating):
+                raise TypeError(
+                    f"preferred_element_type: want a complex dtype for {x.dtype} operands; got {dtype.name}"
+                )
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
@@ -336,7 +341,9 @@ def as_array(name: str, x: Any) -> jax.Array:
 
 
 def as_sizes(group_sizes: Any) -> Any:
-    """group_sizes as an array that stays in numpy where it is, so that its values are still known inside `jit`."""
+    """group_sizes as an array; in numpy if it is not JAX's yet, so that its values are still known inside `jit`."""
+    if isinstance(group_sizes, (list, tuple)) and all(_is_int(size) for size in group_sizes):
+        return np.asarray(group_sizes, np.int64)
     return group_sizes if isinstance(group_sizes, np.ndarray) else as_array("group_sizes", group_sizes)
 
 

@@ -22,9 +22,9 @@ from jaxtyping import Array
 
 from trencadis import problem as what
 from trencadis.api import grouped_matmul, transposed_grouped_matmul
-from trencadis.problem import accumulator
+from trencadis.dtypes import accumulator
 from trencadis.versions import without_mesh
-from trencadis.visits import offsets
+from trencadis.visits import clamped, offsets
 
 BASIC = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [1]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -186,7 +186,7 @@ def _sizes(sizes: Any, lead: tuple[int, ...], m: int, inner: int) -> tuple[int |
         for row in known.reshape(-1, known.shape[-1]) if known.size else ():
             what.check_sizes(row, m)
     if inner != 1:
-        sizes = jnp.clip(sizes, 0, m).astype(jnp.int32) * inner
+        sizes = clamped(jnp.asarray(sizes), m) * inner
     return (None, sizes) if sizes.ndim == 1 else (0, sizes.reshape(*lead, sizes.shape[-1]) if lead else sizes)
 
 

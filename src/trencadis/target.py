@@ -36,9 +36,10 @@ class Target:
         >>> Target(platform="tpu").multiplies("bfloat16"), Target(platform="cpu").multiplies("float16")
         (True, False)
         """
+        dtype = jnp.dtype(dtype)
         if self.platform == "cpu":
             return dtype == jnp.bfloat16 and _host_multiplies_bfloat16()
-        return dtype in (jnp.bfloat16, jnp.float16)
+        return dtype in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
     def __str__(self) -> str:
         return self.platform if self.kind in (None, self.platform) else f"{self.platform} ({self.kind})"

@@ -67,6 +67,8 @@ TilingLike = Tiling | Tilings | tuple[int, int, int] | Callable[[int, int, int],
 
 def resolve(tiling: Any, m: int, k: int, n: int) -> Tilings:
     """Any spelling of `tiling`, for a problem of m, k, n."""
+    if callable(tiling):
+        tiling = tiling(m, k, n)
     if isinstance(tiling, Tilings):
         one = {name: _one(getattr(tiling, name), m, k, n) for name in ("forward", "d_lhs", "d_rhs")}
         return Tilings(**one)

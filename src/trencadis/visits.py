@@ -30,6 +30,13 @@ class Spans(NamedTuple):
     ends: Array  # i32[spans]; equal to starts for an empty group
 
 
+def clamped(group_sizes: Array, m: int) -> Array:
+    """Sizes as int32 between 0 and m, whatever integers they are."""
+    if group_sizes.dtype.itemsize < 4:  # m need not fit into so narrow a dtype
+        group_sizes = group_sizes.astype(jnp.int32)
+    return jnp.clip(group_sizes, 0, m).astype(jnp.int32)
+
+
 def offsets(group_sizes: Array, m: int) -> Array:
     """Row positions between groups: `[..., g] -> i32[..., g + 1]`, from 0, ascending, never past m.
 
@@ -38,7 +45,7 @@ def offsets(group_sizes: Array, m: int) -> Array:
     >>> offsets(jnp.array([3, 0, 5]), 8).tolist()
     [0, 3, 3, 8]
     """
-    sizes = jnp.clip(group_sizes, 0, m).astype(jnp.int32)
+    sizes = clamped(group_sizes, m)
     if sizes.shape[-1] * m < 2**31:
         ends = jnp.minimum(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), m)
     else:  # the plain sum might wrap before it is clamped

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from trencadis.epilogue import add
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
@@ -40,19 +41,20 @@ def run(problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
         mine = (row >= starts[i]) & (row < ends[i])
         w = rhs[i % problem.weights].astype(problem.acc)  # [k, n] or [n, k]
         y = jnp.dot(jnp.where(mine, lhs, 0), w.T if problem.transpose_rhs else w, precision=precision)
-        return jnp.where(mine, problem.epilogue.finish(y, None if bias is None else bias[i][None]), out)
+        y = problem.epilogue.finish(y, None if bias is None else bias[i][None])
+        y = y if existing is None else add(existing, y)
+        return jnp.where(mine, y.astype(problem.out), out)
 
     def contraction(i: Any, out: jax.Array) -> jax.Array:
         mine = (row >= starts[i]) & (row < ends[i])
         x, y = jnp.where(mine, lhs, 0), jnp.where(mine, rhs, 0).astype(problem.acc)
-        return out.at[i].set(jnp.dot(x.T, y, precision=precision))
+        z = jnp.dot(x.T, y, precision=precision)
+        return out.at[i].set((z if existing is None else add(existing[i], z)).astype(problem.out))
 
     precision = problem.precision if problem.precision is not None else lax.Precision.HIGHEST
     body = rows if problem.form is Form.ROWS else contraction
-    out = jnp.zeros(problem.out_shape, problem.acc)
+    out = jnp.zeros(problem.out_shape, problem.out) if existing is None else existing
     out = vary_alike(out, *operands)[0]
-    if problem.spans and (problem.form is Form.CONTRACTION or problem.weights):
-        out = lax.fori_loop(0, problem.spans, body, out)
-    if existing is not None:
-        out = existing.astype(problem.acc) + out
-    return out.astype(problem.out)
+    if problem.spans == 0:
+        return out
+    return lax.fori_loop(0, problem.spans, body, out)

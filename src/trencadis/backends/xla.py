@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from trencadis.epilogue import add
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
@@ -29,7 +30,7 @@ from trencadis.visits import Spans, spans
 Array = jax.Array
 
 ROW_HEIGHTS = (1, 4, 8, 16, 64, 256)
-SUM_HEIGHTS = (4, 8, 16, 32, 64, 128, 256)
+SUM_HEIGHTS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 _slice = functools.partial(lax.dynamic_slice, allow_negative_indices=False)
 _update = functools.partial(lax.dynamic_update_slice, allow_negative_indices=False)
@@ -85,7 +86,7 @@ def _rows(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, bias
         acc = problem.epilogue.finish(acc, None if bias is None else _slice(bias, (i, _0), (1, problem.n)))
         old = _from_bits(_slice(out, (row, _0), (height, problem.n)), problem.out)  # [height, n]
         if problem.epilogue.accumulate:
-            acc = old.astype(problem.acc) + acc
+            acc = add(old, acc)
         new = jnp.where(_between(row, height, top, end), acc.astype(problem.out), old)
         return top + height, _update(out, _to_bits(new), (row, _0))
 
@@ -131,8 +132,7 @@ def _contraction(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Span
             top, acc = _while_below(last, lambda s: (s[0] + full, s[1] + product(full, s[0], last)), (top, acc))
         result = acc[None]
         if problem.epilogue.accumulate:
-            old = _slice(out, (i, _0, _0), (1, problem.k, problem.n))
-            result = result + _from_bits(old, problem.out).astype(problem.acc)
+            result = add(_from_bits(_slice(out, (i, _0, _0), result.shape), problem.out), result)
         return end, (_update(out, _to_bits(result.astype(problem.out)), (i, _0, _0)), acc)
 
     acc = vary_alike(jnp.zeros((problem.k, problem.n), problem.acc), lhs, rhs, walk.starts)[0]
@@ -147,6 +147,7 @@ def _each_group(problem: Problem, walk: Spans, group: Any, carry: Any) -> Any:
     """`group(i, end, (first row, carry))` for each group that has rows."""
 
     def visit(i: Array, carry: Any) -> Any:
+        i = i.astype(jnp.int32)  # int64 where x64 is on
         end = _at(walk.ends, i)
         return _while_below(end, functools.partial(group, i, end), (_at(walk.starts, i), carry))[1]
 
@@ -169,8 +170,8 @@ def _if(condition: Array, body: Any, value: Array) -> Array:
 def _row_heights(problem: Problem, tallest: int, kind: Any) -> list[tuple[int, int]]:
     """Tile heights, tallest first, each with the least number of remaining rows for which it is the cheapest step.
 
-    Prices are in rows of arithmetic: h for the rows, and what a visit costs beside them, as measured on XLA:CPU. One row
-    is a matrix-vector product, which does not pack the weights; in bfloat16 XLA has none.
+    Prices are in rows of arithmetic: h for the rows, and what a visit costs beside them, as measured on XLA:CPU. A
+    single row is a matrix-vector product, which does not pack the weights; in bfloat16 XLA has none.
     """
     narrow = kind == jnp.bfloat16
     visit = 7 if narrow else 10 if problem.transpose_rhs else 1
@@ -214,9 +215,11 @@ def _at(vector: Array, i: Array) -> Array:
 
 def _operand_dtype(problem: Problem, target: Target) -> Any:
     """What a tile is converted to before the dot: nothing else if the machine multiplies it, or the accumulator's."""
-    if problem.lhs == problem.rhs and (jnp.issubdtype(problem.acc, jnp.integer) or target.multiplies(problem.lhs)):
-        return problem.lhs
-    return problem.acc
+    if problem.lhs != problem.rhs:
+        return problem.acc
+    if jnp.issubdtype(problem.lhs, jnp.integer):
+        return problem.lhs if jnp.iinfo(problem.lhs).bits >= 8 else jnp.dtype(jnp.int8)
+    return problem.lhs if target.multiplies(problem.lhs) else problem.acc
 
 
 def _to_bits(x: Array) -> Array:

@@ -1,0 +1,28 @@
+"""In which dtype things are added up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def accumulator(lhs: Any, rhs: Any) -> np.dtype[Any]:
+    """The dtype in which products of these two dtypes, or the two themselves, are summed.
+
+    Float32 for floats of up to 32 bits, int32 for integers of up to 32 bits; wider where an operand is.
+
+    >>> accumulator(jnp.bfloat16, jnp.bfloat16), accumulator(jnp.int8, jnp.int8), accumulator(jnp.int8, jnp.float64)
+    (dtype('float32'), dtype('int32'), dtype('float64'))
+    """
+    both = [jnp.dtype(lhs), jnp.dtype(rhs)]
+    inexact = [d for d in both if jnp.issubdtype(d, jnp.inexact)]
+    if not inexact:
+        signed = any(jnp.issubdtype(d, jnp.signedinteger) for d in both)
+        return np.dtype(f"{'int' if signed else 'uint'}{64 if max(d.itemsize for d in both) == 8 else 32}")
+    # only floats ask for a wider float: an int64 beside a float32 does not, as in JAX's own promotion
+    wide = any(jnp.finfo(d).bits == 64 for d in inexact)
+    if any(jnp.issubdtype(d, jnp.complexfloating) for d in inexact):
+        return np.dtype(np.complex128 if wide else np.complex64)
+    return np.dtype(np.float64 if wide else np.float32)
