@@ -30,7 +30,7 @@ from trencadis.visits import Spans, spans
 Array = jax.Array
 
 ROW_HEIGHTS = (1, 4, 8, 16, 64, 256)
-SUM_HEIGHTS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+SUM_HEIGHTS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
 
 _slice = functools.partial(lax.dynamic_slice, allow_negative_indices=False)
 _update = functools.partial(lax.dynamic_update_slice, allow_negative_indices=False)
