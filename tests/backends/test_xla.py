@@ -1,0 +1,100 @@
+"""The tiles of the XLA backend: they cover a group at about the price of its rows, and nothing is copied whole."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import trencadis as tr
+from trencadis.api import problem_of
+from trencadis.backends import xla
+from trencadis.plan import plan
+from trencadis.target import Target
+
+pytestmark = pytest.mark.core
+
+CPU = Target(platform="cpu")
+
+
+def steps(size, heights):
+    """The tiles a group of this many rows is cut into."""
+    tiles = []
+    for height, least in heights:
+        while size >= least:
+            tiles.append(height)
+            size -= height
+    return tiles
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+@pytest.mark.parametrize("k", [16, 256, 4096])
+def test_row_tiles_cover_a_group_and_little_more(dtype, transpose_rhs, k):
+    problem = problem_of((4096, k), (8, k, k), dtype=dtype).replace(transpose_rhs=transpose_rhs)
+    heights = xla._row_heights(problem, 256, jnp.dtype(dtype))
+    for size in range(1, 1200):
+        tiles = steps(size, heights)
+        assert sum(tiles) >= size
+        assert sum(tiles[:-1]) < size
+        assert sum(tiles) <= size + max(3 * size, 16)
+    assert sum(steps(1000, heights)) < 1.1 * 1000 + 64
+
+
+@pytest.mark.parametrize("m, tallest", [(1, 256), (3, 256), (4096, 1), (4096, 5), (4096, 10**6), (300, 256)])
+def test_tiles_obey_the_tiling_and_fit_the_array(m, tallest):
+    problem = problem_of((m, 8), (2, 8, 8))
+    for kind in (jnp.dtype("float32"), jnp.dtype("bfloat16")):
+        heights = [height for height, _ in xla._row_heights(problem, tallest, kind)]
+        assert 1 <= min(heights) <= max(heights) <= min(m, tallest)
+    summed = xla._sum_heights(problem_of((8, m), (m, 8), groups=2), tallest)
+    assert summed == sorted(set(summed))
+    assert summed[-1] == min(m, tallest)
+
+
+@pytest.mark.parametrize("sizes", [[1, 0, 255, 256, 257, 1000, 31, 2], [1802, 0, 0, 0, 0, 0, 0, 0], [0] * 8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_groups_around_every_tile_height(sizes, dtype, rng):
+    """Sizes that need one tile, several, and every height."""
+    m, k, n = 1802, 5, 3
+    x, w, y = (jnp.asarray(rng.normal(size=s), dtype) for s in ((m, k), (8, k, n), (m, n)))
+    out = tr.grouped_matmul(x, w, np.array(sizes), backend="xla")
+    oracle.check(out, oracle.rows(x, w, sizes), dtype=dtype)
+    flipped = tr.grouped_matmul(y, w, np.array(sizes), transpose_rhs=True, backend="xla")
+    oracle.check(flipped, oracle.rows(y, w, sizes, transpose_rhs=True), dtype=dtype)
+    summed = tr.transposed_grouped_matmul(x, y, np.array(sizes), transpose_lhs=True, backend="xla")
+    oracle.check(summed, oracle.contraction(x, y, sizes), dtype=dtype)
+
+
+@pytest.mark.parametrize("g", [1, 64])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_temporaries_are_a_few_matrices(g, dtype):
+    """No array of the size of lhs or rhs is made on the way, and nothing that grows with the groups."""
+    m, k, n = 2048, 128, 128
+    x, w, y = (jax.ShapeDtypeStruct(s, dtype) for s in ((m, k), (g, k, n), (m, n)))
+    sizes = jax.ShapeDtypeStruct((g,), jnp.int32)
+    rows = functools.partial(tr.grouped_matmul, preferred_element_type=jnp.float32)
+    summed = functools.partial(tr.transposed_grouped_matmul, preferred_element_type=jnp.float32, transpose_lhs=True)
+    for f, args in ((rows, (x, w)), (summed, (x, y))):
+        used = jax.jit(f).lower(*args, sizes).compile().memory_analysis().temp_size_in_bytes
+        tile = 4 * (256 * (k + n) + 2 * k * n)  # a tile of each operand and two matrices, in float32
+        assert used <= 2 * tile + 64 * 1024
+
+
+def test_plan_names_the_tallest_tile():
+    assert plan(problem_of((4096, 64), (8, 64, 64)), CPU).tiling == tr.Tiling(256, 64, 64)
+    assert plan(problem_of((64, 100), (100, 32), groups=3), CPU).tiling == tr.Tiling(100, 64, 32)
+
+
+def test_operands_are_converted_only_where_the_machine_needs_it():
+    def kind(dtype, platform):
+        return xla._operand_dtype(problem_of((8, 8), (2, 8, 8), dtype=dtype), Target(platform=platform))
+
+    assert kind("bfloat16", "tpu") == kind("bfloat16", "cuda") == jnp.bfloat16
+    assert kind("float16", "cuda") == jnp.float16
+    assert kind("float16", "cpu") == kind("float8_e4m3fn", "cpu") == kind("float32", "tpu") == jnp.float32
+    assert kind("int8", "cpu") == kind("int4", "cpu") == jnp.int8
+    mixed = problem_of((8, 8), (2, 8, 8), dtype="bfloat16").replace(rhs=np.dtype("float32"))
+    assert xla._operand_dtype(mixed, Target(platform="tpu")) == jnp.float32
