@@ -112,6 +112,7 @@ def test_doctor(trencadis):
         "rows  ",
         "contraction  ",
         "x64",
+        "huge pages",
         "ok: ",
     ):
         assert expected in result.output

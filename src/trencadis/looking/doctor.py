@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import os
 import platform
 import textwrap
 
@@ -34,6 +35,7 @@ class Report:
 
     versions: dict[str, str]
     x64: bool
+    huge_pages: str | None  # None where the platform has no such setting
     devices: tuple[str, ...]
     plans: tuple[str, ...]
     error: str | None  # of the self-check
@@ -48,7 +50,10 @@ class Report:
             "versions": [f"{name:<18} {version}" for name, version in self.versions.items()],
             "devices": list(self.devices),
             "plans": list(self.plans),
-            "settings": [f"{'x64':<18} {'on' if self.x64 else 'off'}"],
+            "settings": [
+                f"{'x64':<18} {'on' if self.x64 else 'off'}",
+                *([] if self.huge_pages is None else [f"{'huge pages':<18} {self.huge_pages}"]),
+            ],
             "self-check": [
                 "ok: forward and backward agree with numpy" if self.error is None else f"error: {self.error}"
             ],
@@ -76,6 +81,7 @@ def diagnose() -> Report:
     return Report(
         versions=_versions(),
         x64=jnp.result_type(float) == jnp.float64,
+        huge_pages=_huge_pages(os.environ.get("GLIBC_TUNABLES", "")) if platform.libc_ver()[0] == "glibc" else None,
         devices=tuple(f"{count} x {target}" for target, count in targets.items()),
         plans=tuple(line for target in targets for line in _plans(target)),
         error=error,
@@ -104,6 +110,17 @@ def self_check() -> None:
         gap = float(np.max(np.abs(np.asarray(got) - expected)))
         if not gap <= 1e-4:  # also true for NaN
             raise AssertionError(f"{name} differs from numpy by {gap:.3g}")
+
+
+def _huge_pages(tunables: str) -> str:
+    """Whether large CPU results are allocated in huge pages. In small ones a weight gradient is mostly page faults.
+
+    >>> _huge_pages("glibc.malloc.hugetlb=1")
+    'on'
+    """
+    if "glibc.malloc.hugetlb=" in tunables and "glibc.malloc.hugetlb=0" not in tunables:
+        return "on"
+    return "off; GLIBC_TUNABLES=glibc.malloc.hugetlb=1 makes large results on CPU cheaper"
 
 
 def _versions() -> dict[str, str]:
