@@ -80,7 +80,7 @@ def _of(tag: str, name: str, shape: tuple[int, int, int, int], sizes: str) -> Be
 def scaled(problem: BenchProblem) -> BenchProblem:
     """A small sister for a CPU with few cores: k and n by 8, rows by 4, where there are rows to spare.
 
-    g stays, and rows per group stay near what they were: they are what makes a grouped matmul hard.
+    g stays, so that there are a quarter of the rows per group.
     """
     m = problem.m if problem.m < 1024 else problem.m // 4
     return dataclasses.replace(

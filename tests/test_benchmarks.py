@@ -148,7 +148,8 @@ def test_clocks():
         clock = staticmethod(lambda repeats: repeats * 2.0)
 
     assert timing.CuptiClock()(WithItsOwn(), 4) == 8
-    assert timing.wall_clock().settle_s > 0 and timing.cpu_clock().settle_s == 0
+    # both let the last contender's threads and deferred frees pass
+    assert timing.wall_clock().settle_s > 0 and timing.cpu_clock().settle_s > 0
 
 
 def test_turns_and_repeats():
