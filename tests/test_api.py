@@ -1,5 +1,6 @@
 """The doors: every argument means what it says, and bad input is told what is wrong with it."""
 
+import dataclasses
 import functools
 import inspect
 
@@ -343,3 +344,65 @@ def test_under_strict_promotion(backend, xwy):
         tr.ragged_dot(x, w, SIZES)
         got = jax.grad(lambda y: tr.transposed_grouped_matmul(x.T, y, SIZES, backend=backend).sum())(y)
     oracle.check(got, oracle.rows(x, np.ones((G, K, N)), SIZES))
+
+
+def test_a_value_inside_the_activation_gets_no_gradient_from_unowned_rows(backend, xwy):
+    """sqrt(a z) at z = 0 has an infinite slope in a: only rows that somebody owns count."""
+    x, w, _ = (jnp.abs(v) + 0.5 for v in xwy)
+    loss = lambda a, x: tr.grouped_matmul(x, w, SIZES, activation=lambda z: jnp.sqrt(a * z), backend=backend).sum()
+    dense = lambda a: sum(jnp.sqrt(a * (x[i:j] @ w[g])).sum() for g, (i, j) in enumerate(oracle.bounds(SIZES, M)))
+    np.testing.assert_allclose(jax.grad(loss)(2.0, x), jax.grad(dense)(2.0), rtol=1e-4)
+    nothing = lambda a: tr.grouped_matmul(x, w, SIZES * 0, activation=lambda z: jnp.sqrt(a * z), backend=backend).sum()
+    assert jax.grad(nothing)(2.0) == 0
+
+
+def test_without_jit(backend, xwy):
+    x, w, _ = xwy
+    with jax.disable_jit():
+        got = tr.grouped_matmul(x, w, SIZES, backend=backend)
+    oracle.check(got, oracle.rows(x, w, SIZES))
+
+
+def test_a_bias_is_added_whatever_the_precision_of_the_product(backend, xwy):
+    x, w, _ = (jnp.round(v) for v in xwy)
+    b = jnp.full((G, N), 1 / 3)
+    f = lambda x, b: tr.grouped_matmul(x, w, SIZES, bias=b, precision="default", backend=backend)
+    np.testing.assert_array_equal(jax.vmap(f, in_axes=(0, None))(x[None], b)[0], f(x, b))
+    text = jax.jit(jax.vmap(f, in_axes=(0, None))).lower(x[None], b).as_text()
+    assert "HIGHEST" in text
+
+
+@dataclasses.dataclass
+class Scale:
+    a: float
+
+    def __call__(self, z):
+        return z * self.a
+
+
+def test_an_activation_without_a_hash(backend, xwy):
+    x, w, _ = xwy
+    got = tr.grouped_matmul(x, w, SIZES, activation=Scale(2.0), backend=backend)
+    oracle.check(got, oracle.rows(x, w, SIZES, activation=lambda z: 2 * z))
+
+
+def test_integers_meet_a_float_activation_when_the_result_is_float(backend):
+    x, w = jnp.full((3, 2), 2, jnp.int8), jnp.ones((1, 2, 2), jnp.int8)
+    got = tr.grouped_matmul(x, w, [2], activation=jnp.sqrt, backend=backend)
+    np.testing.assert_array_equal(got, [[2.0] * 2, [2.0] * 2, [0.0] * 2])
+
+
+def test_a_real_operand_beside_a_complex_one(backend, xwy):
+    x, w, _ = xwy
+    f = lambda x, w: tr.grouped_matmul(x, w * (1 + 2j), SIZES, jnp.complex64, backend=backend).sum().real
+    dx, dw = jax.grad(f, (0, 1))(x, w)
+    oracle.check(dx, oracle.rows(np.ones((M, N)), w, SIZES, transpose_rhs=True))
+    oracle.check(dw, oracle.contraction(x, np.ones((M, N)), SIZES))
+
+
+def test_unowned_rows_of_existing_out_are_kept_bit_for_bit(backend, xwy):
+    x, w, _ = xwy
+    e = jnp.full((M, N), -0.0).at[34:].set(1e-40)
+    f = lambda x: tr.grouped_matmul(x, w, SIZES, existing_out=e, backend=backend)
+    for out in (f(x), jax.vmap(f)(x[None])[0]):
+        np.testing.assert_array_equal(np.asarray(out[33:]).view(np.int32), np.asarray(e[33:]).view(np.int32))

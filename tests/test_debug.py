@@ -56,3 +56,18 @@ def test_under_vmap_and_grad():
         bad, _ = f(W, jnp.array([[3, 0, 5], [1, 1, 9]]))
     assert good.get() is None
     assert "group 2 ends past m = 8" in bad.get()
+
+
+@pytest.mark.parametrize("sizes, words", [([-1, 2], "group 0 has size -1"), ([0, 9], "group 1 ends past m = 4")])
+def test_the_other_doors_check_too(sizes, words):
+    inner = jax.lax.RaggedDotDimensionNumbers((([2], [1]), ([], [])), [0], [0])
+    batch = jax.lax.RaggedDotDimensionNumbers((([2], [1]), ([0], [0])), [0], [])
+    calls = [
+        lambda s: tr.ragged_dot_general(jnp.ones((4, 2, 3)), jnp.ones((2, 3, 5)), s, inner),
+        lambda s: tr.ragged_dot_general(jnp.ones((4, 2, 3)), jnp.ones((4, 3, 5)), s, batch),
+        lambda s: tr.make_group_metadata(group_sizes=s, m=4, tm=2, start_group=0, num_nonzero_groups=2),
+    ]
+    for call in calls:
+        with tr.debug_checks():
+            error, _ = checkify.checkify(jax.jit(call))(jnp.array(sizes))
+        assert words in error.get()

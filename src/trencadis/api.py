@@ -48,8 +48,8 @@ def grouped_matmul(
         or a sum past m raise if they are known now; traced ones are clamped (`debug_checks` makes them errors).
       preferred_element_type: the dtype of the result. Gradients have the dtypes of their operands.
       tiling: tile sizes in the units of m, k and n: None (planned), a `Tiling`, `(tm, tk, tn)`, a function of
-        `(m, k, n)` that gives one of these, or a `Tilings` with one for each pass. Backends that run on XLA's own
-        matmul split rows by it and leave k and n to XLA.
+        `(m, k, n)` that gives one of these, or a `Tilings` with one for each pass. The xla backend splits rows by it
+        and leaves k and n to XLA's matmul; the reference has no tiles.
       group_offset: the first of the consecutive groups whose matrices rhs holds, an int or an integer array of shape
         `()` or `(1,)`. For a shard of the experts: rows of other groups count as not covered.
       existing_out: `[m, n]` of the result's dtype; the product is added to it. Its buffer is reused where it is not
@@ -92,7 +92,7 @@ def grouped_matmul(
         asked = asked.replace(epilogue=Epilogue(bias=epilogue.bias, activation=activation))
         return run(asked, pins, lhs, rhs, sizes, first, *extras)
     z = run(asked.replace(out=asked.sum), pins, lhs, rhs, sizes, first, *extras)
-    return activate(asked, activation, z, sizes, first).astype(asked.out)
+    return activate(asked, activation, z, sizes, first)
 
 
 def transposed_grouped_matmul(
@@ -191,8 +191,14 @@ def make_group_metadata(
     group_sizes = what.as_sizes(group_sizes)
     first = what.first_group(start_group)
     what.check_schedule(group_sizes, m, tm, first, num_nonzero_groups)
+    check_traced(jnp.asarray(group_sizes), first, int(m), int(num_nonzero_groups))
     walk = visits(
-        group_sizes, int(m), int(tm), first=first, local_groups=int(num_nonzero_groups), empty=bool(visit_empty_groups)
+        group_sizes,
+        int(m),
+        int(tm),
+        first=first,
+        local_groups=int(num_nonzero_groups),
+        empty=what.checked_flag("visit_empty_groups", visit_empty_groups),
     )
     return GroupMetadata(walk.offsets, walk.group, walk.tile), walk.count
 
@@ -220,9 +226,11 @@ def problem_of(
 
 
 def _pins(asked: Problem, tiling: TilingLike, interpret: bool, backend: str | None) -> Pins:
+    if what.checked_flag("interpret", interpret) and check_backend(backend) not in (None, "reference"):
+        raise ValueError(f"interpret: backend {backend!r} has no kernel to interpret; want backend=None or 'reference'")
     return Pins(
         backend=check_backend(backend),
-        interpret=what.checked_flag("interpret", interpret),
+        interpret=bool(interpret),
         tilings=resolve(tiling, asked.m, asked.k, asked.n),
     )
 

@@ -20,7 +20,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from trencadis.backends import BACKENDS
-from trencadis.epilogue import Activation, Epilogue, add, elementwise
+from trencadis.dtypes import cast
+from trencadis.epilogue import Activation, Epilogue, activated, add
 from trencadis.plan import plan
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
@@ -46,16 +47,28 @@ def expand(problem: Problem, pins: Pins, *operands: Any) -> Array:
     if bias is not None:
         z = add(z, _bias_rows(problem, pins, bias, sizes, first, problem.sum))
     if problem.epilogue.activation is not None:
-        z = activate(problem, problem.epilogue.activation, z, sizes, first)
-    if existing is not None:
-        z = add(existing, z)
-    return z.astype(problem.out)
+        return activate(problem, problem.epilogue.activation, z, sizes, first)
+    if existing is None:
+        return cast(z, problem.out)
+    total = cast(add(existing, z), problem.out)
+    if problem.form is Form.CONTRACTION:
+        return total
+    return jnp.where(owned(problem, sizes, first)[:, None], total, existing)
 
 
 def activate(problem: Problem, activation: Activation, z: Array, sizes: Any, first: Any) -> Array:
-    """The activation over owned rows, [rows, n]; a row that nobody owns stays 0 whatever the activation makes of 0."""
-    y = elementwise(activation)(z)
-    return jnp.where(owned(problem, sizes, first)[:, None], y, jnp.zeros_like(y))
+    """The result [rows, n] from sums z: the activation over owned rows, 0 in the others.
+
+    The others hold some owned row's numbers while it runs: it is never asked about a 0 that nobody computed, where its
+    slope may be infinite, and whatever it closes over gets no gradient from there.
+    """
+    mine = owned(problem, sizes, first)[:, None]  # [rows, 1]
+    if problem.rows == 0:
+        return jnp.zeros(problem.out_shape, problem.out)
+    some = jax.lax.stop_gradient(jnp.take(z, jnp.argmax(mine[:, 0]), axis=0))[None]  # [1, n]
+    some = jnp.where(jnp.any(mine), some, jnp.ones_like(some))
+    y = cast(activated(activation, jnp.where(mine, z, some), problem.out), problem.out)
+    return jnp.where(mine, y, jnp.zeros_like(y))
 
 
 def _bias_rows(problem: Problem, pins: Pins, bias: Any, sizes: Any, first: Any, out: Any) -> Array:
@@ -64,9 +77,15 @@ def _bias_rows(problem: Problem, pins: Pins, bias: Any, sizes: Any, first: Any, 
 
 
 def _bias_problem(problem: Problem, out: Any) -> Problem:
-    """A bias as a product: a column of ones [m, 1] with [g, 1, n]."""
+    """A bias as a product: a column of ones [m, 1] with [g, 1, n]; at full precision, since it is really a sum."""
     return problem.replace(
-        k=1, lhs=problem.sum, rhs=problem.epilogue.bias, out=out, transpose_rhs=False, epilogue=Epilogue()
+        k=1,
+        lhs=problem.sum,
+        rhs=problem.epilogue.bias,
+        out=out,
+        transpose_rhs=False,
+        epilogue=Epilogue(),
+        precision=jax.lax.Precision.HIGHEST,
     )
 
 
@@ -100,7 +119,7 @@ def _jvp(primals: Any, tangents: Any, *, problem: Problem, pins: Pins) -> tuple[
     z = run(linear, pins, *primals)
 
     def finish(z: Array) -> Array:
-        return activate(problem, activation, z, sizes, first).astype(problem.out)
+        return activate(problem, activation, z, sizes, first)
 
     if not d_z:
         out = finish(z)
@@ -163,7 +182,7 @@ def _rows_d_rhs(problem: Problem, pins: Pins, ct: Array, lhs: Array, sizes: Any,
     )
     out = run(derived, pins.derive(pins.tilings.d_rhs, swap=swap), a, b, sizes, first)
     if shared > 1:
-        out = out.reshape(shared, problem.weights, *out.shape[1:]).sum(axis=0).astype(problem.rhs)
+        out = cast(out.reshape(shared, problem.weights, *out.shape[1:]).sum(axis=0), problem.rhs)
     return out
 
 
@@ -290,7 +309,12 @@ def _eager(*operands: Any, problem: Problem, pins: Pins) -> Array:
     return grouped_p.bind(*operands, problem=problem, pins=pins)
 
 
-grouped_p.def_impl(_eager)
+def _impl(*operands: Any, problem: Problem, pins: Pins) -> Array:
+    with jax.disable_jit(False):  # there is nothing below the primitive to run without jit
+        return _eager(*operands, problem=problem, pins=pins)
+
+
+grouped_p.def_impl(_impl)
 grouped_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[grouped_p] = _jvp
 ad.primitive_transposes[grouped_p] = _transpose

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import checkify
 
 # a context that jit's caches see: a function traced without the checks is traced again with them
@@ -40,7 +39,7 @@ def check_traced(group_sizes: Any, first: Any, m: int, local_groups: int) -> Non
     if not _checking.value or groups == 0:
         return
     first = jnp.asarray(first)
-    bound = np.iinfo(group_sizes.dtype)  # a size past m is as wrong as m + 1, which fits into int32
+    bound = jnp.iinfo(group_sizes.dtype)  # a size past m is as wrong as m + 1, which fits into int32
     sizes = jnp.clip(group_sizes, max(bound.min, -(2**31)), min(bound.max, m + 1)).astype(jnp.int32)
     worst = jnp.argmin(sizes)
     checkify.check(

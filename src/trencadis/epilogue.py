@@ -42,17 +42,22 @@ class Epilogue:
         bias = rest.pop(0) if self.bias is not None else None
         return bias, rest.pop(0) if self.accumulate else None
 
-    def finish(self, acc: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """Bias and activation of a tile of sums; acc [rows, n], bias [1, n]."""
+    def finish(self, acc: jax.Array, bias: jax.Array | None, out: Any) -> jax.Array:
+        """Bias and activation of a tile of sums for a result of dtype `out`; acc [rows, n], bias [1, n]."""
         if bias is not None:
             acc = add(acc, bias)
-        return acc if self.activation is None else elementwise(self.activation)(acc)
+        return acc if self.activation is None else activated(self.activation, acc, out)
 
 
 def add(a: jax.Array, b: jax.Array) -> jax.Array:
     """The sum of two arrays in a dtype that holds both: a float bias is not cut to the integers it is added to."""
     dtype = accumulator(a.dtype, b.dtype)
     return a.astype(dtype) + b.astype(dtype)
+
+
+def activated(activation: Activation, z: jax.Array, out: Any) -> jax.Array:
+    """The activation of sums z, which it sees in a dtype that holds the result too: floats for a float result."""
+    return elementwise(activation)(z.astype(accumulator(z.dtype, out)))
 
 
 def elementwise(activation: Activation) -> Activation:
@@ -63,20 +68,26 @@ def elementwise(activation: Activation) -> Activation:
 def check_activation(activation: Any, dtype: Any, result: Any) -> bool:
     """Whether a kernel may carry this activation; an error if it is not a function of one number.
 
-    One that closes over traced values cannot be a static part of the problem: it is applied after the product.
+    One that closes over traced values, or that has no hash, cannot be a static part of the problem: it is applied
+    after the product.
     """
     if not callable(activation):
         raise TypeError(f"activation: want a function of one number, such as jax.nn.relu; got {activation!r}")
-    number = jax.ShapeDtypeStruct((), dtype)
+    number = jax.ShapeDtypeStruct((), accumulator(dtype, result))
     try:
         traced = jax.make_jaxpr(activation)(number)
         (out,) = traced.out_avals
     except Exception as error:
         raise ValueError(
-            f"activation: want a function that maps one number to one number; {activation!r} failed on a scalar {dtype}"
+            "activation: want a function that maps one number to one number; "
+            f"{activation!r} failed on a scalar {number.dtype}"
         ) from error
     if out.shape != () or not jnp.issubdtype(out.dtype, jnp.number):
         raise ValueError(f"activation: want one number out for one number in; got {out.str_short()}")
     if jnp.issubdtype(out.dtype, jnp.complexfloating) and not jnp.issubdtype(result, jnp.complexfloating):
         raise ValueError(f"activation: gives {out.dtype}, which the result's {result} cannot hold")
+    try:
+        hash(activation)
+    except TypeError:
+        return False
     return not any(isinstance(const, jax.core.Tracer) for const in traced.consts)

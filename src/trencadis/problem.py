@@ -54,6 +54,10 @@ class Problem:
     epilogue: Epilogue = Epilogue()
     precision: Any = None
 
+    def __post_init__(self) -> None:
+        if self.rows >= 2**31:
+            raise ValueError(f"lhs: row positions are int32; got {self.rows} rows in all")
+
     @property
     def acc(self) -> np.dtype[Any]:
         """The dtype sums are kept in: float32 unless the operands are wider, int32 for narrow integers."""
@@ -205,6 +209,7 @@ def check_bias(problem: Problem, bias: Any) -> None:
     if bias.shape != want:
         raise ValueError(f"bias: want shape [g, n] = {want}; got {bias.shape}")
     _numeric(bias=bias)
+    result_dtype(problem.out, bias)
 
 
 def check_sizes(group_sizes: Any, m: int) -> None:
@@ -255,7 +260,8 @@ def first_group(group_offset: Any) -> Any:
         raise TypeError(f"group_offset: want an integer; got dtype {dtype}")
     known = concrete(group_offset)
     if known is None:
-        return jnp.reshape(group_offset, ()).astype(jnp.int32)
+        wide = jnp.reshape(group_offset, ())
+        return (jnp.clip(wide, -(2**31), 2**31 - 1) if wide.dtype.itemsize == 8 else wide).astype(jnp.int32)
     if not -(2**31) <= int(known.reshape(())) < 2**31:
         raise ValueError(f"group_offset: want the index of a group; got {known.reshape(())}")
     return np.int32(known.reshape(()))
@@ -289,9 +295,11 @@ def local_groups(num_actual_groups: Any, first: Any, groups: int) -> int:
 def result_dtype(preferred_element_type: Any, *operands: Any) -> np.dtype[Any]:
     """The output dtype as a numpy dtype, canonical under the x64 setting; it can hold what the operands give."""
     try:
-        dtype = jnp.dtype(preferred_element_type)
+        dtype = jnp.dtype(preferred_element_type) if preferred_element_type is not None else None
     except TypeError:
-        raise TypeError(f"preferred_element_type: want a dtype; got {preferred_element_type!r}") from None
+        dtype = None
+    if dtype is None:
+        raise TypeError(f"preferred_element_type: want a dtype; got {preferred_element_type!r}")
     if not jnp.issubdtype(dtype, jnp.number):
         raise TypeError(f"preferred_element_type: want a number dtype; got {dtype.name}")
     if not jnp.issubdtype(dtype, jnp.complexfloating):

@@ -17,11 +17,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
 from trencadis import problem as what
 from trencadis.api import grouped_matmul, transposed_grouped_matmul
+from trencadis.debug import check_traced
 from trencadis.dtypes import accumulator
 from trencadis.versions import without_mesh
 from trencadis.visits import clamped, offsets
@@ -147,30 +149,29 @@ def _summed(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any)
 
 
 def _batched(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, *, precision: Any, group_offset: Any) -> Array:
-    _, (lhs_b, rhs_b) = dims.dot_dimension_numbers
+    (lhs_k, rhs_k), (lhs_b, rhs_b) = dims.dot_dimension_numbers
     at = lhs_b.index(dims.lhs_ragged_dimensions[0])
-    m = lhs.shape[lhs_b[at]]
-    _sizes(sizes, (), m, 1)
-    bounds = jnp.broadcast_to(offsets(sizes, m), (*(lhs.shape[d] for d in lhs_b[:at]), sizes.shape[-1] + 1))
-    start = jnp.take(bounds, what.first_group(group_offset), axis=-1, mode="clip")[..., None]
-    entry = jnp.arange(m)
+    m, groups = lhs.shape[lhs_b[at]], sizes.shape[-1]
+    first = what.first_group(group_offset)
+    what.check_window(first, 0, groups)
+    _check(sizes, m, first)
+    bounds = jnp.broadcast_to(offsets(sizes, m), (*(lhs.shape[d] for d in lhs_b[:at]), groups + 1))
+    start = jnp.take(bounds, first, axis=-1, mode="clip")[..., None]
+    entry = lax.broadcasted_iota(jnp.int32, (*bounds.shape[:-1], m), at)
     covered = (entry >= start) & (entry < bounds[..., -1:])  # [x, m]
-
-    def mask(a: Any, batch: Any) -> Array:
-        return jnp.where(lax.broadcast_in_dim(covered, a.shape, batch[: at + 1]), a, jnp.zeros_like(a))
-
-    # broadcast_in_dim wants its dimensions ascending: bring the batch dimensions to the front, in order
-    ((lhs_k, rhs_k), _) = dims.dot_dimension_numbers
     lhs, lhs_k = _batch_first(lhs, lhs_b, lhs_k)
     rhs, rhs_k = _batch_first(rhs, rhs_b, rhs_k)
-    batch = tuple(range(len(lhs_b)))
+
+    def mask(a: Any) -> Array:
+        return jnp.where(lax.broadcast_in_dim(covered, a.shape, range(at + 1)), a, jnp.zeros_like(a))
+
     acc = accumulator(lhs.dtype, rhs.dtype)
     if lhs.dtype != rhs.dtype:
         lhs, rhs = lhs.astype(acc), rhs.astype(acc)
+    batch = tuple(range(len(lhs_b)))
     product = lax.dot_general(
-        mask(lhs, batch), mask(rhs, batch), ((lhs_k, rhs_k), (batch, batch)), precision=precision,
-        preferred_element_type=acc,
-    )  # fmt: skip
+        mask(lhs), mask(rhs), ((lhs_k, rhs_k), (batch, batch)), precision=precision, preferred_element_type=acc
+    )
     return product.astype(out.dtype)
 
 
@@ -181,13 +182,20 @@ def _batch_first(a: Any, batch: Any, summed: Any) -> tuple[Any, tuple[int, ...]]
 
 def _sizes(sizes: Any, lead: tuple[int, ...], m: int, inner: int) -> tuple[int | None, Any]:
     """Checked sizes, times the rows inside each ragged one; and the axis they are mapped over, None where shared."""
-    known = what.concrete(sizes)
-    if known is not None:
-        for row in known.reshape(-1, known.shape[-1]) if known.size else ():
-            what.check_sizes(row, m)
+    _check(sizes, m, np.int32(0))
     if inner != 1:
         sizes = clamped(jnp.asarray(sizes), m) * inner
-    return (None, sizes) if sizes.ndim == 1 else (0, sizes.reshape(*lead, sizes.shape[-1]) if lead else sizes)
+    return (None, sizes) if sizes.ndim == 1 else (0, sizes.reshape(*lead, sizes.shape[-1]))
+
+
+def _check(sizes: Any, m: int, first: Any) -> None:
+    """Sizes known now are right; traced ones are checked at run time where that is asked for."""
+    known = what.concrete(sizes)
+    if known is not None and known.size:
+        for row in known.reshape(-1, known.shape[-1]):
+            what.check_sizes(row, m)
+    elif known is None and sizes.size:
+        jax.vmap(lambda row: check_traced(row, first, m, 0))(sizes.reshape(-1, sizes.shape[-1]))
 
 
 def _rest(a: Any, *taken: Any) -> list[int]:

@@ -37,7 +37,8 @@ def vary_alike(*xs: Any) -> tuple[Any, ...]:
     axes = [varying_axes(x) for x in xs]
     union = frozenset().union(*axes)
     return tuple(
-        lax.pcast(x, tuple(union - mine), to="varying") if union - mine else x for x, mine in zip(xs, axes, strict=True)
+        lax.pcast(x, tuple(sorted(union - mine, key=str)), to="varying") if union - mine else x
+        for x, mine in zip(xs, axes, strict=True)
     )
 
 

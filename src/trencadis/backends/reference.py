@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from trencadis.dtypes import cast
 from trencadis.epilogue import add
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
@@ -41,15 +42,15 @@ def run(problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
         mine = (row >= starts[i]) & (row < ends[i])
         w = rhs[i % problem.weights].astype(problem.acc)  # [k, n] or [n, k]
         y = jnp.dot(jnp.where(mine, lhs, 0), w.T if problem.transpose_rhs else w, precision=precision)
-        y = problem.epilogue.finish(y, None if bias is None else bias[i][None])
+        y = problem.epilogue.finish(y, None if bias is None else bias[i][None], problem.out)
         y = y if existing is None else add(existing, y)
-        return jnp.where(mine, y.astype(problem.out), out)
+        return jnp.where(mine, cast(y, problem.out), out)
 
     def contraction(i: Any, out: jax.Array) -> jax.Array:
         mine = (row >= starts[i]) & (row < ends[i])
         x, y = jnp.where(mine, lhs, 0), jnp.where(mine, rhs, 0).astype(problem.acc)
         z = jnp.dot(x.T, y, precision=precision)
-        return out.at[i].set((z if existing is None else add(existing[i], z)).astype(problem.out))
+        return out.at[i].set(cast(z if existing is None else add(existing[i], z), problem.out))
 
     precision = problem.precision if problem.precision is not None else lax.Precision.HIGHEST
     body = rows if problem.form is Form.ROWS else contraction

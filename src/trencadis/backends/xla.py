@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from trencadis.dtypes import cast
 from trencadis.epilogue import add
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
@@ -83,11 +84,12 @@ def _rows(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, bias
         row = jnp.minimum(top, np.int32(problem.rows - height))  # a tile never leaves the array: it may begin earlier
         x = _slice(source, (row, _0), (height, problem.k)).astype(kind)
         acc = lax.dot_general(x, weight, contract, precision=problem.precision, preferred_element_type=problem.acc)
-        acc = problem.epilogue.finish(acc, None if bias is None else _slice(bias, (i, _0), (1, problem.n)))
+        shift = None if bias is None else _slice(bias, (i, _0), (1, problem.n))
+        acc = problem.epilogue.finish(acc, shift, problem.out)
         old = _from_bits(_slice(out, (row, _0), (height, problem.n)), problem.out)  # [height, n]
         if problem.epilogue.accumulate:
             acc = add(old, acc)
-        new = jnp.where(_between(row, height, top, end), acc.astype(problem.out), old)
+        new = jnp.where(_between(row, height, top, end), cast(acc, problem.out), old)
         return top + height, _update(out, _to_bits(new), (row, _0))
 
     def group(i: Array, end: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -133,7 +135,7 @@ def _contraction(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Span
         result = acc[None]
         if problem.epilogue.accumulate:
             result = add(_from_bits(_slice(out, (i, _0, _0), result.shape), problem.out), result)
-        return end, (_update(out, _to_bits(result.astype(problem.out)), (i, _0, _0)), acc)
+        return end, (_update(out, _to_bits(cast(result, problem.out)), (i, _0, _0)), acc)
 
     acc = vary_alike(jnp.zeros((problem.k, problem.n), problem.acc), lhs, rhs, walk.starts)[0]
     return _each_group(problem, walk, group, (out, acc))[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trencadis.tiling import Tilings
+from trencadis.tiling import Tiling, Tilings
 
 CUBE = (128, 128, 128)
 
@@ -38,11 +38,21 @@ def tilings(tiling: Any) -> Any:
     """
     tiling = planned(tiling)
     if callable(tiling):
-        return Tilings(forward=tiling, d_lhs=lambda m, k, n: _swapped(tiling(m, n, k)), d_rhs=tiling)
+        return Tilings(forward=tiling, d_lhs=lambda m, k, n: _swapped(_look_up(tiling, m, n, k)), d_rhs=tiling)
     if isinstance(tiling, (tuple, list)) and len(tiling) == 9:
         return Tilings(forward=tiling[:3], d_lhs=_swapped(tiling[3:6]), d_rhs=tiling[6:])
     return tiling
 
 
+def _look_up(table: Any, m: int, k: int, n: int) -> Any:
+    """A gradient's tile; a table that has none is only asked in earnest by a call that computes gradients."""
+    try:
+        return table(m, k, n)
+    except LookupError:
+        return None
+
+
 def _swapped(tile: Any) -> Any:
+    if isinstance(tile, Tiling):
+        return tile.swapped()
     return tile if tile is None else (tile[0], tile[2], tile[1])

@@ -14,6 +14,7 @@ Quantized operands (MaxText's `QArray`) are not taken yet.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,7 @@ def gmm(
         tiles = dataclasses.replace(tiles, forward=_found(tiling))
     out = grouped_matmul(
         lhs, rhs, group_sizes, preferred_element_type, tiles, group_offset,
-        transpose_rhs=transpose_rhs, interpret=bool(interpret),
+        transpose_rhs=transpose_rhs, interpret=False if interpret is None else interpret,
     )  # fmt: skip
     if existing_out is None:
         return out
@@ -98,14 +99,22 @@ def tgmm(
     _check_existing_dtype(existing_out, preferred_element_type)
     lhs, rhs, group_sizes = _checked(lhs, rhs, group_sizes, group_offset, rhs_rank=2)
     groups = group_sizes.shape[0]
-    count = groups if num_actual_groups is None else int(num_actual_groups)
+    count = groups if num_actual_groups is None else operator.index(num_actual_groups)
     if group_offset is not None or count > groups:
         pad = np.pad if isinstance(group_sizes, np.ndarray) else jnp.pad  # known sizes stay known
         group_sizes = pad(group_sizes, (0, max(count, 0)))
     tiling = _nothing if tiling is None else tiling
     tile = _found(tiling) if callable(tiling) else planned(tiling)
     return transposed_grouped_matmul(
-        lhs, rhs, group_sizes, preferred_element_type, tile, group_offset, count, existing_out, bool(interpret)
+        lhs,
+        rhs,
+        group_sizes,
+        preferred_element_type,
+        tile,
+        group_offset,
+        count,
+        existing_out,
+        False if interpret is None else interpret,
     )
 
 
