@@ -249,7 +249,6 @@ def test_tables(made, capsys):
 
 
 def test_pictures(made, tmp_path):
-    pytest.importorskip("matplotlib")
     written = plot.draw(made, tmp_path)
     assert [path.name.split("-")[0] for path in written] == ["ratios", "scaling"]
     assert all("<svg" in path.read_text() for path in written)

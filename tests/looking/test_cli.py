@@ -18,7 +18,8 @@ pytestmark = pytest.mark.core
 
 @pytest.fixture
 def trencadis(monkeypatch):
-    testing = pytest.importorskip("typer.testing")
+    from typer import testing
+
     from trencadis.looking.commands import app
 
     monkeypatch.setenv("COLUMNS", "80")

@@ -200,7 +200,8 @@ def test_traced_sizes_are_refused():
 
 
 def test_colours_through_rich_and_none_without():
-    console = pytest.importorskip("rich.console")
+    from rich import console
+
     mosaic = show([3, 0, 5], 4)
     plain, colourful = io.StringIO(), io.StringIO()
     console.Console(file=plain, width=80).print(mosaic)
