@@ -1,0 +1,255 @@
+"""Contraction: out[i] = sum over the rows r of group i of lhs[r, :, None] * rhs[r, None, :]. Sums stay in VMEM.
+
+A block of the result is summed in steps of rows. Rows of other groups, in the first and in the last slab of a span, and
+rows that fill up the last step are set to zero in the buffers, in both operands, before they are multiplied; all other
+rows are multiplied as they came. The last step of a sum rounds it on its way out, and leaves zeros for the next sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from trencadis.backends.tpu.columns import LANES, Columns, i32, span
+from trencadis.backends.tpu.layout import Layout
+from trencadis.backends.tpu.rows import multiply
+from trencadis.backends.tpu.streams import Ahead, Outbox, Stream
+from trencadis.backends.tpu.walk import Place, Walk
+from trencadis.dtypes import cast
+from trencadis.epilogue import add
+from trencadis.problem import Problem
+
+
+def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
+    """The buffers of the form."""
+    wide, chunk, tall, deep = layout.wide, layout.chunk, layout.tallest, layout.deep
+    buffers = {
+        "x": pltpu.VMEM((2, deep, tall) if problem.transpose_lhs else (2, tall, deep), problem.lhs),
+        "x_sem": pltpu.SemaphoreType.DMA((2,)),
+        "y": pltpu.VMEM((2, tall, wide), problem.rhs),
+        "y_sem": pltpu.SemaphoreType.DMA((2, layout.chunks)),
+        "sums": pltpu.VMEM((layout.chunks, deep, chunk), problem.acc),
+        **Outbox.scratch(layout.out_slots, deep, chunk, problem.out),
+    }
+    if problem.epilogue.accumulate:
+        buffers["e"] = pltpu.VMEM((2, deep, wide), problem.out)
+        buffers["e_sem"] = pltpu.SemaphoreType.DMA((2,))
+    return buffers
+
+
+class Contraction:
+    """What the form does at each place of a walk. `hbm` and `vmem` are references by name."""
+
+    def __init__(self, problem: Problem, layout: Layout, walk: Walk, hbm: dict[str, Any], vmem: dict[str, Any]) -> None:
+        self.problem, self.layout, self.walk, self.hbm, self.vmem = problem, layout, walk, hbm, vmem
+        self.k = Columns(problem.k, layout.deep, layout.deep)
+        self.n = Columns(problem.n, layout.wide, layout.chunk)
+        self.out = Outbox(vmem, (self.k.even, self.n.even), lambda at, *size: self._out(*(at or (0, 0, 0)), *size))
+
+    def _out(self, which: Any, row: Any, column: Any, rows: Any, columns: Any) -> Any:
+        return self.hbm["out"].at[which, span(row, rows, LANES), span(column, columns, LANES)]
+
+    def _block(self, place: Place) -> tuple[Any, Any]:
+        """The block of k and the block of n of a place."""
+        if self.k.blocks == 1:
+            return i32(0), place.block
+        if self.n.blocks == 1:
+            return place.block, i32(0)
+        inner = i32((self.n if self.layout.k_outside else self.k).blocks)
+        outside, inside = lax.div(place.block, inner), lax.rem(place.block, inner)
+        return (outside, inside) if self.layout.k_outside else (inside, outside)
+
+    # -- operands -------------------------------------------------------------------------------------------------------
+
+    def streams(self) -> dict[str, Stream]:
+        """The operands on their way in."""
+        walk = self.walk
+
+        def some(place: Place, parts: Any) -> Any:  # an empty span has nothing to fetch
+            return jnp.where(walk.left(place) > 0, parts, i32(0))
+
+        streams = {
+            "x": Stream(
+                walk,
+                lambda place: (place.span, place.row, self._block(place)[0]),
+                self._copy_x,
+                lambda place: some(place, i32(1)),
+            ),
+            "y": Stream(
+                walk,
+                lambda place: (place.span, place.row, self._block(place)[1]),
+                self._copy_y,
+                lambda place: some(place, self.n.count(self._block(place)[1])),
+            ),
+        }
+        if self.problem.epilogue.accumulate:
+            streams["e"] = Stream(walk, lambda place: (place.span, place.block), self._copy_e, lambda place: i32(1))
+        return streams
+
+    def _rows(self, place: Place) -> tuple[Any, Any]:
+        """The rows to copy for a tile, in HBM and in the buffer."""
+        walk, grain = self.walk, self.layout.grain
+        top = jnp.maximum(walk.floor(place.start, grain), place.row)
+        size = jnp.minimum(walk.ceil(place.end, grain), place.row + walk.height(place)) - top
+        return span(top, size, grain), span(top - place.row, size, grain)
+
+    def _copy_x(self, place: Place, slot: Any, part: Any) -> Any:
+        del part
+        rows, inside = self._rows(place)
+        at, size = self.k.of_block(self._block(place)[0])
+        columns, first = span(at, size, LANES), span(0, size, LANES)
+        if self.problem.transpose_lhs:
+            source, target = self.hbm["lhs"].at[columns, rows], self.vmem["x"].at[slot, first, inside]
+        else:
+            source, target = self.hbm["lhs"].at[rows, columns], self.vmem["x"].at[slot, inside, first]
+        return pltpu.make_async_copy(source, target, self.vmem["x_sem"].at[slot])
+
+    def _copy_y(self, place: Place, slot: Any, part: Any) -> Any:
+        rows, inside = self._rows(place)
+        at, size = self.n.of_chunk(self._block(place)[1], part)
+        return pltpu.make_async_copy(
+            self.hbm["rhs"].at[rows, span(at, size, LANES)],
+            self.vmem["y"].at[slot, inside, self.n.inside(part, size)],
+            self.vmem["y_sem"].at[slot, part],
+        )
+
+    def _copy_e(self, place: Place, slot: Any, part: Any) -> Any:
+        del part
+        kb, nb = self._block(place)
+        (row, rows), (column, columns) = self.k.of_block(kb), self.n.of_block(nb)
+        return pltpu.make_async_copy(
+            self._out(place.span, row, column, rows, columns),
+            self.vmem["e"].at[slot, span(0, rows, LANES), span(0, columns, LANES)],
+            self.vmem["e_sem"].at[slot],
+        )
+
+    # -- work -----------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Before the first place."""
+        self.out.open()
+        self.vmem["sums"][...] = jnp.zeros_like(self.vmem["sums"])
+
+    def visit(self, place: Place, before: Any, streams: dict[str, Stream], ahead: dict[str, Ahead]) -> dict[str, Any]:
+        """One tile of rows, added to the sums of one block."""
+        del before
+        kb, nb = self._block(place)
+        chunks = self.n.count(nb)
+        some = self.walk.left(place) > 0
+        x, y = self.vmem["x"].at[ahead["x"].slot], self.vmem["y"].at[ahead["y"].slot]
+        for name in (name for name in streams if name != "y"):
+            streams[name].wait(place, ahead[name])
+
+        @pl.when(ahead["x"].fresh & some)
+        def _() -> None:
+            self._mask(place, x, slice(None), 1 if self.problem.transpose_lhs else 0)
+
+        def chunk(part: Any, none: None) -> None:
+            streams["y"].wait(place, ahead["y"], part)
+
+            @pl.when(ahead["y"].fresh & some)
+            def _() -> None:
+                self._mask(place, y, self.n.inside(part), 0)
+
+            self._sum(place, part, x, y)
+
+            @pl.when(self.walk.last(place))
+            def _() -> None:
+                self._finish(place, part, x, y, ahead)
+
+            streams["y"].free(ahead["y"], part)
+
+            @pl.when(self.walk.last(place))
+            def _() -> None:
+                (row, rows), (column, columns) = self.k.of_block(kb), self.n.of_chunk(nb, part)
+                self.out.send((place.span, row, column), rows, columns)
+
+        lax.fori_loop(i32(0), chunks, chunk, None)
+        return {"y": chunks}
+
+    def _steps(self, place: Place) -> tuple[Any, Any]:
+        """Short steps that the tile takes, and how many of them come before the last of its sum."""
+        steps = self.walk.rows(place) + i32(self.layout.fine - 1) >> i32(self.layout.fine.bit_length() - 1)
+        return steps, steps - jnp.where(self.walk.last(place), i32(1), i32(0))
+
+    def _mask(self, place: Place, tile: Any, columns: Any, axis: int) -> None:
+        """Zeros in the rows of the tile's steps that are not the span's."""
+        walk, slab = self.walk, self.layout.slab
+
+        def at(row: Any) -> Any:
+            rows = span(row, slab, slab)
+            return (columns, rows) if axis else (rows, columns)
+
+        def keep(row: Any, low: Any, high: Any) -> None:
+            old = tile[at(row)]
+            index = lax.broadcasted_iota(jnp.int32, old.shape, axis)
+            tile[at(row)] = jnp.where((index >= low) & (index < high), old, jnp.zeros_like(old))
+
+        @pl.when(place.row < place.start)
+        def _() -> None:
+            keep(0, place.start - place.row, i32(slab))
+
+        @pl.when(walk.last(place))
+        def _() -> None:
+            end, bottom = walk.floor(place.end) - place.row, self._steps(place)[0] * i32(self.layout.fine)
+
+            @pl.when(walk.floor(place.end) < place.end)
+            def _() -> None:
+                keep(end, i32(0), place.end - place.row - end)
+
+            def clear(row: Any) -> Any:
+                tile[at(row)] = jnp.zeros_like(tile[at(row)])
+                return row + i32(slab)
+
+            lax.while_loop(lambda row: row < bottom, clear, walk.ceil(place.end) - place.row)
+
+    def _product(self, part: Any, x: Any, y: Any, row: Any, size: int) -> Any:
+        rows = span(row, size, self.layout.fine)
+        if self.problem.transpose_lhs:
+            return multiply(self.problem, x[:, rows], y[rows, self.n.inside(part)], (1,), (0,))  # [deep, chunk]
+        return multiply(self.problem, x[rows, :], y[rows, self.n.inside(part)], (0,), (0,))
+
+    def _sum(self, place: Place, part: Any, x: Any, y: Any) -> None:
+        """The steps before the last of the sum."""
+        fine, sums = self.layout.fine, self.vmem["sums"].at[part]
+        steps = jnp.maximum(self._steps(place)[1], i32(0))
+        pairs = steps >> i32(1)
+
+        def add_pair(i: Any, none: None) -> None:
+            sums[...] += self._product(part, x, y, i * i32(2 * fine), 2 * fine)
+
+        if self.layout.tallest >= 2 * fine:
+            lax.fori_loop(i32(0), pairs, add_pair, None)
+
+        @pl.when((steps & i32(1)) == i32(1))
+        def _() -> None:
+            sums[...] += self._product(part, x, y, pairs * i32(2 * fine), fine)
+
+    def _finish(self, place: Place, part: Any, x: Any, y: Any, ahead: dict[str, Ahead]) -> None:
+        """The last step of the sum, and its result."""
+        slot, sums, problem = self.out.take(), self.vmem["sums"].at[part], self.problem
+        steps, before = self._steps(place)
+
+        def put(result: Any) -> None:
+            if problem.epilogue.accumulate:
+                old = self.vmem["e"][ahead["e"].slot, :, self.n.inside(part)]
+                result = add(old, result)
+            self.vmem["o"][slot] = cast(result, problem.out)
+
+        @pl.when(steps > 0)
+        def _() -> None:
+            put(sums[...] + self._product(part, x, y, before * i32(self.layout.fine), self.layout.fine))
+            sums[...] = jnp.zeros_like(sums)
+
+        @pl.when(steps == 0)
+        def _() -> None:
+            put(jnp.zeros(sums.shape, problem.acc))
+
+    def close(self, before: Any) -> None:
+        """After the last place."""
+        del before
+        self.out.close()
