@@ -5,12 +5,16 @@ Written for jax 0.10.2 to 0.12. Nothing outside this file asks for a version or 
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.core import ShapedArray
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jaxlib.mlir.dialects import stablehlo
 
 JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
@@ -56,6 +60,48 @@ def result_type(operands: tuple[ShapedArray, ...], shape: tuple[int, ...], dtype
     )
 
 
+def like_varying(shape: tuple[int, ...], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:
+    """The shape of a kernel's result that varies over the manual mesh axes its operands vary over."""
+    varying = frozenset().union(*map(varying_axes, operands))
+    if not varying:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(operands[0]).manual_axis_type.update(varying=varying))
+
+
 def without_mesh() -> Any:
     """A context in which types carry no sharding."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+def abstract_device(kind: str, cores: int) -> Any:
+    """A context in which kernels are traced for a device that is not there: `pltpu.get_tpu_info()` answers for it."""
+    options: dict[str, Any] = {"device_kind": kind, "num_cores": cores}
+    if "platform" in inspect.signature(jax.sharding.AbstractDevice).parameters:  # since jax 0.11
+        options["platform"] = "tpu"
+    device = jax.sharding.AbstractDevice(**options)
+    mesh = AbstractMesh((1,), ("_",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def host_program(exported: Any, module: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """An exported program with another module in it, for the CPU: a function of arrays shaped like `inputs`.
+
+    What the export knows of shardings it knows argument by argument, in fields that differ between versions of jax.
+    """
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(exported):
+        if "sharding" in field.name and isinstance(getattr(exported, field.name), tuple):
+            flat[field.name] = (None,) * len(inputs if field.name.lstrip("_").startswith("in") else outputs)
+    return dataclasses.replace(
+        exported,
+        platforms=("cpu",),
+        in_tree=jax.tree.structure((tuple(inputs), {})),
+        in_avals=tuple(inputs),
+        out_tree=jax.tree.structure(tuple(outputs)),
+        out_avals=tuple(outputs),
+        ordered_effects=(),
+        unordered_effects=(),
+        module_kept_var_idx=tuple(range(len(inputs))),
+        mlir_module_serialized=stablehlo.serialize_portable_artifact(module, stablehlo.get_minimum_version()),
+        **flat,
+    ).call

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import subprocess
 import sys
 
 import jax
 import pytest
 
-from trencadis.looking import cli, doctor, show
+from trencadis import tpu
+from trencadis.looking import cli, compiling, doctor, show
 from trencadis.looking.sizes import random_sizes
 
 pytestmark = pytest.mark.core
@@ -90,7 +92,7 @@ def test_why(trencadis, line, expected):
     assert expected in result.output
 
 
-@pytest.mark.parametrize("line", ["", "--help", "show --help", "why -h", "doctor --help"])
+@pytest.mark.parametrize("line", ["", "--help", "show --help", "why -h", "inspect -h", "doctor --help"])
 def test_help(trencadis, line):
     result = trencadis(line)
     assert result.exit_code == 0
@@ -157,3 +159,80 @@ def test_examples(name):
     module = importlib.import_module(f"trencadis.looking.{name}")
     result = doctest.testmod(module)
     assert result.attempted and not result.failed
+
+
+BUILDER = """
+import jax, jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+def double(x, y):
+    y[...] = x[...] * 2
+
+def build():
+    x = jax.ShapeDtypeStruct((256, 128), jnp.float32)
+    return pl.pallas_call(double, out_shape=x, name="double"), (x,), {"flops": 32768.0}
+
+def wrong():
+    return 3
+
+constant = 4
+"""
+
+
+@pytest.fixture
+def builder(tmp_path):
+    (tmp_path / "built_kernel.py").write_text(BUILDER)
+    yield f"{tmp_path}/built_kernel.py"
+    sys.modules.pop("built_kernel", None)
+    sys.path.remove(str(tmp_path)) if str(tmp_path) in sys.path else None
+
+
+def test_inspect_a_file(trencadis, builder, tmp_path):
+    result = trencadis(f"inspect {builder}:build --generation v5e --json {tmp_path}/x.json")
+    assert result.exit_code == 0, result.output
+    assert "kernel double" in result.output and "% of the peak" in result.output
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert found["generation"] == "v5e" and found["kernels"][0]["bytes_in"] == 256 * 128 * 4
+
+
+@pytest.mark.parametrize("form", ["rows", "contraction"])
+def test_inspect_a_grouped_matmul(trencadis, monkeypatch, form):
+    asked = {}
+
+    def inspect(fn, *args, **options):
+        asked.update(options, out=jax.eval_shape(fn, *args), sizes=args[2].tolist())
+        return tpu.Inspection(generation="v6e", jax="1", libtpu="2", compiled=False, message="no room")
+
+    monkeypatch.setattr(compiling, "inspect_call", inspect)
+    result = trencadis(f"inspect -m 64 -k 8 -n 4 --sizes 30,0,20 --form {form}")
+    assert result.exit_code == 1
+    assert "does not compile:\n  no room" in result.output
+    assert asked["out"].shape == ((64, 4) if form == "rows" else (3, 8, 4)) and asked["out"].dtype == "bfloat16"
+    assert asked["sizes"] == [30, 0, 20] and asked["flops"] == 2 * 50 * 8 * 4 and asked["xla"] is True
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("inspect --generation v9", "generation: want one of v4 (TPU v4), v5e (TPU v5 lite)"),
+        ("inspect -m 0", "--m: want a positive int; got 0"),
+        ("inspect -g 0", "groups: want a positive int; got 0"),
+        ("inspect --sizes 3,x", "--sizes: want integers such as 3,0,5; got '3,x'"),
+        ("inspect --dtype half-precise", "--dtype: want a dtype such as bfloat16 or float32; got 'half-precise'"),
+        ("inspect kernel", "want FILE.py:builder; got 'kernel'"),
+        ("inspect /no/such.py:build", "there is no file /no/such.py"),
+        ("inspect BUILDER:nothing", "the file has no function nothing"),
+        ("inspect BUILDER:constant", "the file has no function constant"),
+        ("inspect BUILDER:wrong", "want it to return (fn, args); got int"),
+    ],
+)
+def test_inspect_bad_input(trencadis, builder, line, message):
+    test_bad_input_is_one_line(trencadis, line.replace("BUILDER", builder), message)
+
+
+def test_inspect_without_the_compiler(trencadis, monkeypatch):
+    def inspect(*args, **options):
+        raise tpu.CompilerMissing("libtpu is not installed")
+
+    monkeypatch.setattr(compiling, "inspect_call", inspect)
+    test_bad_input_is_one_line(trencadis, "inspect", "libtpu is not installed")

@@ -7,13 +7,13 @@ import sys
 
 
 def main() -> None:
-    """Run `trencadis show`, `trencadis why` or `trencadis doctor`."""
+    """Run `trencadis show`, `trencadis why`, `trencadis inspect` or `trencadis doctor`."""
     try:
         import rich as rich
         import typer as typer
     except ModuleNotFoundError as error:
         sys.exit(f"trencadis: the command line needs {error.name}; install it with: pip install 'trencadis[cli]'")
-    if sys.argv[1:2] == ["show"]:  # a picture needs no accelerator, and should not wait for one or take its memory
+    if sys.argv[1:2] in (["show"], ["inspect"]):  # no need of an accelerator: do not wait for it or take its memory
         import jax
 
         if not os.environ.get("JAX_PLATFORMS"):

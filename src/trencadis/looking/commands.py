@@ -1,4 +1,4 @@
-"""The commands, thin over `show`, `why` and `diagnose`. Bad input is one line on stderr and exit status 2."""
+"""The commands, thin over `show`, `why`, `inspect` and `diagnose`. Bad input is one line on stderr and status 2."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from trencadis.looking import mosaic, reasons
+from trencadis.looking.compiling import Inspect
 from trencadis.looking.doctor import diagnose
 from trencadis.looking.sizes import random_sizes
 from trencadis.problem import Form
@@ -65,7 +66,7 @@ def _complain(message: str) -> int:
 app = typer.Typer(
     name="trencadis",
     cls=OneLineErrors,
-    help="Grouped matmul for JAX: look at schedules and at plans.",
+    help="Grouped matmul for JAX: look at schedules, at plans, and at what the TPU compiler makes of a call.",
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -149,6 +150,9 @@ def why(
         target=None if platform is None else platform.value,
     )  # fmt: skip
     typer.echo(str(answer))
+
+
+app.command(name="inspect")(Inspect)
 
 
 @app.command()

@@ -27,7 +27,7 @@ def execute(problem: Problem, layout: Layout, *operands: Array, **options) -> Ar
         rhs = by_axis(rhs, 0)
     else:
         out_shape = (rows, problem.n)
-    named = {"sizes": group_sizes.astype(jnp.int32).reshape(-1), "first": first, "lhs": lhs, "rhs": rhs}
+    named = {"sizes": group_sizes.astype(jnp.int32).reshape(-1), "first": first, "table": jnp.asarray(layout.table, jnp.int32), "lhs": lhs, "rhs": rhs}
     if bias is not None:
         named["bias"] = bias[:, None, :]
     if existing is not None:

@@ -172,9 +172,10 @@ class Contraction:
         return {"y": chunks}
 
     def _steps(self, place: Place) -> tuple[Any, Any]:
-        """Short steps that the tile takes, and how many of them come before the last of its sum."""
-        steps = self.walk.rows(place) + i32(self.layout.fine - 1) >> i32(self.layout.fine.bit_length() - 1)
-        return steps, steps - jnp.where(self.walk.last(place), i32(1), i32(0))
+        """Short steps that the tile takes, and pairs of them that come before the last step of its sum."""
+        shift = i32(self.layout.fine.bit_length() - 1)
+        steps = (self.walk.rows(place) + i32(self.layout.fine - 1)) >> shift
+        return steps, jnp.where(self.walk.last(place), (jnp.maximum(steps, i32(1)) - i32(1)) >> i32(1), steps >> i32(1))
 
     def _mask(self, place: Place, tile: Any, columns: Any, axis: int) -> None:
         """Zeros in the rows of the tile's steps that are not the span's."""
@@ -214,25 +215,19 @@ class Contraction:
         return multiply(self.problem, x[rows, :], y[rows, self.n.inside(part)], (0,), (0,))
 
     def _sum(self, place: Place, part: Any, x: Any, y: Any) -> None:
-        """The steps before the last of the sum."""
-        fine, sums = self.layout.fine, self.vmem["sums"].at[part]
-        steps = jnp.maximum(self._steps(place)[1], i32(0))
-        pairs = steps >> i32(1)
+        """The long steps before the last step of the sum."""
+        coarse, sums = 2 * self.layout.fine, self.vmem["sums"].at[part]
 
-        def add_pair(i: Any, none: None) -> None:
-            sums[...] += self._product(part, x, y, i * i32(2 * fine), 2 * fine)
+        def step(i: Any, none: None) -> None:
+            sums[...] += self._product(part, x, y, i * i32(coarse), coarse)
 
-        if self.layout.tallest >= 2 * fine:
-            lax.fori_loop(i32(0), pairs, add_pair, None)
-
-        @pl.when((steps & i32(1)) == i32(1))
-        def _() -> None:
-            sums[...] += self._product(part, x, y, pairs * i32(2 * fine), fine)
+        lax.fori_loop(i32(0), self._steps(place)[1], step, None)
 
     def _finish(self, place: Place, part: Any, x: Any, y: Any, ahead: dict[str, Ahead]) -> None:
-        """The last step of the sum, and its result."""
-        slot, sums, problem = self.out.take(), self.vmem["sums"].at[part], self.problem
+        """The last step of the sum, long or short, and its result."""
+        slot, sums, problem, fine = self.out.take(), self.vmem["sums"].at[part], self.problem, self.layout.fine
         steps, before = self._steps(place)
+        left = steps - i32(2) * before
 
         def put(result: Any) -> None:
             if problem.epilogue.accumulate:
@@ -240,12 +235,14 @@ class Contraction:
                 result = add(old, result)
             self.vmem["o"][slot] = cast(result, problem.out)
 
-        @pl.when(steps > 0)
-        def _() -> None:
-            put(sums[...] + self._product(part, x, y, before * i32(self.layout.fine), self.layout.fine))
-            sums[...] = jnp.zeros_like(sums)
+        for short in (1, 2):
 
-        @pl.when(steps == 0)
+            @pl.when(left == i32(short))
+            def _(short: int = short) -> None:
+                put(sums[...] + self._product(part, x, y, before * i32(2 * fine), short * fine))
+                sums[...] = jnp.zeros_like(sums)
+
+        @pl.when(left == i32(0))
         def _() -> None:
             put(jnp.zeros(sums.shape, problem.acc))
 

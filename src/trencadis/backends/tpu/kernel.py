@@ -27,7 +27,7 @@ def call(problem: Problem, layout: Layout, operands: dict[str, jax.Array], out_s
     shapes = FORMS[problem.form][1](problem, layout)
     names = list(operands)
     aliases = {names.index("existing"): 0} if "existing" in operands else {}
-    place = {"sizes": pltpu.SMEM, "first": pltpu.SMEM}
+    place = dict.fromkeys(("sizes", "first", "table"), pltpu.SMEM)
     work = cost(problem)
 
     def body(*refs: Any) -> None:
@@ -55,7 +55,7 @@ def _body(problem: Problem, layout: Layout, hbm: dict[str, Any], vmem: dict[str,
     low, high = i32(0), i32(blocks)
     if layout.cores > 1:
         low, high = (lax.div((core + i32(c)) * i32(blocks), i32(layout.cores)) for c in (0, 1))
-    walk = Walk(problem, layout, hbm["sizes"], hbm["first"], (low, high))
+    walk = Walk(problem, layout, hbm, (low, high))
     form = FORMS[problem.form][0](problem, layout, walk, hbm, vmem)
     streams = form.streams()
     first = walk.begin()

@@ -35,10 +35,14 @@ class Place(NamedTuple):
 
 
 class Walk:
-    """The order of places. `sizes` is i32[batch * groups] and `first` i32[batch], both references to scalar memory."""
+    """The order of places. `scalars` are references to scalar memory.
 
-    def __init__(self, problem: Problem, layout: Layout, sizes: Any, first: Any, blocks: tuple[Any, Any]) -> None:
-        self.problem, self.layout, self.sizes, self.first = problem, layout, sizes, first
+    sizes i32[batch * groups], first i32[batch], and table i32[...], the height of a tile by the slabs that are left.
+    """
+
+    def __init__(self, problem: Problem, layout: Layout, scalars: dict[str, Any], blocks: tuple[Any, Any]) -> None:
+        self.problem, self.layout = problem, layout
+        self.sizes, self.first, self.table = (scalars[name] for name in ("sizes", "first", "table"))
         self.low, self.high = blocks  # of this core
 
     # -- what a place is ----------------------------------------------------------------------------------------------
@@ -52,14 +56,11 @@ class Walk:
         return jnp.where(place.end > place.start, self.ceil(place.end) - place.row, i32(0))
 
     def height(self, place: Place) -> Scalar:
-        """How tall the tile is: of what is left all, or half where all is too much, in the next height that holds it."""
-        *lower, tallest = self.layout.heights
-        left = self.left(place)
-        want = jnp.where(left > i32(tallest), (left + i32(1)) >> i32(1), left)
-        height = i32(tallest)
-        for h in reversed(lower):
-            height = jnp.where(want <= i32(h), i32(h), height)
-        return height
+        """How tall the tile is: what the table says of the slabs that are left."""
+        if len(self.layout.table) == 1:
+            return i32(self.layout.tallest)
+        most = i32(len(self.layout.table) - 1)
+        return self.table[jnp.minimum(lax.div(self.left(place), i32(self.layout.slab)), most)]
 
     def rows(self, place: Place) -> Scalar:
         """Rows of the tile that belong to the span's slabs."""

@@ -1,0 +1,66 @@
+"""The integers that kernels are handed, computed from the caller's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels import array, copy, first_tiles
+
+from trencadis.chips import CHIPS
+from trencadis.tpu.aot import export_for
+from trencadis.tpu.operands import integer_operands
+
+pytestmark = pytest.mark.core
+
+X = array(512, 128)
+
+
+def values(fn, *args):
+    return [call.values for call in integer_operands(*export_for(CHIPS["v6e"], fn, args))]
+
+
+def test_through_arithmetic_and_functions():
+    inner = jax.jit(lambda s, x: first_tiles(s + 100, x))
+    assert values(lambda x, s: inner(s, x), X, np.array([1, 2], np.int32)) == [{0: [2]}]
+
+
+def test_each_call_has_its_own():
+    def twice(s, x):
+        one = jax.jit(first_tiles)
+        return one(s, x) + one(s * 2, x)
+
+    assert values(twice, np.array([100, 100], np.int16), X) == [{0: [2]}, {0: [4]}]
+
+
+def test_what_depends_on_described_arrays_is_not_known():
+    assert values(first_tiles, jax.ShapeDtypeStruct((2,), jnp.int32), X) == [{}]
+    assert values(lambda x: first_tiles(jnp.argsort(x[0])[:2], x), X) == [{}]
+    assert values(lambda s, x: first_tiles(s + (x[0, :2] > 0), x), np.array([1, 2], np.int32), X) == [{}]
+
+
+def test_what_depends_on_a_kernels_result_is_not_known():
+    def chain(s, x):
+        y = first_tiles(s, x)
+        return first_tiles(y[0, :2].astype(jnp.int32), x)
+
+    assert values(chain, np.array([1, 2], np.int32), X) == [{0: [1]}, {}]
+
+
+def test_values_captured_by_loops():
+    def looped(s, x):
+        total = jax.lax.fori_loop(0, 3, lambda i, t: t + s, jnp.zeros_like(s))
+        masked = jax.lax.fori_loop(0, 3, lambda i, t: t + x[0, :2].astype(jnp.int32), jnp.zeros_like(s))
+        return first_tiles(total, x) + first_tiles(masked, x)
+
+    assert values(looped, np.array([64, 64], np.int32), X) == [{0: [3]}, {}]
+
+
+def test_without_integers():
+    assert values(copy, X) == [{}]
+
+
+def test_trees_scalars_and_unused_arguments():
+    def fn(tree, unused, count):
+        return first_tiles(tree["s"] + count, tree["x"])
+
+    assert values(fn, {"s": np.array([1, 2], np.int32), "x": X}, array(3), 64) == [{0: [2]}]
