@@ -2,7 +2,7 @@
 
 A block of the result is summed in steps of rows. Rows of other groups, in the first and in the last slab of a span, and
 rows that fill up the last step are set to zero in the buffers, in both operands, before they are multiplied; all other
-rows are multiplied as they came. The last step of a sum rounds it on its way out, and leaves zeros for the next sum.
+rows are multiplied as they came. The last step of a sum rounds it on its way out.
 """
 
 from __future__ import annotations
@@ -132,7 +132,6 @@ class Contraction:
     def open(self) -> None:
         """Before the first place."""
         self.out.open()
-        self.vmem["sums"][...] = jnp.zeros_like(self.vmem["sums"])
 
     def visit(self, place: Place, before: Any, streams: dict[str, Stream], ahead: dict[str, Ahead]) -> dict[str, Any]:
         """One tile of rows, added to the sums of one block."""
@@ -217,17 +216,24 @@ class Contraction:
     def _sum(self, place: Place, part: Any, x: Any, y: Any) -> None:
         """The long steps before the last step of the sum."""
         coarse, sums = 2 * self.layout.fine, self.vmem["sums"].at[part]
+        count = self._steps(place)[1]
+        first = (place.row == self.walk.floor(place.start)) & (count > 0)
+
+        @pl.when(first)
+        def _() -> None:
+            sums[...] = self._product(part, x, y, 0, coarse)
 
         def step(i: Any, none: None) -> None:
             sums[...] += self._product(part, x, y, i * i32(coarse), coarse)
 
-        lax.fori_loop(i32(0), self._steps(place)[1], step, None)
+        lax.fori_loop(first.astype(jnp.int32), count, step, None)
 
     def _finish(self, place: Place, part: Any, x: Any, y: Any, ahead: dict[str, Ahead]) -> None:
         """The last step of the sum, long or short, and its result."""
         slot, sums, problem, fine = self.out.take(), self.vmem["sums"].at[part], self.problem, self.layout.fine
         steps, before = self._steps(place)
         left = steps - i32(2) * before
+        only = (place.row == self.walk.floor(place.start)) & (before == 0)
 
         def put(result: Any) -> None:
             if problem.epilogue.accumulate:
@@ -237,10 +243,13 @@ class Contraction:
 
         for short in (1, 2):
 
-            @pl.when(left == i32(short))
+            @pl.when((left == i32(short)) & only)
+            def _(short: int = short) -> None:
+                put(self._product(part, x, y, 0, short * fine))
+
+            @pl.when((left == i32(short)) & jnp.logical_not(only))
             def _(short: int = short) -> None:
                 put(sums[...] + self._product(part, x, y, before * i32(2 * fine), short * fine))
-                sums[...] = jnp.zeros_like(sums)
 
         @pl.when(left == i32(0))
         def _() -> None:
