@@ -11,6 +11,7 @@ from jaxtyping import Array, Integer, Num
 
 from trencadis import problem as what
 from trencadis.autodiff import activate, run
+from trencadis.backends import INTERPRETED
 from trencadis.debug import check_traced
 from trencadis.epilogue import Activation, Epilogue, check_activation
 from trencadis.plan import check_backend
@@ -226,8 +227,11 @@ def problem_of(
 
 
 def _pins(asked: Problem, tiling: TilingLike, interpret: bool, backend: str | None) -> Pins:
-    if what.checked_flag("interpret", interpret) and check_backend(backend) not in (None, "reference"):
-        raise ValueError(f"interpret: backend {backend!r} has no kernel to interpret; want backend=None or 'reference'")
+    if what.checked_flag("interpret", interpret) and check_backend(backend) not in (None, "reference", *INTERPRETED):
+        raise ValueError(
+            f"interpret: backend {backend!r} has no kernel to interpret; want backend=None, 'reference' or "
+            f"{', '.join(map(repr, INTERPRETED))}"
+        )
     return Pins(
         backend=check_backend(backend),
         interpret=bool(interpret),

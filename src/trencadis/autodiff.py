@@ -19,14 +19,14 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from trencadis.backends import BACKENDS
+from trencadis.backends import BACKENDS, INTERPRETED
 from trencadis.dtypes import cast
 from trencadis.epilogue import Activation, Epilogue, activated, add
 from trencadis.plan import plan
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Pins
-from trencadis.versions import replicated, result_type, vary_alike
+from trencadis.versions import device_kind, interpreter_effects, replicated, result_type, vary_alike
 from trencadis.visits import clamped, owned
 
 Array = jax.Array
@@ -294,14 +294,20 @@ def _lay_end_to_end(
 
 
 def _abstract(*operands: Any, problem: Problem, pins: Pins) -> Any:
-    del pins
-    return result_type(operands, problem.out_shape, problem.out)
+    interpreted = pins.interpret and pins.backend in INTERPRETED
+    return result_type(operands, problem.out_shape, problem.out), interpreter_effects() if interpreted else set()
 
 
-def _execute(*operands: Any, problem: Problem, pins: Pins, platform: str) -> Array:
-    chosen = plan(problem, Target(platform=platform), pins)
+def _execute(*operands: Any, problem: Problem, pins: Pins, target: Target) -> Array:
+    chosen = plan(problem, target, pins)
     with jax.named_scope(f"{problem.form.value}_{chosen.backend}"):
         return BACKENDS[chosen.backend].run(problem, chosen, *operands)
+
+
+def _lower(context: Any, *operands: Any, platform: str, **params: Any) -> Any:
+    target = Target(platform=platform, kind=device_kind(context, platform))
+    execute = functools.partial(_execute, target=target)
+    return mlir.lower_fun(execute, multiple_results=False)(context, *operands, **params)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "pins"))
@@ -315,13 +321,11 @@ def _impl(*operands: Any, problem: Problem, pins: Pins) -> Array:
 
 
 grouped_p.def_impl(_impl)
-grouped_p.def_abstract_eval(_abstract)
+grouped_p.def_effectful_abstract_eval(_abstract)
 ad.primitive_jvps[grouped_p] = _jvp
 ad.primitive_transposes[grouped_p] = _transpose
 batching.primitive_batchers[grouped_p] = _batch
 for _platform in ("cpu", "cuda", "rocm", "tpu", None):  # None: any other
     mlir.register_lowering(
-        grouped_p,
-        mlir.lower_fun(functools.partial(_execute, platform=_platform or "other"), multiple_results=False),
-        platform=_platform,
+        grouped_p, functools.partial(_lower, platform=_platform or "other"), platform=_platform
     )

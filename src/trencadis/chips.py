@@ -42,6 +42,11 @@ class Chip:
     # Bundles after a branch that run whether it is taken or not: from the schedules themselves.
     slots: int = 4
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """All names under which JAX knows the device."""
+        return (self.kind, *self.also)
+
 
 def _mm(bf16: int, f32: int, f8: int) -> Mapping[str, int]:
     """A product of narrow integers takes as long as one of bfloat16, and has more in it."""

@@ -6,6 +6,7 @@ Written for jax 0.10.2 to 0.12. Nothing outside this file asks for a version or 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.core import ShapedArray
+from jax.experimental import io_callback
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxlib.mlir.dialects import stablehlo
 
@@ -65,7 +67,30 @@ def like_varying(shape: tuple[int, ...], dtype: Any, *operands: Any) -> jax.Shap
     varying = frozenset().union(*map(varying_axes, operands))
     if not varying:
         return jax.ShapeDtypeStruct(shape, dtype)
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(operands[0]).manual_axis_type.update(varying=varying))
+    axes = jax.typeof(operands[0]).manual_axis_type.update(varying=varying)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes)
+
+
+def device_kind(context: Any, platform: str) -> str | None:
+    """The kind of device that is lowered for, where JAX knows it: devices of the computation, or of the mesh in use."""
+    axes = context.module_context.axis_context
+    devices = list(getattr(axes, "device_assignment", None) or ())
+    mesh = getattr(axes, "mesh", None)
+    if isinstance(mesh, jax.sharding.Mesh):
+        devices += mesh.devices.flat
+    for device in devices:
+        return device.device_kind if device.platform == platform else None
+    for mesh in (mesh, jax.sharding.get_abstract_mesh()):
+        device = getattr(mesh, "abstract_device", None)
+        if device is not None and getattr(device, "platform", platform) == platform:
+            return device.device_kind
+    return None
+
+
+@functools.cache
+def interpreter_effects() -> set[Any]:
+    """The effects of a kernel that is interpreted: the interpreter keeps its memory on the host, by ordered callbacks."""
+    return set(jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects)
 
 
 def without_mesh() -> Any:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import jax
 
-from trencadis.backends import reference, xla
+from trencadis.backends import reference, tpu, xla
 from trencadis.problem import Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
@@ -25,4 +25,5 @@ class Backend(Protocol):
         """The result; operands are lhs, rhs, group_sizes, first group, then those of the epilogue."""
 
 
-BACKENDS: dict[str, Backend] = {"xla": xla, "reference": reference}
+BACKENDS: dict[str, Backend] = {"tpu": tpu, "xla": xla, "reference": reference}
+INTERPRETED = ("tpu",)  # whose kernels can be interpreted on any machine

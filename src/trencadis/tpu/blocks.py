@@ -88,7 +88,7 @@ def _last_slot(schedule: Schedule, chip: Chip, i: int) -> int:
     limit = at[branch] + slots
 
     def places(bundle: Bundle) -> list[int]:
-        return [at[x.target] for x in bundle.instructions if x.target in at and x.op != "sphi"]
+        return [at[x.target] for x in bundle.instructions if x.target in at and x.op not in ("sphi", "pphi")]
 
     last, reached = i, max(places(bundles[i]), default=at[branch])
     while last + 1 < len(bundles) and last - i < slots:

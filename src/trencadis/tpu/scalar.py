@@ -19,7 +19,7 @@ from trencadis.tpu.words import WORDS, Unknown, pointer
 Run = Callable[[list[Any], list[Any], dict[Any, Any], Any], int]
 
 _SILENT = frozenset(  # of no consequence to where the program goes
-    ("sphi", "sfence", "shalt", "vsyncmov", "vtrace", "strace", "vdelay", "sdelay", "vnop", "snop", "svnop")
+    ("sphi", "pphi", "sfence", "shalt", "vsyncmov", "vtrace", "strace", "vdelay", "sdelay", "vnop", "snop", "svnop")
 )
 _BINARY = {
     "sadd": "({0}+{1})", "ssub": "({0}-{1})", "smul": "wrap({0}*{1})", "smulhi": "high({0},{1})",

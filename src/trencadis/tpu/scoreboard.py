@@ -123,7 +123,7 @@ def issue_times(bundles: Sequence[Bundle], chip: Chip) -> tuple[list[int], int]:
 
 
 def _waits_for_scalars(x: Instruction) -> bool:
-    return x.op[0] in "spd" and x.op != "sphi"
+    return x.op[0] in "spd" and x.op not in ("sphi", "pphi")
 
 
 def _units(bundles: Sequence[Bundle], chip: Chip) -> dict[str, _Unit]:

@@ -1,36 +1,145 @@
-"""TPU kernels."""
+"""Pallas kernels for TPU: a group's operands stay in VMEM, copies run beside the arithmetic, nothing is padded to tiles.
+
+    run         operands as the kernel wants them; the kernel; the result as the problem wants it
+    choose      layouts that fit into VMEM, and the fastest of them by model
+    kernel      the body of both forms: walk, streams, and what the form does at each place (rows, contraction)
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from trencadis.backends.tpu.choose import chip_for, choose, obey, padded
 from trencadis.backends.tpu.kernel import call
 from trencadis.backends.tpu.layout import Layout, up
+from trencadis.chips import CHIPS
+from trencadis.epilogue import elementwise
 from trencadis.problem import Form, Problem
+from trencadis.target import Target
+from trencadis.tiling import Tiling
+from trencadis.visits import clamped
 
 Array = jax.Array
 
+OPERANDS = ("bfloat16", "float32", "int8")
+RESULTS = ("bfloat16", "float32", "int8", "int32")
+SCALARS = 2**16  # group sizes that scalar memory takes
 
-def execute(problem: Problem, layout: Layout, *operands: Array, **options) -> Array:
-    lhs, rhs, group_sizes, first, *extras = operands
+
+def supports(problem: Problem, target: Target) -> str | None:
+    """Problems in dtypes that the MXU multiplies, with operands that fit into VMEM by blocks."""
+    if target.platform != "tpu":
+        return f"it runs on TPU; the target is {target}"
+    if target.kind is not None and target.kind not in {kind for chip in CHIPS.values() for kind in chip.kinds}:
+        return f"it knows no TPU of the kind {target.kind!r}"
+    for name, dtype, known in (("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, OPERANDS), ("the result", problem.out, RESULTS)):
+        if dtype.name not in known:
+            return f"{name} is {dtype.name}; it takes {', '.join(known)}"
+    if problem.epilogue.bias is not None and problem.epilogue.bias.name not in ("bfloat16", "float32"):
+        return f"bias is {problem.epilogue.bias.name}; it takes bfloat16, float32"
+    if 0 in (problem.k, *problem.out_shape, problem.rows):
+        return "there is nothing to multiply"
+    if problem.batch * problem.groups > SCALARS:
+        return f"{problem.batch * problem.groups} group sizes are too many for scalar memory; it takes {SCALARS}"
+    if _precision(problem) is NotImplemented:
+        return f"precision is {problem.precision}; it has DEFAULT and HIGHEST"
+    if problem.epilogue.activation is not None and (reason := _unable(problem)) is not None:
+        return reason
+    chip = chip_for(target)
+    if choose(padded(problem), chip) is None:
+        return f"no block of k = {problem.k} columns fits into the {chip.vmem >> 20} MiB of VMEM of a {chip.name}"
+    return None
+
+
+def tiling(problem: Problem, target: Target) -> Tiling:
+    """Rows of the tallest tile, and the columns of k and n that a block holds."""
+    layout = choose(padded(problem), chip_for(target))
+    return Tiling(layout.tallest, layout.deep, layout.wide)
+
+
+def run(problem: Problem, plan: Any, *operands: Array) -> Array:
+    """The result of a problem."""
+    chip, inner = chip_for(plan.target), padded(problem)
+    layout = choose(inner, chip)
+    if plan.tiling != Tiling(layout.tallest, layout.deep, layout.wide):
+        layout = obey(inner, chip, plan.tiling)
+    options = {
+        "compiler_params": pltpu.CompilerParams(
+            dimension_semantics=("parallel",), vmem_limit_bytes=chip.vmem - (1 << 20)
+        )
+    }
+    if plan.interpret:
+        options = {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")}
+    return execute(problem, inner, layout, *operands, **options)
+
+
+def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, **options: Any) -> Array:
+    """The result of a problem by a kernel of this layout; `inner` is the problem as the kernel sees it."""
+    lhs, rhs, sizes, first, *extras = operands
     bias, existing = problem.epilogue.split(tuple(extras))
     rows = up(problem.rows, layout.slab)
-    pad = rows - problem.rows
-    by_axis = lambda x, axis: jnp.pad(x, [(0, pad if i == axis else 0) for i in range(x.ndim)]) if pad else x
-    lhs = by_axis(lhs, 1 if problem.transpose_lhs else 0)
-    out_shape = problem.out_shape
+    k, n = inner.k, inner.n
+    out_shape = (rows, n) if problem.form is Form.ROWS else (problem.spans, k, n)
+    lhs = _fill(lhs, (k, rows) if problem.transpose_lhs else (rows, k))
     if problem.form is Form.CONTRACTION:
-        rhs = by_axis(rhs, 0)
+        rhs = _fill(rhs, (rows, n))
     else:
-        out_shape = (rows, problem.n)
-    named = {"sizes": group_sizes.astype(jnp.int32).reshape(-1), "first": first, "table": jnp.asarray(layout.table, jnp.int32), "lhs": lhs, "rhs": rhs}
+        rhs = _fill(rhs, (problem.weights, n, k) if problem.transpose_rhs else (problem.weights, k, n))
+    named = {
+        "sizes": (sizes if sizes.dtype == jnp.int32 else clamped(sizes, problem.m)).reshape(-1),
+        "first": first,
+        "table": jnp.asarray(layout.table, jnp.int32),
+        "lhs": lhs,
+        "rhs": rhs,
+    }
     if bias is not None:
-        named["bias"] = bias[:, None, :]
+        named["bias"] = _fill(bias, (problem.local_groups, n))[:, None, :]  # [g, 1, n]
     if existing is not None:
-        named["existing"] = by_axis(existing, 0) if problem.form is Form.ROWS else existing
-    out = call(problem, layout, named, out_shape, **options)
-    return out[: problem.rows] if problem.form is Form.ROWS and pad else out
+        named["existing"] = _fill(existing, out_shape)
+    out = call(inner.replace(precision=_precision(problem)), layout, named, out_shape, **options)
+    return out if out_shape == problem.out_shape else lax.slice(out, (0,) * out.ndim, problem.out_shape)
+
+
+def _fill(x: Array, shape: tuple[int, ...]) -> Array:
+    """The array with zeros after its own entries, up to a shape."""
+    return x if x.shape == shape else jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
+
+
+def _precision(problem: Problem) -> Any:
+    """The precision as the kernel spells it, or NotImplemented. Only float32 operands have one."""
+    asked = problem.precision if isinstance(problem.precision, tuple) else (problem.precision,) * 2
+    if jnp.float32 not in (problem.lhs, problem.rhs):
+        return None
+    names = {None: None, "default": None, "highest": lax.Precision.HIGHEST, "float32": lax.Precision.HIGHEST}
+    known = {names.get(p.name.lower() if isinstance(p, lax.Precision) else p, NotImplemented) for p in asked}
+    return known.pop() if len(known) == 1 else NotImplemented
+
+
+@functools.lru_cache(maxsize=256)
+def _lowers(activation: Any, dtype: Any) -> str | None:
+    """None if a kernel can apply the activation to a tile, else what the compiler's front end says."""
+
+    def body(x: Any, out: Any) -> None:
+        out[...] = elementwise(activation)(x[...]).astype(jnp.float32)
+
+    tile = jax.ShapeDtypeStruct((8, 128), dtype)
+    apply = pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32))
+    try:
+        jax.jit(apply).trace(tile).lower(lowering_platforms=("tpu",))
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return None
+
+
+def _unable(problem: Problem) -> str | None:
+    problem_sum = jnp.float32 if jnp.issubdtype(problem.out, jnp.inexact) else problem.sum
+    reason = _lowers(problem.epilogue.activation, jnp.dtype(problem_sum))
+    name = getattr(problem.epilogue.activation, "__name__", problem.epilogue.activation)
+    return None if reason is None else f"activation {name} does not lower in a kernel ({reason})"

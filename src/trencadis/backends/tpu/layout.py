@@ -1,4 +1,4 @@
-"""What a kernel holds in VMEM, and in which pieces: from a problem, a tiling and a chip to the sizes of every buffer."""
+"""What a kernel holds in VMEM, and in which pieces."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from trencadis.problem import Form, Problem
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -18,7 +19,7 @@ class Layout:
     deep: int  # columns of k in a block
     wide: int  # columns of n in a block
     chunk: int  # columns of n that are multiplied at a time
-    fine: int = 0  # contraction: rows of the last step of a sum; the others take twice as many where they can
+    fine: int = 0  # contraction: rows of a short step of a sum; a long one has twice as many
     k_outside: bool = True  # contraction: whether blocks of k change less often than blocks of n
     out_slots: int = 4  # chunks of the result that may be on their way out
     cores: int = 1
@@ -56,5 +57,9 @@ def heights_table(heights: tuple[int, ...], slab: int, price: Callable[[int], fl
 
 
 def up(x: int, unit: int) -> int:
-    """The next multiple of the unit."""
+    """The next multiple of the unit.
+
+    >>> up(130, 128)
+    256
+    """
     return -(-x // unit) * unit

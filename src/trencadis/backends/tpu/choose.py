@@ -1,0 +1,195 @@
+"""From a problem and a chip to a layout: the fastest by the model of those that fit into VMEM."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jax.experimental.pallas import tpu as pltpu
+
+from trencadis.backends.tpu import contraction, rows
+from trencadis.backends.tpu.columns import LANES
+from trencadis.backends.tpu.layout import Layout, heights_table, up
+from trencadis.backends.tpu.model import BUNDLES, Machine, code, predict
+from trencadis.chips import CHIPS, Chip, chip_of
+from trencadis.problem import Form, Problem
+from trencadis.target import Target
+from trencadis.tiling import Tiling
+
+VMEM_SHARE = 0.92  # of VMEM that a kernel may take; the rest is the compiler's own
+# Heights of row tiles, by the side of an MXU. The last of a menu decides how often weights are loaded.
+MENUS = {
+    256: [(128,), (128, 192), (128, 256), (128, 192, 256), (128, 256, 320), (128, 256, 384), (128, 256, 384, 512, 576)],
+    128: [(32, 64), (64, 128), (64, 128, 160), (64, 128, 256), (64, 128, 256, 320), (64, 128, 256, 352)],
+}
+CHUNKS = (256, 512, 768, 1024, 1536, 2048)
+
+
+def chip_for(target: Target) -> Chip:
+    """The chip of a target; where the kind is not known, one with no more VMEM than any of the newer ones has."""
+    return CHIPS["v7x"] if target.kind is None else chip_of(target.kind)
+
+
+def padded(problem: Problem) -> Problem:
+    """The problem with k and n filled up to whole lanes where they are too large to be one chunk as they are."""
+    wide = up(problem.n, LANES) if problem.n > CHUNKS[-1] else problem.n
+    if problem.form is Form.ROWS:
+        return problem.replace(n=wide)
+    return problem.replace(n=wide, k=up(problem.k, LANES) if problem.k > CHUNKS[-1] else problem.k)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(problem: Problem, chip: Chip) -> Layout | None:
+    """The best layout for a padded problem, or None if none fits."""
+    return _best(problem, chip, list(_layouts(problem, chip, None)))
+
+
+@functools.lru_cache(maxsize=1024)
+def obey(problem: Problem, chip: Chip, tiling: Tiling) -> Layout:
+    """The best layout with this tile, or an error if it does not fit."""
+    found = _best(problem, chip, list(_layouts(problem, chip, tiling)))
+    if found is None:
+        raise ValueError(f"tiling: {tiling} does not fit into the {chip.vmem >> 20} MiB of VMEM of a {chip.name}")
+    return found
+
+
+def _best(problem: Problem, chip: Chip, layouts: list[Layout]) -> Layout | None:
+    machine = machine_for(problem, chip)
+    fit = [layout for layout in layouts if vmem(problem, layout, chip) <= chip.vmem * VMEM_SHARE]
+
+    def score(layout: Layout) -> float:
+        size = code(problem, layout, machine)
+        return predict(problem, layout, machine) * (1 + size / 2500 + max(0.0, size - BUNDLES))  # the shorter, the better
+
+    return min(fit, key=score, default=None)
+
+
+def machine_for(problem: Problem, chip: Chip) -> Machine:
+    """The model's machine for the dtype in which the problem is multiplied."""
+    return Machine.of(chip, rows.operand_dtype(problem))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What fits
+
+
+def vmem(problem: Problem, layout: Layout, chip: Chip) -> int:
+    """Bytes of all buffers, and about what the compiler needs besides."""
+    form = rows if problem.form is Form.ROWS else contraction
+    held = sum(_bytes(shape) for shape in form.scratch(problem, layout).values())
+    wide = rows.operand_dtype(problem).itemsize
+    if problem.form is Form.CONTRACTION:
+        return held + 9 * layout.deep * 2 * layout.fine * wide
+    # v7x adds up inside its MXUs; the others keep the operand of each program at hand
+    return held + (sum(layout.heights) * problem.k * wide if chip.name != "v7x" else 0)
+
+
+def _bytes(shape: Any) -> int:
+    if getattr(shape, "memory_space", None) != pltpu.VMEM:
+        return 0
+    *lead, sub, lane = shape.shape
+    size = shape.dtype.itemsize
+    return math.prod(lead) * up(sub, 32 // size) * up(lane, LANES) * size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Candidates
+
+
+def _layouts(problem: Problem, chip: Chip, tiling: Tiling | None) -> Iterator[Layout]:
+    machine = machine_for(problem, chip)
+    slab, grain = alignment(problem, chip)
+    if problem.form is Form.ROWS:
+        yield from _row_layouts(problem, machine, tiling, slab, grain)
+    else:
+        yield from _sum_layouts(problem, machine, tiling, slab, grain)
+
+
+def alignment(problem: Problem, chip: Chip) -> tuple[int, int]:
+    """Slab and grain: rows that are stored together, and rows that a copy may start and end at."""
+    tall = [problem.lhs, problem.out if problem.form is Form.ROWS else problem.rhs]
+    if problem.transpose_lhs:  # rows are lanes of lhs
+        return LANES, LANES
+    slab = max(32 // dtype.itemsize for dtype in tall)
+    moved = tall if problem.form is Form.CONTRACTION else tall[:1]
+    # two-byte rows are stored by eights in HBM, in all but v7x also in VMEM
+    grain = max(32 if dtype.itemsize == 1 else 8 if chip.name != "v7x" else 32 // dtype.itemsize for dtype in moved)
+    return slab, grain
+
+
+def _row_layouts(
+    problem: Problem, machine: Machine, tiling: Tiling | None, slab: int, grain: int
+) -> Iterator[Layout]:
+    most = up(problem.rows, slab)
+    menus = {tuple(sorted({min(up(h, slab), most) for h in menu})) for menu in MENUS[machine.side]}
+    if tiling is not None:
+        tall = min(up(tiling.m, slab), most)
+        menus = {tuple(sorted({min(h, tall) for menu in menus for h in menu if h <= tall} | {tall}))[-5:]}
+    for chunk, wide in _widths(problem.n, tiling and tiling.n):
+        for heights in sorted(menus):
+            table = heights_table(heights, slab, lambda h, c=chunk: machine.rows(h, problem.k, c))
+            cores = machine.chip.cores if wide < problem.n else 1
+            yield Layout(
+                slab=slab, grain=grain, heights=heights, table=table, deep=problem.k, wide=wide, chunk=chunk,
+                out_slots=min(8, max(4, 2 * (wide // chunk))), cores=cores,
+            )  # fmt: skip
+
+
+def _widths(n: int, asked: int | None) -> Iterator[tuple[int, int]]:
+    """Chunks and blocks of n: (chunk, wide)."""
+    if n % LANES or n <= LANES:
+        yield n, n
+        return
+    limit = n if asked is None else min(up(asked, LANES), n)
+    chunks = sorted({c for c in (*CHUNKS, limit) if c <= min(limit, CHUNKS[-1])})
+    for chunk in chunks:
+        if asked is not None:
+            if limit % chunk == 0:
+                yield chunk, limit
+            continue
+        for count in (1, 2, 3, 4, 7, 8):
+            if chunk * count < n + chunk:
+                yield chunk, chunk * count
+
+
+def _sum_layouts(
+    problem: Problem, machine: Machine, tiling: Tiling | None, slab: int, grain: int
+) -> Iterator[Layout]:
+    fine = max(machine.side, slab)
+    most = up(up(problem.rows, slab) + slab, 2 * fine)
+    talls = {min(2 * fine * i, most) for i in (1, 2, 3, 4, 6)}
+    deeps, wides = _depths(problem.k), _depths(problem.n)
+    if tiling is not None:
+        talls = {min(up(tiling.m, 2 * fine), most)}
+        deeps = [problem.k if problem.k % LANES else min(up(tiling.k, LANES), problem.k)]
+        wides = [problem.n if problem.n % LANES else min(up(tiling.n, LANES), problem.n)]
+    for tall in sorted(talls):
+        for deep in deeps:
+            for wide in wides:
+                k_blocks, n_blocks = -(-problem.k // deep), -(-problem.n // wide)
+                x_bytes, y_bytes = problem.k * problem.lhs.itemsize, problem.n * problem.rhs.itemsize
+                yield Layout(
+                    slab=slab, grain=grain, heights=(tall,), table=(tall,), deep=deep, wide=wide, chunk=wide,
+                    fine=fine, k_outside=x_bytes + k_blocks * y_bytes <= n_blocks * x_bytes + y_bytes,
+                    out_slots=3, cores=machine.chip.cores if k_blocks * n_blocks > 1 else 1,
+                )  # fmt: skip
+
+
+def _depths(size: int) -> list[int]:
+    """Blocks of an axis: all of it, and nearly equal parts of it."""
+    if size % LANES or size <= LANES:
+        return [size]
+    return sorted({up(-(-size // parts), LANES) for parts in range(1, 33) if -(-size // parts) <= 4096})
+
+
+def shapes(layout: Layout) -> Tiling:
+    """The layout as a tile."""
+    return Tiling(layout.tallest, layout.deep, layout.wide)
+
+
+def replace(layout: Layout, **changes: Any) -> Layout:
+    """The layout with some fields changed."""
+    return dataclasses.replace(layout, **changes)

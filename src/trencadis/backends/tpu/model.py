@@ -1,0 +1,117 @@
+"""How long a layout would take, by arithmetic: what the plan minimises.
+
+A block of straight-line code costs its products and a ramp, while the MXUs fill and drain; copies cost their bytes; the
+larger of the two is the time of a group. The constants are read off the compiler's schedules (docs/performance.md), and
+`tests/backends/tpu/test_model.py` holds the sum against predictions from those schedules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from trencadis.backends.tpu.layout import Layout, up
+from trencadis.chips import Chip
+from trencadis.problem import Form, Problem
+
+HBM_SHARE = 0.9  # of the bandwidth that copies reach
+CHUNK = 260  # cycles around a chunk: waits, and the copy of its result
+TILE = 420  # cycles around a tile: three walkers, and the copies of its operands
+BUNDLES = 120  # straight-line code, in thousands of bundles, above which compilation takes too long
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """What the model knows of a chip for one pair of operand dtypes."""
+
+    chip: Chip
+    side: int  # of an MXU: depth and width in which products are padded
+    rate: float  # multiply-adds in a cycle, of all MXUs
+    ramp: int  # cycles to fill and drain
+    least: int  # rows below which a tile takes as long as this many, as its weights have to be loaded
+
+    @classmethod
+    def of(cls, chip: Chip, operand: object) -> Machine:
+        """The machine for operands of one dtype."""
+        rate = chip.peak_bf16 / chip.clock / 2
+        large = rate / chip.mxus > 2**15
+        if jnp.dtype(operand).itemsize == 1:
+            rate *= 2
+        if jnp.dtype(operand).itemsize == 4:
+            rate /= 2 if large else 1.5
+        return cls(chip, 256 if large else 128, rate, 300 if large else 220, 130 if large else 48)
+
+    def rows(self, height: int, k: int, chunk: int) -> float:
+        """Cycles of a product `[height, k] x [k, chunk]`, the weights of which are loaded for it."""
+        return self.ramp + max(height, self.least) * up(k, self.side) * up(chunk, self.side) / self.rate
+
+    def step(self, deep: int, rows: int, chunk: int) -> float:
+        """Cycles of a product `[rows, deep]ᵀ x [rows, chunk]`, added to a sum."""
+        return self.ramp + deep * up(rows, self.side) * up(chunk, self.side) / self.rate
+
+    def seconds(self, cycles: float, moved: float) -> float:
+        """Arithmetic beside copies."""
+        return max(cycles / self.chip.clock, moved / (self.chip.hbm * HBM_SHARE))
+
+
+def likely_sizes(problem: Problem) -> list[tuple[float, float]]:
+    """Group sizes to plan for, with their weights: about even, and some that are not."""
+    mean = problem.m / max(problem.groups, 1)
+    spread = math.sqrt(mean)
+    return [(0.3 * mean, 0.08), (mean - spread, 0.25), (mean, 0.34), (mean + spread, 0.25), (3 * mean, 0.08)]
+
+
+def predict(problem: Problem, layout: Layout, machine: Machine) -> float:
+    """Seconds that the problem would take, if its groups had likely sizes."""
+    group = _rows if problem.form is Form.ROWS else _contraction
+    total = sum(weight * group(problem, layout, machine, size) for size, weight in likely_sizes(problem))
+    first = layout.tallest * (problem.k if problem.form is Form.ROWS else layout.deep) * problem.lhs.itemsize
+    return problem.spans * total + first / (machine.chip.hbm * HBM_SHARE)
+
+
+def code(problem: Problem, layout: Layout, machine: Machine) -> float:
+    """Thousands of bundles of straight-line code, about."""
+    if problem.form is Form.ROWS:
+        return sum(machine.rows(h, problem.k, layout.chunk) for h in layout.heights) / 1000
+    return 3 * sum(machine.step(layout.deep, i * layout.fine, layout.chunk) for i in (1, 2)) / 1000
+
+
+def _rows(problem: Problem, layout: Layout, machine: Machine, size: float) -> float:
+    """Seconds of one group."""
+    slabs = math.ceil(size / layout.slab) + 1
+    blocks, chunks = layout.blocks(problem), -(-problem.n // layout.chunk)
+    cycles, tiles, left = 0.0, 0, slabs
+    while left > 0:
+        height = layout.table[min(left, len(layout.table) - 1)]
+        cycles += (machine.rows(height, problem.k, layout.chunk) + CHUNK) * chunks + TILE * blocks
+        tiles, left = tiles + 1, left - height // layout.slab
+    turns = blocks if tiles > 1 else layout.cores
+    moved = problem.k * problem.n * problem.rhs.itemsize
+    moved += turns * (size + layout.grain) * problem.k * problem.lhs.itemsize
+    moved += size * problem.n * problem.out.itemsize * (2 if problem.epilogue.accumulate else 1)
+    return machine.seconds(cycles * _share(blocks, layout), moved)
+
+
+def _contraction(problem: Problem, layout: Layout, machine: Machine, size: float) -> float:
+    """Seconds of one group."""
+    rows = math.ceil(size) + layout.slab
+    k_blocks, n_blocks = -(-problem.k // layout.deep), -(-problem.n // layout.wide)
+    blocks, tiles = k_blocks * n_blocks, -(-rows // layout.tallest)
+    steps = -(-rows // layout.fine)
+    long, short = divmod(steps, 2)
+    cycles = long * machine.step(layout.deep, 2 * layout.fine, layout.chunk)
+    cycles += short * machine.step(layout.deep, layout.fine, layout.chunk)
+    cycles = blocks * layout.chunks * (cycles + CHUNK) + blocks * tiles * TILE
+    x_turns, y_turns = n_blocks, k_blocks
+    if tiles == 1:
+        x_turns, y_turns = (1, y_turns) if layout.k_outside else (x_turns, 1)
+    moved = problem.k * problem.n * problem.out.itemsize * (2 if problem.epilogue.accumulate else 1)
+    moved += rows * (x_turns * problem.k * problem.lhs.itemsize + y_turns * problem.n * problem.rhs.itemsize)
+    return machine.seconds(cycles * _share(blocks, layout), moved)
+
+
+def _share(blocks: int, layout: Layout) -> float:
+    """The part of the blocks that the busiest core has."""
+    return -(-blocks // layout.cores) / blocks
