@@ -1,8 +1,8 @@
 """Pallas kernels for TPU: a group's operands stay in VMEM, copies run beside the arithmetic, nothing is padded to tiles.
 
-    run         operands as the kernel wants them; the kernel; the result as the problem wants it
-    choose      layouts that fit into VMEM, and the fastest of them by model
-    kernel      the body of both forms: walk, streams, and what the form does at each place (rows, contraction)
+run         operands as the kernel wants them; the kernel; the result as the problem wants it
+choose      layouts that fit into VMEM, and the fastest of them by model
+kernel      the body of both forms: walk, streams, and what the form does at each place (rows, contraction)
 """
 
 from __future__ import annotations
@@ -39,20 +39,26 @@ def supports(problem: Problem, target: Target) -> str | None:
         return f"it runs on TPU; the target is {target}"
     if target.kind is not None and target.kind not in {kind for chip in CHIPS.values() for kind in chip.kinds}:
         return f"it knows no TPU of the kind {target.kind!r}"
-    for name, dtype, known in (("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, OPERANDS), ("the result", problem.out, RESULTS)):
+    for name, dtype, known in (
+        ("lhs", problem.lhs, OPERANDS),
+        ("rhs", problem.rhs, OPERANDS),
+        ("the result", problem.out, RESULTS),
+    ):
         if dtype.name not in known:
             return f"{name} is {dtype.name}; it takes {', '.join(known)}"
     if problem.epilogue.bias is not None and problem.epilogue.bias.name not in ("bfloat16", "float32"):
         return f"bias is {problem.epilogue.bias.name}; it takes bfloat16, float32"
-    if 0 in (problem.k, *problem.out_shape, problem.rows):
+    if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
         return "there is nothing to multiply"
     if problem.batch * problem.groups > SCALARS:
         return f"{problem.batch * problem.groups} group sizes are too many for scalar memory; it takes {SCALARS}"
     if _precision(problem) is NotImplemented:
-        return f"precision is {problem.precision}; it has DEFAULT and HIGHEST"
+        return f"precision is {_asked(problem)}; it has DEFAULT and HIGHEST"
     if problem.epilogue.activation is not None and (reason := _unable(problem)) is not None:
         return reason
     chip = chip_for(target)
+    if chip.name == "v4" and problem.lhs == problem.rhs == jnp.int8:
+        return "a v4 has no int8 products"
     if choose(padded(problem), chip) is None:
         return f"no block of k = {problem.k} columns fits into the {chip.vmem >> 20} MiB of VMEM of a {chip.name}"
     return None
@@ -112,14 +118,24 @@ def _fill(x: Array, shape: tuple[int, ...]) -> Array:
     return x if x.shape == shape else jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
 
 
+def _asked(problem: Problem) -> Any:
+    """The precision that was asked for: by the caller, or by the setting that holds where nobody does."""
+    return problem.precision if problem.precision is not None else jax.config.jax_default_matmul_precision
+
+
 def _precision(problem: Problem) -> Any:
-    """The precision as the kernel spells it, or NotImplemented. Only float32 operands have one."""
-    asked = problem.precision if isinstance(problem.precision, tuple) else (problem.precision,) * 2
-    if jnp.float32 not in (problem.lhs, problem.rhs):
-        return None
-    names = {None: None, "default": None, "highest": lax.Precision.HIGHEST, "float32": lax.Precision.HIGHEST}
-    known = {names.get(p.name.lower() if isinstance(p, lax.Precision) else p, NotImplemented) for p in asked}
-    return known.pop() if len(known) == 1 else NotImplemented
+    """The precision as the kernel spells it, or NotImplemented. Only float32 operands have one.
+
+    It is never None: a product in the kernel would take the setting then, which may be one that it does not have.
+    """
+    asked = _asked(problem)
+    if asked is None or jnp.float32 not in (problem.lhs, problem.rhs):
+        return lax.Precision.DEFAULT
+    try:
+        known = {lax.Precision(p) for p in (asked if isinstance(asked, tuple) else (asked,))}
+    except ValueError:  # an algorithm
+        return NotImplemented
+    return known.pop() if known in ({lax.Precision.DEFAULT}, {lax.Precision.HIGHEST}) else NotImplemented
 
 
 @functools.lru_cache(maxsize=256)

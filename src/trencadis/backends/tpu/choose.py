@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -13,18 +12,20 @@ from jax.experimental.pallas import tpu as pltpu
 from trencadis.backends.tpu import contraction, rows
 from trencadis.backends.tpu.columns import LANES
 from trencadis.backends.tpu.layout import Layout, heights_table, up
-from trencadis.backends.tpu.model import BUNDLES, Machine, code, predict
+from trencadis.backends.tpu.model import Machine, code, longest, predict
 from trencadis.chips import CHIPS, Chip, chip_of
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
 
-VMEM_SHARE = 0.92  # of VMEM that a kernel may take; the rest is the compiler's own
-# Heights of row tiles, by the side of an MXU. The last of a menu decides how often weights are loaded.
+VMEM_SHARE = 0.96  # of VMEM that a kernel may take
+# Heights of row tiles, by the side of an MXU. 544: a group of 1024 rows, begun inside a slab, has a slab more.
 MENUS = {
-    256: [(128,), (128, 192), (128, 256), (128, 192, 256), (128, 256, 320), (128, 256, 384), (128, 256, 384, 512, 576)],
+    256: [(128,), (128, 192), (128, 192, 256), (128, 256, 320), (128, 192, 320, 512), (128, 256, 384, 512, 544)],
     128: [(32, 64), (64, 128), (64, 128, 160), (64, 128, 256), (64, 128, 256, 320), (64, 128, 256, 352)],
 }
+# Cycles of straight-line code, by the side of an MXU: beyond, the ramp is small already and the compiler slow.
+LONGEST = {256: 9_200, 128: 24_000}
 CHUNKS = (256, 512, 768, 1024, 1536, 2048)
 
 
@@ -59,10 +60,13 @@ def obey(problem: Problem, chip: Chip, tiling: Tiling) -> Layout:
 def _best(problem: Problem, chip: Chip, layouts: list[Layout]) -> Layout | None:
     machine = machine_for(problem, chip)
     fit = [layout for layout in layouts if vmem(problem, layout, chip) <= chip.vmem * VMEM_SHARE]
+    # a program that is too long takes too long to compile; the shortest is better than none
+    short = [layout for layout in fit if longest(problem, layout, machine) <= LONGEST[machine.side]]
+    fit = short or sorted(fit, key=lambda layout: longest(problem, layout, machine))[:8]
 
-    def score(layout: Layout) -> float:
-        size = code(problem, layout, machine)
-        return predict(problem, layout, machine) * (1 + size / 2500 + max(0.0, size - BUNDLES))  # the shorter, the better
+    def score(layout: Layout) -> float:  # less code compiles sooner
+        less = code(problem, layout, machine) / LONGEST[machine.side] + len(layout.heights)
+        return predict(problem, layout, machine) * (1 + less / 500)
 
     return min(fit, key=score, default=None)
 
@@ -77,14 +81,13 @@ def machine_for(problem: Problem, chip: Chip) -> Machine:
 
 
 def vmem(problem: Problem, layout: Layout, chip: Chip) -> int:
-    """Bytes of all buffers, and about what the compiler needs besides."""
+    """Bytes of all buffers, and about what the compiler needs besides: it keeps the streamed operand of a program."""
     form = rows if problem.form is Form.ROWS else contraction
     held = sum(_bytes(shape) for shape in form.scratch(problem, layout).values())
     wide = rows.operand_dtype(problem).itemsize
     if problem.form is Form.CONTRACTION:
-        return held + 9 * layout.deep * 2 * layout.fine * wide
-    # v7x adds up inside its MXUs; the others keep the operand of each program at hand
-    return held + (sum(layout.heights) * problem.k * wide if chip.name != "v7x" else 0)
+        return held + int(1.3 * layout.deep * 2 * layout.fine * wide) + (1 << 20)
+    return held + layout.tallest * problem.k * wide + (1 << 20)
 
 
 def _bytes(shape: Any) -> int:
@@ -120,9 +123,7 @@ def alignment(problem: Problem, chip: Chip) -> tuple[int, int]:
     return slab, grain
 
 
-def _row_layouts(
-    problem: Problem, machine: Machine, tiling: Tiling | None, slab: int, grain: int
-) -> Iterator[Layout]:
+def _row_layouts(problem: Problem, machine: Machine, tiling: Tiling | None, slab: int, grain: int) -> Iterator[Layout]:
     most = up(problem.rows, slab)
     menus = {tuple(sorted({min(up(h, slab), most) for h in menu})) for menu in MENUS[machine.side]}
     if tiling is not None:
@@ -134,7 +135,7 @@ def _row_layouts(
             cores = machine.chip.cores if wide < problem.n else 1
             yield Layout(
                 slab=slab, grain=grain, heights=heights, table=table, deep=problem.k, wide=wide, chunk=chunk,
-                out_slots=min(8, max(4, 2 * (wide // chunk))), cores=cores,
+                out_slots=min(8, max(4, 2 * (wide // chunk))), x_slots=3, cores=cores,
             )  # fmt: skip
 
 
@@ -155,9 +156,7 @@ def _widths(n: int, asked: int | None) -> Iterator[tuple[int, int]]:
                 yield chunk, chunk * count
 
 
-def _sum_layouts(
-    problem: Problem, machine: Machine, tiling: Tiling | None, slab: int, grain: int
-) -> Iterator[Layout]:
+def _sum_layouts(problem: Problem, machine: Machine, tiling: Tiling | None, slab: int, grain: int) -> Iterator[Layout]:
     fine = max(machine.side, slab)
     most = up(up(problem.rows, slab) + slab, 2 * fine)
     talls = {min(2 * fine * i, most) for i in (1, 2, 3, 4, 6)}
@@ -171,11 +170,12 @@ def _sum_layouts(
             for wide in wides:
                 k_blocks, n_blocks = -(-problem.k // deep), -(-problem.n // wide)
                 x_bytes, y_bytes = problem.k * problem.lhs.itemsize, problem.n * problem.rhs.itemsize
-                yield Layout(
-                    slab=slab, grain=grain, heights=(tall,), table=(tall,), deep=deep, wide=wide, chunk=wide,
-                    fine=fine, k_outside=x_bytes + k_blocks * y_bytes <= n_blocks * x_bytes + y_bytes,
-                    out_slots=3, cores=machine.chip.cores if k_blocks * n_blocks > 1 else 1,
-                )  # fmt: skip
+                for slots, x_slots in ((2, 2), (3, 3)):
+                    yield Layout(
+                        slab=slab, grain=grain, heights=(tall,), table=(tall,), deep=deep, wide=wide, chunk=wide,
+                        fine=fine, k_outside=x_bytes + k_blocks * y_bytes <= n_blocks * x_bytes + y_bytes,
+                        out_slots=slots, x_slots=x_slots, cores=machine.chip.cores if k_blocks * n_blocks > 1 else 1,
+                    )  # fmt: skip
 
 
 def _depths(size: int) -> list[int]:
@@ -183,13 +183,3 @@ def _depths(size: int) -> list[int]:
     if size % LANES or size <= LANES:
         return [size]
     return sorted({up(-(-size // parts), LANES) for parts in range(1, 33) if -(-size // parts) <= 4096})
-
-
-def shapes(layout: Layout) -> Tiling:
-    """The layout as a tile."""
-    return Tiling(layout.tallest, layout.deep, layout.wide)
-
-
-def replace(layout: Layout, **changes: Any) -> Layout:
-    """The layout with some fields changed."""
-    return dataclasses.replace(layout, **changes)

@@ -72,13 +72,6 @@ class Columns:
         """The number of a chunk among all."""
         return 0 if self.chunks == 1 else block * i32(self.per_block) + part
 
-    def inside(self, part: Any, size: Any = None) -> Any:
-        """Where the columns of a chunk lie in the buffer of a block: all, or the first `size` of them."""
-        size = self.chunk if size is None else size
-        return pl.ds(0, size) if self.per_block == 1 and isinstance(size, int) else span(
-            0 if self.per_block == 1 else part * i32(self.chunk), size, LANES
-        )
-
     def _cut(self, index: Any, size: int) -> tuple[Any, Any]:
         if self.total <= size:
             return 0, self.total

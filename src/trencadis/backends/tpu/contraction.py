@@ -26,18 +26,18 @@ from trencadis.problem import Problem
 
 def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
     """The buffers of the form."""
-    wide, chunk, tall, deep = layout.wide, layout.chunk, layout.tallest, layout.deep
+    parts, chunk, tall, deep = layout.chunks, layout.chunk, layout.tallest, layout.deep
     buffers = {
-        "x": pltpu.VMEM((2, deep, tall) if problem.transpose_lhs else (2, tall, deep), problem.lhs),
-        "x_sem": pltpu.SemaphoreType.DMA((2,)),
-        "y": pltpu.VMEM((2, tall, wide), problem.rhs),
-        "y_sem": pltpu.SemaphoreType.DMA((2, layout.chunks)),
-        "sums": pltpu.VMEM((layout.chunks, deep, chunk), problem.acc),
+        "x": pltpu.VMEM((layout.x_slots, *((deep, tall) if problem.transpose_lhs else (tall, deep))), problem.lhs),
+        "x_sem": pltpu.SemaphoreType.DMA((layout.x_slots,)),
+        "y": pltpu.VMEM((2, parts, tall, chunk), problem.rhs),
+        "y_sem": pltpu.SemaphoreType.DMA((2, parts)),
+        "sums": pltpu.VMEM((parts, deep, chunk), problem.acc),
         **Outbox.scratch(layout.out_slots, deep, chunk, problem.out),
     }
     if problem.epilogue.accumulate:
-        buffers["e"] = pltpu.VMEM((2, deep, wide), problem.out)
-        buffers["e_sem"] = pltpu.SemaphoreType.DMA((2,))
+        buffers["e"] = pltpu.VMEM((2, parts, deep, chunk), problem.out)
+        buffers["e_sem"] = pltpu.SemaphoreType.DMA((2, parts))
     return buffers
 
 
@@ -63,7 +63,7 @@ class Contraction:
         outside, inside = lax.div(place.block, inner), lax.rem(place.block, inner)
         return (outside, inside) if self.layout.k_outside else (inside, outside)
 
-    # -- operands -------------------------------------------------------------------------------------------------------
+    # -- operands ------------------------------------------------------------------------------------------------------
 
     def streams(self) -> dict[str, Stream]:
         """The operands on their way in."""
@@ -78,6 +78,7 @@ class Contraction:
                 lambda place: (place.span, place.row, self._block(place)[0]),
                 self._copy_x,
                 lambda place: some(place, i32(1)),
+                self.layout.x_slots,
             ),
             "y": Stream(
                 walk,
@@ -87,7 +88,12 @@ class Contraction:
             ),
         }
         if self.problem.epilogue.accumulate:
-            streams["e"] = Stream(walk, lambda place: (place.span, place.block), self._copy_e, lambda place: i32(1))
+            streams["e"] = Stream(
+                walk,
+                lambda place: (place.span, place.block),
+                self._copy_e,
+                lambda place: self.n.count(self._block(place)[1]),
+            )
         return streams
 
     def _rows(self, place: Place) -> tuple[Any, Any]:
@@ -113,21 +119,20 @@ class Contraction:
         at, size = self.n.of_chunk(self._block(place)[1], part)
         return pltpu.make_async_copy(
             self.hbm["rhs"].at[rows, span(at, size, LANES)],
-            self.vmem["y"].at[slot, inside, self.n.inside(part, size)],
+            self.vmem["y"].at[slot, part, inside, span(0, size, LANES)],
             self.vmem["y_sem"].at[slot, part],
         )
 
     def _copy_e(self, place: Place, slot: Any, part: Any) -> Any:
-        del part
         kb, nb = self._block(place)
-        (row, rows), (column, columns) = self.k.of_block(kb), self.n.of_block(nb)
+        (row, rows), (column, columns) = self.k.of_block(kb), self.n.of_chunk(nb, part)
         return pltpu.make_async_copy(
             self._out(place.span, row, column, rows, columns),
-            self.vmem["e"].at[slot, span(0, rows, LANES), span(0, columns, LANES)],
-            self.vmem["e_sem"].at[slot],
+            self.vmem["e"].at[slot, part, span(0, rows, LANES), span(0, columns, LANES)],
+            self.vmem["e_sem"].at[slot, part],
         )
 
-    # -- work -----------------------------------------------------------------------------------------------------------
+    # -- work ----------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Before the first place."""
@@ -139,20 +144,21 @@ class Contraction:
         kb, nb = self._block(place)
         chunks = self.n.count(nb)
         some = self.walk.left(place) > 0
-        x, y = self.vmem["x"].at[ahead["x"].slot], self.vmem["y"].at[ahead["y"].slot]
-        for name in (name for name in streams if name != "y"):
-            streams[name].wait(place, ahead[name])
+        x = self.vmem["x"].at[ahead["x"].slot]
+        streams["x"].wait(place, ahead["x"])
 
         @pl.when(ahead["x"].fresh & some)
         def _() -> None:
-            self._mask(place, x, slice(None), 1 if self.problem.transpose_lhs else 0)
+            self._mask(place, x, 1 if self.problem.transpose_lhs else 0)
 
         def chunk(part: Any, none: None) -> None:
-            streams["y"].wait(place, ahead["y"], part)
+            y = self.vmem["y"].at[ahead["y"].slot, part]
+            for name in (name for name in streams if name != "x"):
+                streams[name].wait(place, ahead[name], part)
 
             @pl.when(ahead["y"].fresh & some)
             def _() -> None:
-                self._mask(place, y, self.n.inside(part), 0)
+                self._mask(place, y, 0)
 
             self._sum(place, part, x, y)
 
@@ -161,6 +167,7 @@ class Contraction:
                 self._finish(place, part, x, y, ahead)
 
             streams["y"].free(ahead["y"], part)
+            streams["x"].free(ahead["x"], 0, part == chunks - i32(1))  # what comes in goes before what goes out
 
             @pl.when(self.walk.last(place))
             def _() -> None:
@@ -168,7 +175,7 @@ class Contraction:
                 self.out.send((place.span, row, column), rows, columns)
 
         lax.fori_loop(i32(0), chunks, chunk, None)
-        return {"y": chunks}
+        return {"y": chunks, "x": 1}
 
     def _steps(self, place: Place) -> tuple[Any, Any]:
         """Short steps that the tile takes, and pairs of them that come before the last step of its sum."""
@@ -176,13 +183,13 @@ class Contraction:
         steps = (self.walk.rows(place) + i32(self.layout.fine - 1)) >> shift
         return steps, jnp.where(self.walk.last(place), (jnp.maximum(steps, i32(1)) - i32(1)) >> i32(1), steps >> i32(1))
 
-    def _mask(self, place: Place, tile: Any, columns: Any, axis: int) -> None:
+    def _mask(self, place: Place, tile: Any, axis: int) -> None:
         """Zeros in the rows of the tile's steps that are not the span's."""
         walk, slab = self.walk, self.layout.slab
 
         def at(row: Any) -> Any:
             rows = span(row, slab, slab)
-            return (columns, rows) if axis else (rows, columns)
+            return (slice(None), rows) if axis else (rows, slice(None))
 
         def keep(row: Any, low: Any, high: Any) -> None:
             old = tile[at(row)]
@@ -207,11 +214,11 @@ class Contraction:
 
             lax.while_loop(lambda row: row < bottom, clear, walk.ceil(place.end) - place.row)
 
-    def _product(self, part: Any, x: Any, y: Any, row: Any, size: int) -> Any:
+    def _product(self, x: Any, y: Any, row: Any, size: int) -> Any:
         rows = span(row, size, self.layout.fine)
         if self.problem.transpose_lhs:
-            return multiply(self.problem, x[:, rows], y[rows, self.n.inside(part)], (1,), (0,))  # [deep, chunk]
-        return multiply(self.problem, x[rows, :], y[rows, self.n.inside(part)], (0,), (0,))
+            return multiply(self.problem, x[:, rows], y[rows, :], (1,), (0,))  # [deep, chunk]
+        return multiply(self.problem, x[rows, :], y[rows, :], (0,), (0,))
 
     def _sum(self, place: Place, part: Any, x: Any, y: Any) -> None:
         """The long steps before the last step of the sum."""
@@ -221,10 +228,10 @@ class Contraction:
 
         @pl.when(first)
         def _() -> None:
-            sums[...] = self._product(part, x, y, 0, coarse)
+            sums[...] = self._product(x, y, 0, coarse)
 
         def step(i: Any, none: None) -> None:
-            sums[...] += self._product(part, x, y, i * i32(coarse), coarse)
+            sums[...] += self._product(x, y, i * i32(coarse), coarse)
 
         lax.fori_loop(first.astype(jnp.int32), count, step, None)
 
@@ -237,7 +244,7 @@ class Contraction:
 
         def put(result: Any) -> None:
             if problem.epilogue.accumulate:
-                old = self.vmem["e"][ahead["e"].slot, :, self.n.inside(part)]
+                old = self.vmem["e"][ahead["e"].slot, part]
                 result = add(old, result)
             self.vmem["o"][slot] = cast(result, problem.out)
 
@@ -245,11 +252,11 @@ class Contraction:
 
             @pl.when((left == i32(short)) & only)
             def _(short: int = short) -> None:
-                put(self._product(part, x, y, 0, short * fine))
+                put(self._product(x, y, 0, short * fine))
 
             @pl.when((left == i32(short)) & jnp.logical_not(only))
             def _(short: int = short) -> None:
-                put(sums[...] + self._product(part, x, y, before * i32(2 * fine), short * fine))
+                put(sums[...] + self._product(x, y, before * i32(2 * fine), short * fine))
 
         @pl.when(left == i32(0))
         def _() -> None:

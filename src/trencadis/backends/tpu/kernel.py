@@ -59,7 +59,7 @@ def _body(problem: Problem, layout: Layout, hbm: dict[str, Any], vmem: dict[str,
     form = FORMS[problem.form][0](problem, layout, walk, hbm, vmem)
     streams = form.streams()
     first = walk.begin()
-    ahead = begin(tuple(streams.values()), first)
+    ahead = begin(streams.values(), first)
     form.open()
 
     def visit(state: tuple[Place, Any, tuple[Ahead, ...]]) -> Any:

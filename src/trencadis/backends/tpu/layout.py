@@ -21,6 +21,7 @@ class Layout:
     chunk: int  # columns of n that are multiplied at a time
     fine: int = 0  # contraction: rows of a short step of a sum; a long one has twice as many
     k_outside: bool = True  # contraction: whether blocks of k change less often than blocks of n
+    x_slots: int = 2  # tiles of lhs that are held or on their way
     out_slots: int = 4  # chunks of the result that may be on their way out
     cores: int = 1
 

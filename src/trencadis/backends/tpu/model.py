@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 
@@ -19,7 +20,6 @@ from trencadis.problem import Form, Problem
 HBM_SHARE = 0.9  # of the bandwidth that copies reach
 CHUNK = 260  # cycles around a chunk: waits, and the copy of its result
 TILE = 420  # cycles around a tile: three walkers, and the copies of its operands
-BUNDLES = 120  # straight-line code, in thousands of bundles, above which compilation takes too long
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,9 +51,10 @@ class Machine:
         """Cycles of a product `[rows, deep]ᵀ x [rows, chunk]`, added to a sum."""
         return self.ramp + deep * up(rows, self.side) * up(chunk, self.side) / self.rate
 
-    def seconds(self, cycles: float, moved: float) -> float:
-        """Arithmetic beside copies."""
-        return max(cycles / self.chip.clock, moved / (self.chip.hbm * HBM_SHARE))
+    def seconds(self, cycles: float, moved: float, tiles: int) -> float:
+        """Arithmetic beside copies; where a group takes several tiles, copies of the next group get in their way."""
+        compute, copy = cycles / self.chip.clock, moved / (self.chip.hbm * HBM_SHARE)
+        return max(compute, copy) + (0.03 * min(compute, copy) if tiles > 1 else 0)
 
 
 def likely_sizes(problem: Problem) -> list[tuple[float, float]]:
@@ -63,19 +64,39 @@ def likely_sizes(problem: Problem) -> list[tuple[float, float]]:
     return [(0.3 * mean, 0.08), (mean - spread, 0.25), (mean, 0.34), (mean + spread, 0.25), (3 * mean, 0.08)]
 
 
-def predict(problem: Problem, layout: Layout, machine: Machine) -> float:
-    """Seconds that the problem would take, if its groups had likely sizes."""
+def predict(
+    problem: Problem, layout: Layout, machine: Machine, sizes: Sequence[tuple[float, float]] | None = None
+) -> float:
+    """Seconds that the problem would take, if its groups had these sizes, each with its share; by default likely ones."""
     group = _rows if problem.form is Form.ROWS else _contraction
-    total = sum(weight * group(problem, layout, machine, size) for size, weight in likely_sizes(problem))
-    first = layout.tallest * (problem.k if problem.form is Form.ROWS else layout.deep) * problem.lhs.itemsize
-    return problem.spans * total + first / (machine.chip.hbm * HBM_SHARE)
+    total = sum(weight * group(problem, layout, machine, size) for size, weight in sizes or likely_sizes(problem))
+    return problem.spans * total + _start(problem, layout, machine)
+
+
+def _start(problem: Problem, layout: Layout, machine: Machine) -> float:
+    """Seconds before the first product, and those of the last one."""
+    if problem.form is Form.ROWS:
+        cycles = machine.rows(layout.tallest, problem.k, layout.chunk)
+        moved = problem.k * (layout.tallest * problem.lhs.itemsize + layout.chunk * problem.rhs.itemsize)
+    else:
+        cycles = machine.step(layout.deep, 2 * layout.fine, layout.chunk)
+        moved = layout.tallest * (layout.deep * problem.lhs.itemsize + layout.chunk * problem.rhs.itemsize)
+        moved += layout.deep * layout.chunk * problem.out.itemsize
+    return cycles / machine.chip.clock + moved / (machine.chip.hbm * HBM_SHARE)
 
 
 def code(problem: Problem, layout: Layout, machine: Machine) -> float:
-    """Thousands of bundles of straight-line code, about."""
+    """Cycles of all straight-line code, run once."""
     if problem.form is Form.ROWS:
-        return sum(machine.rows(h, problem.k, layout.chunk) for h in layout.heights) / 1000
-    return 3 * sum(machine.step(layout.deep, i * layout.fine, layout.chunk) for i in (1, 2)) / 1000
+        return sum(machine.rows(h, problem.k, layout.chunk) for h in layout.heights)
+    return 3 * sum(machine.step(layout.deep, i * layout.fine, layout.chunk) for i in (1, 2))
+
+
+def longest(problem: Problem, layout: Layout, machine: Machine) -> float:
+    """Cycles of the longest run of straight-line code."""
+    if problem.form is Form.ROWS:
+        return machine.rows(layout.tallest, problem.k, layout.chunk)
+    return machine.step(layout.deep, 2 * layout.fine, layout.chunk)
 
 
 def _rows(problem: Problem, layout: Layout, machine: Machine, size: float) -> float:
@@ -91,7 +112,7 @@ def _rows(problem: Problem, layout: Layout, machine: Machine, size: float) -> fl
     moved = problem.k * problem.n * problem.rhs.itemsize
     moved += turns * (size + layout.grain) * problem.k * problem.lhs.itemsize
     moved += size * problem.n * problem.out.itemsize * (2 if problem.epilogue.accumulate else 1)
-    return machine.seconds(cycles * _share(blocks, layout), moved)
+    return machine.seconds(cycles * _share(blocks, layout), moved, tiles)
 
 
 def _contraction(problem: Problem, layout: Layout, machine: Machine, size: float) -> float:
@@ -109,7 +130,8 @@ def _contraction(problem: Problem, layout: Layout, machine: Machine, size: float
         x_turns, y_turns = (1, y_turns) if layout.k_outside else (x_turns, 1)
     moved = problem.k * problem.n * problem.out.itemsize * (2 if problem.epilogue.accumulate else 1)
     moved += rows * (x_turns * problem.k * problem.lhs.itemsize + y_turns * problem.n * problem.rhs.itemsize)
-    return machine.seconds(cycles * _share(blocks, layout), moved)
+    behind = 1.02 if layout.out_slots < 3 else 1.0  # the next sum may have to wait for a buffer
+    return behind * machine.seconds(cycles * _share(blocks, layout), moved, tiles)
 
 
 def _share(blocks: int, layout: Layout) -> float:

@@ -27,23 +27,23 @@ ZEROS = 256  # rows of the block of zeros that unowned rows are written from
 
 def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
     """The buffers of the form."""
-    wide, chunk, tall = layout.wide, layout.chunk, layout.tallest
-    weights = (2, wide, problem.k) if problem.transpose_rhs else (2, problem.k, wide)
+    parts, chunk, tall = layout.chunks, layout.chunk, layout.tallest
+    weights = (chunk, problem.k) if problem.transpose_rhs else (problem.k, chunk)
     buffers = {
-        "x": pltpu.VMEM((2, tall, problem.k), problem.lhs),
-        "x_sem": pltpu.SemaphoreType.DMA((2,)),
-        "w": pltpu.VMEM(weights, problem.rhs),
-        "w_sem": pltpu.SemaphoreType.DMA((2, layout.chunks)),
+        "x": pltpu.VMEM((layout.x_slots, tall, problem.k), problem.lhs),
+        "x_sem": pltpu.SemaphoreType.DMA((layout.x_slots,)),
+        "w": pltpu.VMEM((2, parts, *weights), problem.rhs),
+        "w_sem": pltpu.SemaphoreType.DMA((2, parts)),
         **Outbox.scratch(layout.out_slots, tall, chunk, problem.out),
         "kept": pltpu.VMEM((-(-problem.n // chunk), layout.slab, chunk), problem.out),
         "kept_sem": pltpu.SemaphoreType.DMA,
     }
     if problem.epilogue.bias is not None:
-        buffers["b"] = pltpu.VMEM((2, 1, wide), problem.epilogue.bias)
-        buffers["b_sem"] = pltpu.SemaphoreType.DMA((2,))
+        buffers["b"] = pltpu.VMEM((2, parts, 1, chunk), problem.epilogue.bias)
+        buffers["b_sem"] = pltpu.SemaphoreType.DMA((2, parts))
     if problem.epilogue.accumulate:
-        buffers["e"] = pltpu.VMEM((2, tall, wide), problem.out)
-        buffers["e_sem"] = pltpu.SemaphoreType.DMA((2,))
+        buffers["e"] = pltpu.VMEM((2, parts, tall, chunk), problem.out)
+        buffers["e_sem"] = pltpu.SemaphoreType.DMA((2, parts))
     else:
         buffers["zeros"] = pltpu.VMEM((min(ZEROS, tall), chunk), problem.out)
         buffers["zeros_sem"] = pltpu.SemaphoreType.DMA
@@ -62,21 +62,28 @@ class Rows:
     def _out(self, row: Any, column: Any, rows: Any, columns: Any) -> Any:
         return self.hbm["out"].at[span(row, rows, self.layout.slab), span(column, columns, LANES)]
 
-    # -- operands -------------------------------------------------------------------------------------------------------
+    # -- operands ------------------------------------------------------------------------------------------------------
 
     def streams(self) -> dict[str, Stream]:
-        """The operands on their way in."""
+        """The operands on their way in; all but lhs in chunks."""
         walk, epilogue = self.walk, self.problem.epilogue
-        one = lambda place: i32(1)  # noqa: E731
-        weights = lambda place: (place.span, place.block)  # noqa: E731
+
+        def chunks(place: Place) -> Any:
+            return self.n.count(place.block)
+
+        def weights(place: Place) -> Any:
+            return place.span, place.block
+
         streams = {
-            "x": Stream(walk, lambda place: (place.span, place.row), self._copy_x, one),
-            "w": Stream(walk, weights, self._copy_w, lambda place: self.n.count(place.block)),
+            "x": Stream(
+                walk, lambda place: (place.span, place.row), self._copy_x, lambda place: i32(1), self.layout.x_slots
+            ),
+            "w": Stream(walk, weights, self._copy_w, chunks),
         }
         if epilogue.bias is not None:
-            streams["b"] = Stream(walk, weights, self._copy_b, one)
+            streams["b"] = Stream(walk, weights, self._copy_b, chunks)
         if epilogue.accumulate:
-            streams["e"] = Stream(walk, lambda place: (place.span, place.block, place.row), self._copy_e, one)
+            streams["e"] = Stream(walk, lambda place: (place.span, place.block, place.row), self._copy_e, chunks)
         return streams
 
     def _copy_x(self, place: Place, slot: Any, part: Any) -> Any:
@@ -92,35 +99,33 @@ class Rows:
 
     def _copy_w(self, place: Place, slot: Any, part: Any) -> Any:
         at, size = self.n.of_chunk(place.block, part)
-        columns, inside = span(at, size, LANES), self.n.inside(part, size)
-        which = lax.rem(place.span, i32(self.problem.weights))
+        columns, inside = span(at, size, LANES), span(0, size, LANES)
+        which, target = lax.rem(place.span, i32(self.problem.weights)), self.vmem["w"].at[slot, part]
         if self.problem.transpose_rhs:
-            source, target = self.hbm["rhs"].at[which, columns, :], self.vmem["w"].at[slot, inside, :]
+            source, target = self.hbm["rhs"].at[which, columns, :], target.at[inside, :]
         else:
-            source, target = self.hbm["rhs"].at[which, :, columns], self.vmem["w"].at[slot, :, inside]
+            source, target = self.hbm["rhs"].at[which, :, columns], target.at[:, inside]
         return pltpu.make_async_copy(source, target, self.vmem["w_sem"].at[slot, part])
 
     def _copy_b(self, place: Place, slot: Any, part: Any) -> Any:
-        del part
-        at, size = self.n.of_block(place.block)
+        at, size = self.n.of_chunk(place.block, part)
         which = lax.rem(place.span, i32(self.problem.weights))
         return pltpu.make_async_copy(
             self.hbm["bias"].at[which, :, span(at, size, LANES)],
-            self.vmem["b"].at[slot, :, span(0, size, LANES)],
-            self.vmem["b_sem"].at[slot],
+            self.vmem["b"].at[slot, part, :, span(0, size, LANES)],
+            self.vmem["b_sem"].at[slot, part],
         )
 
     def _copy_e(self, place: Place, slot: Any, part: Any) -> Any:
-        del part
-        at, columns = self.n.of_block(place.block)
+        at, size = self.n.of_chunk(place.block, part)
         rows = self.walk.rows(place)
         return pltpu.make_async_copy(
-            self._out(place.row, at, rows, columns),
-            self.vmem["e"].at[slot, span(0, rows, self.layout.slab), span(0, columns, LANES)],
-            self.vmem["e_sem"].at[slot],
+            self._out(place.row, at, rows, size),
+            self.vmem["e"].at[slot, part, span(0, rows, self.layout.slab), span(0, size, LANES)],
+            self.vmem["e_sem"].at[slot, part],
         )
 
-    # -- work -----------------------------------------------------------------------------------------------------------
+    # -- work ----------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Before the first place."""
@@ -133,12 +138,12 @@ class Rows:
     def visit(self, place: Place, before: Any, streams: dict[str, Stream], ahead: dict[str, Ahead]) -> dict[str, Any]:
         """One tile of rows with one block of weights; `before` is where the rows of the span before ended."""
         walk = self.walk
-        for name in (name for name in streams if name != "w"):
-            streams[name].wait(place, ahead[name])
+        streams["x"].wait(place, ahead["x"])
         height, chunks = walk.height(place), self.n.count(place.block)
 
         def chunk(part: Any, none: None) -> None:
-            streams["w"].wait(place, ahead["w"], part)
+            for name in (name for name in streams if name != "x"):
+                streams[name].wait(place, ahead[name], part)
 
             @pl.when(place.row == walk.floor(place.start))
             def _() -> None:
@@ -152,24 +157,24 @@ class Rows:
                     self._multiply(h, part, slot, ahead)
 
             streams["w"].free(ahead["w"], part)
+            streams["x"].free(ahead["x"], 0, part == chunks - i32(1))  # what comes in goes before what goes out
             self._merge(place, before, part, slot, ahead)
             done = jnp.where(walk.last(place), walk.floor(place.end) - place.row, height)
             at, columns = self.n.of_chunk(place.block, part)
             self.out.send((place.row, at), done, columns)
 
         lax.fori_loop(i32(0), chunks, chunk, None)
-        return {"w": chunks}
+        return {"w": chunks, "x": 1}
 
     def _multiply(self, h: int, part: Any, slot: Any, ahead: dict[str, Ahead]) -> None:
-        problem, vmem, columns = self.problem, self.vmem, self.n.inside(part)
+        problem, vmem = self.problem, self.vmem
         x = vmem["x"][ahead["x"].slot, :h, :]  # [h, k]
-        where = (columns, slice(None)) if problem.transpose_rhs else (slice(None), columns)
-        w = vmem["w"][(ahead["w"].slot, *where)]  # [k, chunk] or [chunk, k]
+        w = vmem["w"][ahead["w"].slot, part]  # [k, chunk] or [chunk, k]
         sums = multiply(problem, x, w, (1,), (1 if problem.transpose_rhs else 0,))  # [h, chunk]
-        bias = vmem["b"][ahead["b"].slot, :, columns] if problem.epilogue.bias is not None else None  # [1, chunk]
+        bias = vmem["b"][ahead["b"].slot, part] if problem.epilogue.bias is not None else None  # [1, chunk]
         result = problem.epilogue.finish(sums, bias, problem.out)
         if problem.epilogue.accumulate:
-            result = add(vmem["e"][ahead["e"].slot, :h, columns], result)
+            result = add(vmem["e"][ahead["e"].slot, part, :h, :], result)
         vmem["o"][slot, :h, :] = cast(result, problem.out)
 
     def _merge(self, place: Place, before: Any, part: Any, slot: Any, ahead: dict[str, Ahead]) -> None:
@@ -181,7 +186,7 @@ class Rows:
         def old(offset: Any) -> Any:  # what rows of nobody hold
             if "e" not in self.vmem:
                 return jnp.zeros((layout.slab, layout.chunk), self.problem.out)
-            return self.vmem["e"][ahead["e"].slot, span(offset, layout.slab, layout.slab), self.n.inside(part)]
+            return self.vmem["e"][ahead["e"].slot, part, span(offset, layout.slab, layout.slab), :]
 
         @pl.when(place.row < place.start)
         def _() -> None:
@@ -196,7 +201,7 @@ class Rows:
             tail = out[slot, span(offset, layout.slab, layout.slab), :]
             kept[...] = jnp.where(index < place.end - place.row - offset, tail, old(offset))
 
-    # -- rows of nobody -------------------------------------------------------------------------------------------------
+    # -- rows of nobody ------------------------------------------------------------------------------------------------
 
     def _fill(self, before: Any, top: Any, block: Any, part: Any) -> None:
         """Settle the rows between two spans, in one chunk of columns: from where one ended to the slab `top`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,9 +24,9 @@ class Ahead(NamedTuple):
     done: Any = None  # whether it is done with when that place is left
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Stream:
-    """An operand that passes through two buffers. A piece is fetched once and stays while its key stays the same.
+    """An operand that passes through a few buffers. A piece is fetched once and stays while its key stays the same.
 
     A piece may come in parts, which are waited for and given back one by one, so that arithmetic need not wait for all
     of it, nor the copies for all of the arithmetic.
@@ -36,6 +36,7 @@ class Stream:
     key: Callable[[Place], tuple[Any, ...]]  # what the piece depends on
     copy: Callable[[Place, Any, Any], Any]  # (place, slot, part) -> the copy of one part of a piece
     parts: Callable[[Place], Any]  # how many parts a piece has there; 0 if there is nothing to fetch
+    slots: int = 2
 
     def start(self, place: Place, slot: Any, first: Any = 0) -> None:
         """Start to fetch the piece of a place, from its part `first` on, unless the walk is over."""
@@ -49,14 +50,14 @@ class Stream:
         def _() -> None:
             self.copy(place, ahead.slot, i32(part)).wait()
 
-    def free(self, ahead: Ahead, part: Any) -> None:
+    def free(self, ahead: Ahead, part: Any, now: Any = True) -> None:
         """One part of the piece was used for the last time if the piece is done with: fetch the same part ahead."""
 
-        @pl.when(ahead.done & jnp.logical_not(self.walk.over(ahead.place)))
+        @pl.when(ahead.done & jnp.logical_not(self.walk.over(ahead.place)) & now)
         def _() -> None:
-            @pl.when(part < self.parts(ahead.place))
+            @pl.when(i32(part) < self.parts(ahead.place))
             def _() -> None:
-                self.copy(ahead.place, ahead.slot, part).start()
+                self.copy(ahead.place, ahead.slot, i32(part)).start()
 
     def leave(self, ahead: Ahead, freed: Any = 0) -> Ahead:
         """Leave a place, with the first parts of its piece freed already: fetch the others, if it is done with."""
@@ -65,8 +66,8 @@ class Stream:
         def _() -> None:
             self.start(ahead.place, ahead.slot, freed)
 
-        slot = jnp.where(ahead.done, i32(1) - ahead.slot, ahead.slot)
-        return Ahead(self.beyond(ahead.place, ahead.done), slot, ahead.done)
+        slot = jnp.where(ahead.slot == i32(self.slots - 1), i32(0), ahead.slot + i32(1))
+        return Ahead(self.beyond(ahead.place, ahead.done), jnp.where(ahead.done, slot, ahead.slot), ahead.done)
 
     def same(self, a: Place, b: Place) -> Any:
         """Whether two places share a piece."""
@@ -86,15 +87,14 @@ class Stream:
         return lax.while_loop(lambda state: state[1], step, (place, going))[0]
 
 
-def begin(streams: tuple[Stream, ...], place: Place) -> tuple[Ahead, ...]:
-    """Fill both buffers of every stream, the first of each before the second of any."""
-    second = [stream.beyond(place) for stream in streams]
-    for slot, places in enumerate(((place,) * len(streams), second)):
-        for stream, at in zip(streams, places, strict=True):
-            stream.start(at, i32(slot))
-    return tuple(
-        Ahead(stream.beyond(at), jnp.int32(0), jnp.bool_(True)) for stream, at in zip(streams, second, strict=True)
-    )
+def begin(streams: Iterable[Stream], place: Place) -> tuple[Ahead, ...]:
+    """Fill all buffers of every stream, the first of each before the second of any."""
+    places = {stream: place for stream in streams}
+    for slot in range(max(stream.slots for stream in places)):
+        for stream in (stream for stream in places if slot < stream.slots):
+            stream.start(places[stream], i32(slot))
+            places[stream] = stream.beyond(places[stream])
+    return tuple(Ahead(at, jnp.int32(0), jnp.bool_(True)) for at in places.values())
 
 
 class Outbox:

@@ -45,7 +45,7 @@ class Walk:
         self.sizes, self.first, self.table = (scalars[name] for name in ("sizes", "first", "table"))
         self.low, self.high = blocks  # of this core
 
-    # -- what a place is ----------------------------------------------------------------------------------------------
+    # -- what a place is -----------------------------------------------------------------------------------------------
 
     def over(self, place: Place) -> Any:
         """Whether the walk has passed its last place."""
@@ -78,7 +78,7 @@ class Walk:
         """The first row at or after this one at which a slab begins."""
         return self.floor(row + i32((to or self.layout.slab) - 1), to)
 
-    # -- from place to place ------------------------------------------------------------------------------------------
+    # -- from place to place -------------------------------------------------------------------------------------------
 
     def begin(self) -> Place:
         """The first place."""
