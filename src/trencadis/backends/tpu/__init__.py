@@ -1,4 +1,4 @@
-"""Pallas kernels for TPU: a group's operands stay in VMEM, copies run beside the arithmetic, nothing is padded to tiles.
+"""Pallas kernels for TPU: a group's weights or sums stay in VMEM, and copies run beside the arithmetic.
 
 run         operands as the kernel wants them; the kernel; the result as the problem wants it
 choose      layouts that fit into VMEM, and the fastest of them by model

@@ -73,7 +73,7 @@ def _best(problem: Problem, chip: Chip, layouts: list[Layout]) -> Layout | None:
 
 def machine_for(problem: Problem, chip: Chip) -> Machine:
     """The model's machine for the dtype in which the problem is multiplied."""
-    return Machine.of(chip, rows.operand_dtype(problem))
+    return Machine.of(chip, rows.operand_dtype(problem), transposed=problem.transpose_rhs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -133,10 +133,11 @@ def _row_layouts(problem: Problem, machine: Machine, tiling: Tiling | None, slab
         for heights in sorted(menus):
             table = heights_table(heights, slab, lambda h, c=chunk: machine.rows(h, problem.k, c))
             cores = machine.chip.cores if wide < problem.n else 1
-            yield Layout(
-                slab=slab, grain=grain, heights=heights, table=table, deep=problem.k, wide=wide, chunk=chunk,
-                out_slots=min(8, max(4, 2 * (wide // chunk))), x_slots=3, cores=cores,
-            )  # fmt: skip
+            for x_slots in (2, 3):
+                yield Layout(
+                    slab=slab, grain=grain, heights=heights, table=table, deep=problem.k, wide=wide, chunk=chunk,
+                    x_slots=x_slots, out_slots=min(8, max(4, 2 * (wide // chunk))), cores=cores,
+                )  # fmt: skip
 
 
 def _widths(n: int, asked: int | None) -> Iterator[tuple[int, int]]:

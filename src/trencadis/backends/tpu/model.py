@@ -33,15 +33,16 @@ class Machine:
     least: int  # rows below which a tile takes as long as this many, as its weights have to be loaded
 
     @classmethod
-    def of(cls, chip: Chip, operand: object) -> Machine:
-        """The machine for operands of one dtype."""
+    def of(cls, chip: Chip, operand: object, *, transposed: bool = False) -> Machine:
+        """The machine for operands of one dtype; transposed weights take twice as long to load."""
         rate = chip.peak_bf16 / chip.clock / 2
         large = rate / chip.mxus > 2**15
         if jnp.dtype(operand).itemsize == 1:
             rate *= 2
         if jnp.dtype(operand).itemsize == 4:
             rate /= 2 if large else 1.5
-        return cls(chip, 256 if large else 128, rate, 300 if large else 220, 130 if large else 48)
+        least = (125 if large else 34) * (2 if transposed else 1)
+        return cls(chip, 256 if large else 128, rate, 300 if large else 220, least)
 
     def rows(self, height: int, k: int, chunk: int) -> float:
         """Cycles of a product `[height, k] x [k, chunk]`, the weights of which are loaded for it."""
@@ -51,10 +52,10 @@ class Machine:
         """Cycles of a product `[rows, deep]ᵀ x [rows, chunk]`, added to a sum."""
         return self.ramp + deep * up(rows, self.side) * up(chunk, self.side) / self.rate
 
-    def seconds(self, cycles: float, moved: float, tiles: int) -> float:
+    def seconds(self, cycles: float, moved: float, tiles: int, slots: int) -> float:
         """Arithmetic beside copies; where a group takes several tiles, copies of the next group get in their way."""
         compute, copy = cycles / self.chip.clock, moved / (self.chip.hbm * HBM_SHARE)
-        return max(compute, copy) + (0.03 * min(compute, copy) if tiles > 1 else 0)
+        return max(compute, copy) + ((0.03 if slots > 2 else 0.08) * min(compute, copy) if tiles > 1 else 0)
 
 
 def likely_sizes(problem: Problem) -> list[tuple[float, float]]:
@@ -67,7 +68,7 @@ def likely_sizes(problem: Problem) -> list[tuple[float, float]]:
 def predict(
     problem: Problem, layout: Layout, machine: Machine, sizes: Sequence[tuple[float, float]] | None = None
 ) -> float:
-    """Seconds that the problem would take, if its groups had these sizes, each with its share; by default likely ones."""
+    """Seconds for the problem, if its groups had these sizes, each with its share; by default likely ones."""
     group = _rows if problem.form is Form.ROWS else _contraction
     total = sum(weight * group(problem, layout, machine, size) for size, weight in sizes or likely_sizes(problem))
     return problem.spans * total + _start(problem, layout, machine)
@@ -112,7 +113,7 @@ def _rows(problem: Problem, layout: Layout, machine: Machine, size: float) -> fl
     moved = problem.k * problem.n * problem.rhs.itemsize
     moved += turns * (size + layout.grain) * problem.k * problem.lhs.itemsize
     moved += size * problem.n * problem.out.itemsize * (2 if problem.epilogue.accumulate else 1)
-    return machine.seconds(cycles * _share(blocks, layout), moved, tiles)
+    return machine.seconds(cycles * _share(blocks, layout), moved, tiles, layout.x_slots)
 
 
 def _contraction(problem: Problem, layout: Layout, machine: Machine, size: float) -> float:
@@ -131,7 +132,7 @@ def _contraction(problem: Problem, layout: Layout, machine: Machine, size: float
     moved = problem.k * problem.n * problem.out.itemsize * (2 if problem.epilogue.accumulate else 1)
     moved += rows * (x_turns * problem.k * problem.lhs.itemsize + y_turns * problem.n * problem.rhs.itemsize)
     behind = 1.02 if layout.out_slots < 3 else 1.0  # the next sum may have to wait for a buffer
-    return behind * machine.seconds(cycles * _share(blocks, layout), moved, tiles)
+    return behind * machine.seconds(cycles * _share(blocks, layout), moved, tiles, layout.x_slots)
 
 
 def _share(blocks: int, layout: Layout) -> float:
