@@ -28,12 +28,16 @@ class Skew(enum.StrEnum):
 
 
 class Platform(enum.StrEnum):
-    """What to plan for, as JAX names it."""
+    """What to plan for: a platform as JAX names it, or a generation of TPU."""
 
     cpu = "cpu"
     cuda = "cuda"
     rocm = "rocm"
     tpu = "tpu"
+    v5e = "v5e"
+    v5p = "v5p"
+    v6e = "v6e"
+    v7x = "v7x"
 
 
 class OneLineErrors(typer.core.TyperGroup):

@@ -17,6 +17,7 @@ from trencadis import problem as what
 from trencadis.api import grouped_matmul, transposed_grouped_matmul
 from trencadis.autodiff import grouped_p
 from trencadis.backends import BACKENDS
+from trencadis.chips import CHIPS
 from trencadis.cost import Cost, cost
 from trencadis.plan import Plan, plan, refusals
 from trencadis.problem import Problem
@@ -117,7 +118,8 @@ def why(
       preferred_element_type: the dtype of the result.
       transpose_rhs: as in `grouped_matmul`.
       transpose_lhs: as in `transposed_grouped_matmul`.
-      target: what to plan for: a `Target`, a device, or "cpu", "cuda", "rocm" or "tpu"; by default the default device.
+      target: what to plan for: a `Target`, a device, "cpu", "cuda", "rocm", "tpu", or a TPU generation such as "v6e"; by
+        default the default device.
 
     Returns:
       A `Why`: print it, or read its problem, cost, backends and passes.
@@ -159,8 +161,8 @@ def why(
 def target_of(target: Target | jax.Device | str | None) -> Target:
     """Any spelling of a target; None is the device on which JAX runs what names no other.
 
-    >>> target_of("tpu")
-    Target(platform='tpu', kind=None)
+    >>> target_of("tpu"), target_of("v6e")
+    (Target(platform='tpu', kind=None), Target(platform='tpu', kind='TPU v6 lite'))
     """
     if target is None:
         config: Any = jax.config
@@ -170,9 +172,12 @@ def target_of(target: Target | jax.Device | str | None) -> Target:
         return target
     if isinstance(target, str) and target in PLATFORMS:
         return Target(platform=target)
+    if isinstance(target, str) and target in CHIPS:
+        return Target(platform="tpu", kind=CHIPS[target].kind)
     if isinstance(target, jax.Device):
         return Target.of(target)
-    raise ValueError(f"target: want a Target, a device, or one of {', '.join(map(repr, PLATFORMS))}; got {target!r}")
+    known = ", ".join(map(repr, (*PLATFORMS, *CHIPS)))
+    raise ValueError(f"target: want a Target, a device, or one of {known}; got {target!r}")
 
 
 def _abstract(name: str, x: Any) -> jax.ShapeDtypeStruct:
