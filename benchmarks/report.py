@@ -16,6 +16,7 @@ from benchmarks.cells import BASE, Cell
 
 SCHEMA = 1
 PACKAGES = ("jax", "jaxlib", "numpy", "trencadis", "tokamax", "torch")
+PATHS = ("--out", "--python", "--reuse", "--page")  # options whose values are paths
 NOISY = 0.25  # spread from which a cell's time is marked
 WORDS = 3  # columns that name a row; the others are numbers
 
@@ -46,13 +47,18 @@ class Report:
         )
 
     def save(self, path: pathlib.Path) -> pathlib.Path:
-        """Write to path, or beside it if it is taken: results are never overwritten."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        free, number = path, 2
-        while free.exists():
-            free, number = path.with_stem(f"{path.stem}-{number}"), number + 1
-        free.write_text(self.to_json())
-        return free
+        """Write to path, or beside it if it is taken."""
+        return write_beside(path, self.to_json())
+
+
+def write_beside(path: pathlib.Path, text: str) -> pathlib.Path:
+    """Write to path, or beside it if it is taken: results are never overwritten."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    free, number = path, 2
+    while free.exists():
+        free, number = path.with_stem(f"{path.stem}-{number}"), number + 1
+    free.write_text(text)
+    return free
 
 
 def environment(command: Sequence[str], clock: str, pinned: int | None) -> dict[str, Any]:
@@ -103,13 +109,19 @@ def device_slug(environment: dict[str, Any]) -> str:
 
 
 def scrubbed(argv: Sequence[str]) -> list[str]:
-    """The command line without the value of --out, which may tell a path."""
+    """The command line without values that may tell a path."""
     kept: list[str] = []
+    hide = False
     for word in argv:
-        if kept and kept[-1] == "--out":
-            kept[-1] = "--out ..."
-        kept.append("--out=..." if word.startswith("--out=") else word)
-    return [word for i, word in enumerate(kept) if i == 0 or kept[i - 1] != "--out ..."]
+        option, _, value = word.partition("=")
+        if hide:
+            kept[-1] += " ..."
+        elif option in PATHS and value:
+            kept.append(f"{option}=...")
+        else:
+            kept.append(word)
+        hide = not hide and word in PATHS
+    return kept
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks is not installed
 
-from benchmarks import cells, oracle, peers, plot, problems, report, run, timing  # noqa: E402
+from benchmarks import cells, oracle, peers, plot, problems, report, run, timing, tpu, tpu_peers, tpu_table  # noqa: E402
 
 TINY = problems.BenchProblem(name="tiny", m=20, k=8, n=6, g=4, sizes="zipf-empties", seed=3)
 
@@ -237,6 +237,7 @@ def test_a_report_says_where_and_not_who(made):
     assert str(ROOT) not in text and platform.node() not in made.environment.values()
     assert report.scrubbed(["--pin", "1", "--out", "/a/b", "--memory"]) == ["--pin", "1", "--out ...", "--memory"]
     assert report.scrubbed(["--out=/a/b"]) == ["--out=..."]
+    assert report.scrubbed(["--python", "/a", "--python", "/b"]) == ["--python ...", "--python ..."]
 
 
 def test_tables(made, capsys):
@@ -263,3 +264,111 @@ def test_the_command_line(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run.main(["--problems", "nonsense", "--out", "none"])
     assert "nonsense not among" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The TPU compiler's schedules. Nothing is compiled here
+
+
+SCHEDULES = """{"schema": 1, "date": "2026-01-02", "command": "python -m benchmarks.tpu", "records": [
+ {"peer": "ours", "case": {"name": "qwen3", "form": "rows", "generation": "v6e"}, "seconds": 3.2e-4,
+  "versions": {"jax": "0.10.2", "libtpu": "0.0.42.1", "trencadis": "0.1"}},
+ {"peer": "megablox", "case": {"name": "qwen3", "form": "rows", "generation": "v6e"}, "tiling": [128, 2048, 768],
+  "seconds": 4.5e-4, "versions": {"jax": "0.10.2", "libtpu": "0.0.42.1"}},
+ {"peer": "megablox", "case": {"name": "qwen3", "form": "rows", "generation": "v6e"}, "tiling": [256, 2048, 768],
+  "seconds": 4e-4, "versions": {"jax": "0.10.2", "libtpu": "0.0.42.1"}},
+ {"peer": "tokamax v2", "case": {"name": "qwen3", "form": "rows", "generation": "v6e"}, "seconds": 6.4e-4,
+  "versions": {"jax": "0.12.0", "libtpu": "0.0.50.1", "tokamax": "0.0.17"}},
+ {"peer": "tokamax v2", "case": {"name": "qwen3", "form": "contraction", "generation": "v5e"}, "why": "too large"},
+ {"peer": "ours", "case": {"name": "mixtral", "form": "rows", "generation": "v5e", "dtype": "int8"}, "seconds": 3e-3,
+  "versions": {"jax": "0.10.2", "libtpu": "0.0.42.1", "trencadis": "0.1"}}
+]}"""
+
+TABLE = """\
+| problem | form | chip | roofline | ours | megablox | tokamax v2 | ours / best peer |
+| --- | --- | --- | --: | --: | --: | --: | --: |
+| qwen3 | rows | v6e | 302 | 320 | 400 | 640 | 0.80 |
+| qwen3 | contraction | v5e | 604 | - | - | fails | - |
+| mixtral | rows, int8 | v5e | 2442 | 3000 | - | - | - |
+
+2026-01-02. jax 0.10.2, libtpu 0.0.42.1: ours, megablox; jax 0.12.0, libtpu 0.0.50.1: tokamax v2 0.0.17."""
+
+
+def test_the_table_of_schedules(tmp_path):
+    made = tpu_table.Schedules.from_json(SCHEDULES)
+    assert tpu_table.markdown(made) == TABLE
+    assert tpu_table.Schedules.from_json(made.to_json()) == made
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{tpu_table.BEGIN}\nold\n{tpu_table.END}\nafter\n")
+    for _ in range(2):  # in place, and again
+        assert tpu_table.renew(page, TABLE)
+        assert page.read_text() == f"before\n{tpu_table.BEGIN}\n\n{TABLE}\n\n{tpu_table.END}\nafter\n"
+    page.write_text("no marks")
+    assert not tpu_table.renew(page, TABLE) and page.read_text() == "no marks"
+    with pytest.raises(ValueError, match="schema: None"):
+        tpu_table.Schedules.from_json("{}")
+
+
+def test_the_cases_of_schedules():
+    cases = tpu_table.cases()
+    assert len(cases) == len(set(cases)) == 3 * 4 * 3 + 2
+    for case in cases:
+        first, second, sizes = tpu_peers.operands(case)
+        p = case.problem
+        read = first.size * first.dtype.itemsize + second.size * second.dtype.itemsize
+        written = {"rows": p.m * p.n, "d_lhs": p.m * p.k, "contraction": p.g * p.k * p.n}[case.form]
+        assert case.bytes == read + written * tpu_peers.OUT[case.dtype].dtype.itemsize and sizes.sum() == p.m
+        takers = [peer.name for peer in tpu_peers.PEERS.values() if peer.takes(case)]
+        assert takers[0] == "ours" and (len(takers) > 1) == (case.form != "d_lhs" and case.dtype == "bf16")
+
+
+def test_tilings_of_schedules():
+    peers = tpu_peers.PEERS
+    for case in (c for c in tpu_table.cases() if peers["megablox"].takes(c)):
+        p = case.problem
+        tried = {name: peers[name].tilings(case) for name in ("ours", "megablox", "megablox 128³", "MaxText v2")}
+        assert tried["ours"] == tried["megablox 128³"] == (None,) and tried["MaxText v2"][0] is None
+        assert len(tried["megablox"]) == 1
+        for tm, tk, tn in filter(None, (*tried["megablox"], *tried["MaxText v2"])):
+            assert tm % 128 == 0 and p.k % tk == 0 and p.n % tn == 0
+
+
+def test_what_is_made_anew_replaces_what_was():
+    case = tpu_table.cases()[0]
+
+    def record(peer, version, **more):
+        return tpu_table.Record(peer=peer, case=case, versions={"jax": version}, **more)
+
+    old = [record("ours", "1"), record("megablox", "1"), record("megablox", "2")]
+    assert tpu.kept(old, []) == old
+    assert tpu.kept(old, [record("ours", "2", why="fails")]) == old[1:]
+    assert tpu.kept(old, [record("megablox", "2", tiling=(128, 128, 128))]) == old[:2]
+
+
+def test_the_table_says_how_two_cores_are_timed():
+    case = tpu_table.Case(name="qwen3", form="rows", generation="v5p")
+    made = tpu_table.Schedules(date="d", command="c", records=[tpu_table.Record(peer="ours", case=case, seconds=1.0)])
+    assert tpu_table.markdown(made).endswith(tpu_table.TWO_CORES)
+
+
+def test_a_failure_is_told_in_a_line_without_paths():
+    assert tpu.reason("foo.RuntimeError: no room\n  in /home/me/x.py") == "foo.RuntimeError: no room in ..."
+
+
+def test_schedules_are_reused(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tpu, "one", lambda peer, case, *_: tpu_table.Record(peer=peer.name, case=case, why="no"))
+    before, out = tmp_path / "before.json", tmp_path / "after.json"
+    before.write_text(SCHEDULES)
+    words = ["--peers", "ours", "--problems", "qwen3", "--forms", "rows", "--generations", "v6e"]
+    assert tpu.main([*words, "--reuse", str(before), "--out", str(out), "--page", str(before)]) == 1  # ours failed
+    made = tpu_table.Schedules.from_json(out.read_text())
+    assert [(r.peer, r.why) for r in made.records[:2]] == [("ours", "no"), ("megablox", None)]
+    assert len(made.records) == 6 and str(tmp_path) not in made.command
+    assert "it has no <!--" in capsys.readouterr().err
+    files = ["--reuse", str(out), "--reuse", str(before)]
+    assert tpu.main(["--generations", "none", *files, "--out", str(tmp_path / "both.json"), "--page", "none"]) == 1
+    both = tpu_table.Schedules.from_json((tmp_path / "both.json").read_text())
+    assert both.records == made.records  # the first that has a record counts
+    with pytest.raises(SystemExit):
+        tpu.main(["--peers", "nobody", "--out", "none"])
+    assert "nobody not among ours" in capsys.readouterr().err

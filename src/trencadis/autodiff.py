@@ -326,6 +326,4 @@ ad.primitive_jvps[grouped_p] = _jvp
 ad.primitive_transposes[grouped_p] = _transpose
 batching.primitive_batchers[grouped_p] = _batch
 for _platform in ("cpu", "cuda", "rocm", "tpu", None):  # None: any other
-    mlir.register_lowering(
-        grouped_p, functools.partial(_lower, platform=_platform or "other"), platform=_platform
-    )
+    mlir.register_lowering(grouped_p, functools.partial(_lower, platform=_platform or "other"), platform=_platform)

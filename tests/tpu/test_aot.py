@@ -41,6 +41,28 @@ def test_a_call_that_export_would_not_keep():
     assert exported.platforms == ("tpu",)
 
 
+def test_export_writes_for_this_compiler_alone():
+    option = "jax_export_ignore_forward_compatibility"
+    seen = []
+
+    def fn(x):
+        seen.append(getattr(jax.config, option))
+        return x
+
+    aot.export_for(CHIPS["v6e"], fn, [array(8)])
+    assert seen == [True] and getattr(jax.config, option) is False
+
+
+def test_a_folder_that_was_used_before(monkeypatch, tmp_path):
+    (tmp_path / "dump").mkdir()
+    for name in ("answer.json", "compiling", "dump/1-old.1-05-final_bundles.txt", "mine.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(tpu.CompilerMissing):
+        died(1, "", False, monkeypatch, tmp_path)
+    assert not (tmp_path / "answer.json").exists() and not list((tmp_path / "dump").iterdir())
+    assert (tmp_path / "mine.txt").exists()
+
+
 def test_a_wrong_program_raises_here():
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
         tpu.inspect(jnp.dot, array(3, 4), array(3, 4))

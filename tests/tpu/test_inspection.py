@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from kernels import array, bf16, copied, copy, first_tiles, led_by_data, matmul, multiplied, visited
@@ -55,6 +56,28 @@ def test_sizes_steer_the_time():
     assert [found.kernels[0].operands_known for found in (few, many)] == [(0,), (0,)]
     assert (few.kernels[0].bytes_out, many.kernels[0].bytes_out) == (tile, 8 * tile)
     assert many.cycles > 4 * few.cycles
+
+
+def test_sizes_steer_a_kernel_that_xla_makes():
+    """`lax.ragged_dot` shows as a kernel only once it is compiled."""
+    operands = array(1024, 256, dtype=bf16), array(4, 256, 256, dtype=bf16)
+    one, all_four = (
+        tpu.inspect(jax.lax.ragged_dot, *operands, np.array(sizes, np.int32), generation="v6e")
+        for sizes in ([0, 0, 0, 128], [100, 300, 200, 400])
+    )
+    assert [kernel.warnings for kernel in all_four.kernels] == [(), ()] and all_four.warnings == ()
+    weights = 256 * 256 * 2
+    assert all_four.kernels[-1].bytes_in - one.kernels[-1].bytes_in >= 3 * weights
+    assert all_four.cycles > 1.5 * one.cycles
+
+
+def test_a_kernel_with_metadata_is_found():
+    def body(x, y):
+        y[...] = x[...] * 2
+
+    double = pl.pallas_call(body, out_shape=array(256, 256), metadata={"tile": "512", "kind": "a b"}, name="double")
+    (kernel,) = tpu.inspect(lambda x: double(x), array(256, 256)).kernels
+    assert kernel.bytes_in == kernel.bytes_out == 256 * 256 * 4
 
 
 def test_sizes_that_are_not_known_are_told():

@@ -156,6 +156,37 @@ def test_a_wait_for_nothing_is_told():
     assert run("{ %8 = dma.done.wait [#allocation9], 1024 }")[0].unmet == 1
 
 
+COUNT = ["{ %7 = vsyncmov [#allocation9] }", "{ %s5_s5 = vpop.sfrf %7 }", "{ %8 = sst [smem:[#allocation1]] %s5_s5 }"]
+
+
+def test_a_flag_is_read():
+    get = [f"{{ {OPERANDS} }}", f"{{ %9 = {GET.format(1024)} }}"]
+    done = ["{ %8 = dma.done.wait [#allocation9], 1024 }", "{ %9 = vsyncadd [#allocation9], 4294966272 }"]
+    for lines, count in (([*get], 0), ([*get, done[0]], 1024), ([*get, *done], 0)):
+        _, machine, program = run(*lines, *COUNT)
+        assert list(machine.memory.values()) == [count] and not program.not_understood
+
+
+def test_a_program_may_wait_by_reading_a_flag():
+    lines = [
+        f"{{ {OPERANDS} }}",
+        f"{{ %9 = {GET.format(1024)} }}",
+        "{ %7 = vsyncmov [#allocation9] } /* Start region 1 */",
+    ]
+    turn = "{ %p1_p0 = scmp.lt.s32.totalorder %s5_s5, 1024 }", LOOP[3], *LOOP[4:]
+    trace, _, _ = run(*lines, COUNT[1], *turn, values={0: [0]})
+    there = 1 + V6E.dma_in + 32768 / (V6E.hbm * SUSTAINED / V6E.clock)
+    assert there < trace.cycles < there + 30 and trace.runs[1] > 10 and trace.unmet == 0
+
+
+def test_a_flag_of_another_core_is_not_known():
+    """It decides nothing where a program checks, at its end, that all flags are down again."""
+    check = "{ %p1_p0 = scmp.ne.s32.totalorder %s5_s5, 0 }", "{ %9 = shalt.err (%p1_p0) }"
+    assert not run(*COUNT[:2], *check)[2].not_understood
+    with pytest.raises(UnknownSchedule, match="the count of a semaphore"):
+        run("{} /* Start region 1 */", *COUNT[:2], check[0], *LOOP[3:])
+
+
 def test_an_operand_that_is_not_known_is_told():
     assert run(f"{{ {OPERANDS} }}")[0].missing == {0}
     assert run(f"{{ {OPERANDS} }}", values={0: [3]})[0].missing == frozenset()

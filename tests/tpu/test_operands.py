@@ -55,6 +55,26 @@ def test_values_captured_by_loops():
     assert values(looped, np.array([64, 64], np.int32), X) == [{0: [3]}, {}]
 
 
+def test_a_kernel_after_a_kernel():
+    """What the first one yields is not known; the sizes of the second are."""
+    assert values(lambda s, x: first_tiles(s * 2, first_tiles(s, x)), np.array([100, 28], np.int32), X) == [
+        {0: [1]},
+        {0: [2]},
+    ]
+
+
+def test_an_operation_that_the_host_need_not_know():
+    """A ragged dot is written as one operation, which older versions of the interchange format do not have."""
+    rhs = array(2, 128, 128)
+
+    @jax.jit
+    def both(s, x, rhs):
+        return first_tiles(s, x), jax.lax.ragged_dot(x, rhs, s)
+
+    assert values(lambda s, x, rhs: both(s, x, rhs), np.array([100, 100], np.int32), X, rhs) == [{0: [2]}]
+    assert values(lambda s, x, rhs: jax.lax.ragged_dot(x, rhs, s), np.array([100, 100], np.int32), X, rhs) == []
+
+
 def test_without_integers():
     assert values(copy, X) == [{}]
 

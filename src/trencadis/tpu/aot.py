@@ -5,6 +5,7 @@ The function is traced and lowered here, for the chip that is asked for, and com
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -13,7 +14,7 @@ import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +45,7 @@ _OPTIONS = (
     "--xla_vf_vmem_memory_space_assignment=false",
     "--xla_gf_vmem_memory_space_assignment=false",
 )
+_NEWEST_FORM = "jax_export_ignore_forward_compatibility"
 
 
 class CompilerMissing(ImportError):
@@ -56,7 +58,7 @@ class Compiled:
 
     folder: pathlib.Path  # of its dump
     error: str | None
-    kernels: tuple[dict[str, Any], ...] = ()  # name, body, sources of the operands
+    kernels: tuple[dict[str, Any], ...] = ()  # name, body, sources of the operands, and those that are known already
     calls: tuple[dict[str, Any], ...] = ()  # body and known operands of each kernel call
     times: dict[str, int] = dataclasses.field(default_factory=dict)  # how often each instruction runs
     uncounted: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # what is in loops of unknown length
@@ -72,6 +74,8 @@ def compile_for(
     exported, known = export_for(chip, fn, args)
     dump = folder / "dump"
     dump.mkdir(parents=True, exist_ok=True)
+    for old in (folder / "answer.json", folder / "compiling", *dump.glob("*-final_bundles.txt")):
+        old.unlink(missing_ok=True)  # of another call: what is read below is of this one
     (folder / "log").mkdir(exist_ok=True)
     (folder / "question.json").write_text(json.dumps({"topology": chip.topology}))
     (folder / "program.bin").write_bytes(exported.serialize())
@@ -86,12 +90,17 @@ def compile_for(
     return Compiled(
         folder=dump,
         error=answer["error"],
-        kernels=tuple(answer["kernels"]),
-        calls=tuple({**c, "values": {int(i): v for i, v in c["values"].items()}} for c in answer["calls"]),
+        kernels=tuple(map(_numbered, answer["kernels"])),
+        calls=tuple(map(_numbered, answer["calls"])),
         times=answer["times"],
         uncounted=answer["uncounted"],
         notes=() if answer["note"] is None else (answer["note"],),
     )
+
+
+def _numbered(kernel: dict[str, Any]) -> dict[str, Any]:
+    """A kernel as JSON has it, with its known operands by number again."""
+    return {**kernel, "values": {int(i): values for i, values in kernel["values"].items()}}
 
 
 def export_for(chip: Chip, fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, dict[int, Any]]:
@@ -100,7 +109,7 @@ def export_for(chip: Chip, fn: Callable[..., Any], args: Sequence[Any]) -> tuple
     known = {i: np.asarray(x) for i, x in enumerate(leaves) if _has_integers(x)}
     shapes = jax.tree.unflatten(tree, [_shape(x) for x in leaves])
     jitted = jax.jit(fn)
-    with abstract_device(chip.kind, chip.cores):
+    with abstract_device(chip.kind, chip.cores), _this_version_only():
         try:
             exported = export.export(jitted, platforms=["tpu"])(*shapes)
         except ValueError as error:
@@ -114,6 +123,20 @@ def export_for(chip: Chip, fn: Callable[..., Any], args: Sequence[Any]) -> tuple
     if exported.nr_devices != 1:
         raise ValueError(f"fn: want a function for one device; this one is sharded over {exported.nr_devices}")
     return exported, {i: x.astype(exported.in_avals[i].dtype) for i, x in known.items()}
+
+
+@contextlib.contextmanager
+def _this_version_only() -> Iterator[None]:
+    """A context in which export writes for this compiler alone, which reads it at once.
+
+    By default it writes kernels in an older form, for older compilers. That is not what a call would compile.
+    """
+    before = getattr(jax.config, _NEWEST_FORM)
+    jax.config.update(_NEWEST_FORM, True)
+    try:
+        yield
+    finally:
+        jax.config.update(_NEWEST_FORM, before)
 
 
 def _has_integers(x: Any) -> bool:

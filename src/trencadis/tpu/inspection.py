@@ -95,7 +95,7 @@ def _programs(
         call = next((c for c in calls if c["body"] == kernel["body"]), None)
         if call is not None:
             calls.remove(call)
-        values = dict(call["values"] if call else {})
+        values = kernel["values"] | (call["values"] if call else {})
         for i, (source, result) in enumerate(kernel["sources"]):
             if result in written.get(source, {}):
                 values[i] = written[source][result]

@@ -52,6 +52,7 @@ class Machine:
         self.flags: collections.defaultdict[int, list[tuple[float, int]]] = collections.defaultdict(list)
         self.counts: collections.defaultdict[int, int] = collections.defaultdict(int)
         self.quotients: list[Any] = []
+        self.answers: dict[str, int] = {}
         self.bytes_in = self.bytes_out = self.copies = self.unmet = 0
         self.missing: set[int] = set()
         self.results: dict[int, list[int]] = {}
@@ -150,6 +151,18 @@ class Machine:
     def clear(self, flag: int) -> None:
         """Forget what a flag waits for."""
         self.flags[flag] = []
+
+    def ask(self, issue: int, name: str, flag: Any) -> None:
+        """Note under a name how far a flag has counted by now, if this program has counted with it."""
+        self.answers.pop(name, None)
+        if not isinstance(flag, Unknown) and (flag in self.flags or flag in self.counts):
+            now = self.now(issue)
+            there = sum(granules for at, granules in self.flags.get(flag, ()) if at <= now)
+            self.answers[name] = self.counts.get(flag, 0) + there
+
+    def asked(self, name: str, otherwise: Unknown) -> Any:
+        """What was noted under a name. Flags that this program has not touched may be another core's to raise."""
+        return self.answers.get(name, otherwise)
 
     def quotient(self) -> Any:
         """The oldest quotient or remainder that was not read yet."""

@@ -41,8 +41,10 @@ def integer_operands(exported: Any, known: Mapping[int, np.ndarray[Any, Any]]) -
         sites = cut.find([position in known for position in kept])
         inputs = [position for position in kept if position in known]
         outputs = cut.expose([position in known for position in kept])
+        if not outputs:
+            return [Call(body=site.body, values={}) for site in sites]
         call = host_program(exported, cut.module, [exported.in_avals[p] for p in inputs], outputs)
-    results = iter(jax.jit(call)(*(known[p] for p in inputs)) if outputs else ())
+    results = iter(jax.jit(call)(*(known[p] for p in inputs)))
     return [
         Call(
             body=site.body, values={i: np.asarray(next(results)).astype(np.int64).ravel().tolist() for i in site.known}
@@ -65,6 +67,7 @@ class _Cut:
         self.functions: dict[str, Any] = {f.name.value: f for f in module.body.operations if isinstance(f, func.FuncOp)}  # type: ignore[attr-defined]
         # the operands of each kernel that are known wherever its function is called from
         self.known: dict[Any, frozenset[int]] = {}
+        self.idle: dict[Any, bool] = {}  # whether nothing that an operation yields is known, wherever it is called from
         self.exposed: dict[str, list[Any]] = {}  # types of the results that a function has gained
 
     def find(self, known: Sequence[bool]) -> list[_Site]:
@@ -89,8 +92,10 @@ class _Cut:
                 unknown.update(op.results)
             elif op.operation.name == "func.return":
                 return [x not in unknown for x in inputs]
-            elif any(x in unknown for x in _all_inputs(op)):
-                unknown.update(op.results)
+            else:
+                lost = any(x in unknown for x in _all_inputs(op))
+                self.idle[op.operation] = lost and self.idle.get(op.operation, True)
+                unknown.update(op.results if lost else ())
         raise ValueError(f"function {name} does not return")
 
     def expose(self, known: Sequence[bool]) -> list[Any]:
@@ -110,12 +115,17 @@ class _Cut:
         return [jax.core.ShapedArray(tuple(t.shape), _dtype(t)) for t in types]
 
     def _expose(self, name: str, *, only: bool = False) -> list[Any]:
-        """Add the operands of a function's kernels to its results, or make them its only ones; drop the kernels."""
+        """Add the operands of a function's kernels to its results, or make them all of them; drop what nobody knows."""
         if name in self.exposed:
             return self.exposed[name]
         function = self.functions[name]
         gained: list[Any] = []
-        for op in list(function.regions[0].blocks[0].operations):
+        # looked up before anything is replaced: an operation's hash follows its operands
+        operations = [
+            (op, sorted(self.known.get(op.operation, ())), self.idle.get(op.operation, False))
+            for op in function.regions[0].blocks[0].operations
+        ]
+        for op, known, idle in operations:
             with ir.InsertionPoint(op):
                 if isinstance(op, func.CallOp) and (more := self._expose(op.callee.value)):
                     old = list(op.results)
@@ -123,7 +133,9 @@ class _Cut:
                     _replace(op, list(new.results)[: len(old)])
                     gained += list(new.results)[len(old) :]
                 elif _is_kernel(op):
-                    gained += [op.operands[i] for i in sorted(self.known.get(op.operation, ()))]
+                    gained += [op.operands[i] for i in known]
+                    _replace(op, [_zeros(x.type) for x in op.results])
+                elif idle and all(_has_zeros(x.type) for x in op.results):
                     _replace(op, [_zeros(x.type) for x in op.results])
                 elif op.operation.name == "func.return":
                     results = gained if only else [*op.operands, *gained]
@@ -167,6 +179,11 @@ def _all_inputs(op: Any) -> Iterator[Any]:
 
 def _is_small_integer(kind: Any) -> bool:
     return isinstance(kind.element_type, ir.IntegerType) and math.prod(kind.shape) <= LARGEST
+
+
+def _has_zeros(kind: Any) -> bool:
+    numbers = ir.IntegerType, ir.FloatType
+    return isinstance(kind, ir.RankedTensorType) and kind.has_static_shape and isinstance(kind.element_type, numbers)
 
 
 def _dtype(kind: Any) -> Any:

@@ -19,7 +19,7 @@ from trencadis.tpu.words import WORDS, Unknown, pointer
 Run = Callable[[list[Any], list[Any], dict[Any, Any], Any], int]
 
 _SILENT = frozenset(  # of no consequence to where the program goes
-    ("sphi", "pphi", "sfence", "shalt", "vsyncmov", "vtrace", "strace", "vdelay", "sdelay", "vnop", "snop", "svnop")
+    ("sphi", "pphi", "sfence", "shalt", "vtrace", "strace", "vdelay", "sdelay", "vnop", "snop", "svnop")
 )
 _BINARY = {
     "sadd": "({0}+{1})", "ssub": "({0}-{1})", "smul": "wrap({0}*{1})", "smulhi": "high({0},{1})",
@@ -313,7 +313,8 @@ _SPECIAL: dict[str, Callable[[_Translator, Instruction], _Step]] = {
     "sdivrem": _Translator._divide,
     "spop.drf": lambda t, x: _Step("X.quotient()"),
     "spop": lambda t, x: _Step(t._unknown(x.op)),  # from the vector unit: data
-    "vpop.sfrf": lambda t, x: _Step(t._unknown("the count of a semaphore")),
+    "vsyncmov": lambda t, x: _Step(effects=(f"X.ask({t.now},{x.target!r},{t._values(x)[0]})",)),
+    "vpop.sfrf": lambda t, x: _Step(f"X.asked({x.rest.split()[0]!r},{t._unknown('the count of a semaphore')})"),
     "dma.done.wait": _Translator._wait,
     "dma": _Translator._copy,
     "vsyncadd": lambda t, x: _Step(effects=(f"X.add({','.join(t._values(x)[:2])})",)),

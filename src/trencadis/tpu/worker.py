@@ -12,14 +12,18 @@ import pathlib
 import re
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import topologies
 
-from trencadis.tpu.operands import integer_operands
+from trencadis.tpu.operands import LARGEST, integer_operands
 
+# An instruction whose attributes have line breaks in them, as the metadata of a kernel can, goes on where no other
+# instruction or computation begins or ends.
+_BROKEN = re.compile(r"\n(?!\s*(?:ROOT )?%|[ \t]*$|[A-Z]|\}(?:, execution_thread|[ \t]*$))", re.MULTILINE)
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _KERNEL = re.compile(
     r"%([\w.\-]+) = [^\n]*? custom-call\(([^)]*)\), custom_call_target=\"tpu_custom_call\"[^\n]*?\"body\":\"([^\"]*)\""
@@ -31,6 +35,18 @@ _LOOP = re.compile(
 )
 # "%name = type operation(operands), attributes"
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = [^\n]*? ([\w\-]+)\(([^\n]*)$", re.MULTILINE)
+_WORDS = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = \(?[su]32\[[^\n]*? ([\w\-]+)\(([^\n]*)$", re.MULTILINE)
+_UNCHANGED = ("bitcast", "copy", "copy-start", "copy-done", "reshape")  # what moves numbers and leaves them as they are
+
+
+def whole_lines(text: str) -> str:
+    """A module's text with each instruction on one line.
+
+    >>> print(whole_lines('%k = f32[] custom-call(%a), frontend_attributes={kernel_metadata={\\n"tile":8\\n}}\\n}'))
+    %k = f32[] custom-call(%a), frontend_attributes={kernel_metadata={ "tile":8 }}
+    }
+    """
+    return _BROKEN.sub(" ", text)
 
 
 def modules_kernels(text: str) -> list[dict[str, Any]]:
@@ -41,6 +57,27 @@ def modules_kernels(text: str) -> list[dict[str, Any]]:
         sources = [part.split("%")[-1].strip() for part in operands.split(",") if "%" in part]
         found.append({"name": name, "body": body, "sources": [elements.get(s, (s, 0)) for s in sources]})
     return found
+
+
+def modules_integers(text: str, known: Mapping[int, Any]) -> dict[str, list[int]]:
+    """The integers that a compiled module has from the start, by name: constants, and arguments that are known.
+
+    XLA makes kernels of its own, say for `lax.ragged_dot`, which no module shows before it is compiled.
+    """
+    entry = re.search(r"^ENTRY [^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
+    values: dict[str, list[int]] = {}
+    for name, operation, rest in _WORDS.findall(entry[1] if entry else ""):
+        inputs = _names(rest)
+        if operation == "parameter":
+            position = int(rest.partition(")")[0])
+            if position in known and np.size(known[position]) <= LARGEST:
+                values[name] = np.asarray(known[position]).astype(np.int64).ravel().tolist()
+        elif operation == "constant":
+            if numbers := re.match(r"\{?(-?\d+(?:, -?\d+)*)\}?\)", rest):
+                values[name] = [int(number) for number in numbers[1].split(", ")]
+        elif operation in _UNCHANGED and inputs and inputs[0] in values:
+            values[name] = values[inputs[0]]
+    return values
 
 
 def modules_repeats(text: str) -> tuple[dict[str, int], dict[str, list[str]]]:
@@ -121,11 +158,13 @@ def main(folder: pathlib.Path) -> None:
     (folder / "compiling").touch()  # from here on, a process that dies has met a bug of the compiler
     start = time.monotonic()
     try:
-        text = compile_program(exported, question["topology"])
+        text = whole_lines(compile_program(exported, question["topology"]))
     except jax.errors.JaxRuntimeError as error:
         text, answer["error"] = "", str(error)
     answer["seconds"] = time.monotonic() - start
-    answer["kernels"] = modules_kernels(text)
+    answer["kernels"], integers = modules_kernels(text), modules_integers(text, known)
+    for kernel in answer["kernels"]:
+        kernel["values"] = {i: integers[name] for i, (name, _) in enumerate(kernel["sources"]) if name in integers}
     answer["times"], answer["uncounted"] = modules_repeats(text)
     try:
         answer["calls"] = [dataclasses.asdict(call) for call in integer_operands(exported, known)] if text else []
