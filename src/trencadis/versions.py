@@ -80,8 +80,8 @@ def device_kind(context: Any, platform: str) -> str | None:
         devices += mesh.devices.flat
     for device in devices:
         return device.device_kind if device.platform == platform else None
-    for mesh in (mesh, jax.sharding.get_abstract_mesh()):
-        device = getattr(mesh, "abstract_device", None)
+    for abstract in (mesh, jax.sharding.get_abstract_mesh()):
+        device = getattr(abstract, "abstract_device", None)
         if device is not None and getattr(device, "platform", platform) == platform:
             return device.device_kind
     return None
@@ -89,7 +89,7 @@ def device_kind(context: Any, platform: str) -> str | None:
 
 @functools.cache
 def interpreter_effects() -> set[Any]:
-    """The effects of a kernel that is interpreted: the interpreter keeps its memory on the host, by ordered callbacks."""
+    """The effects of a kernel that is interpreted: its memory is on the host, behind ordered callbacks."""
     return set(jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects)
 
 

@@ -118,8 +118,8 @@ def why(
       preferred_element_type: the dtype of the result.
       transpose_rhs: as in `grouped_matmul`.
       transpose_lhs: as in `transposed_grouped_matmul`.
-      target: what to plan for: a `Target`, a device, "cpu", "cuda", "rocm", "tpu", or a TPU generation such as "v6e"; by
-        default the default device.
+      target: what to plan for: a `Target`, a device, "cpu", "cuda", "rocm", "tpu", or a TPU generation such as "v6e";
+        by default the default device.
 
     Returns:
       A `Why`: print it, or read its problem, cost, backends and passes.

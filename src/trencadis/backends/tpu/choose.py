@@ -13,6 +13,7 @@ from trencadis.backends.tpu import contraction, rows
 from trencadis.backends.tpu.columns import LANES
 from trencadis.backends.tpu.layout import Layout, heights_table, up
 from trencadis.backends.tpu.model import Machine, code, longest, predict
+from trencadis.backends.tpu.products import operand_dtype
 from trencadis.chips import CHIPS, Chip, chip_of
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
@@ -73,7 +74,7 @@ def _best(problem: Problem, chip: Chip, layouts: list[Layout]) -> Layout | None:
 
 def machine_for(problem: Problem, chip: Chip) -> Machine:
     """The model's machine for the dtype in which the problem is multiplied."""
-    return Machine.of(chip, rows.operand_dtype(problem), transposed=problem.transpose_rhs)
+    return Machine.of(chip, operand_dtype(problem), transposed=problem.transpose_rhs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ def vmem(problem: Problem, layout: Layout, chip: Chip) -> int:
     """Bytes of all buffers, and about what the compiler needs besides: it keeps the streamed operand of a program."""
     form = rows if problem.form is Form.ROWS else contraction
     held = sum(_bytes(shape) for shape in form.scratch(problem, layout).values())
-    wide = rows.operand_dtype(problem).itemsize
+    wide = operand_dtype(problem).itemsize
     if problem.form is Form.CONTRACTION:
         return held + int(1.3 * layout.deep * 2 * layout.fine * wide) + (1 << 20)
     return held + layout.tallest * problem.k * wide + (1 << 20)

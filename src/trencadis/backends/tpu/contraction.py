@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from trencadis.backends.tpu.columns import LANES, Columns, i32, span
 from trencadis.backends.tpu.layout import Layout
-from trencadis.backends.tpu.rows import multiply
+from trencadis.backends.tpu.products import multiply
 from trencadis.backends.tpu.streams import Ahead, Outbox, Stream
 from trencadis.backends.tpu.walk import Place, Walk
 from trencadis.dtypes import cast
@@ -96,16 +96,9 @@ class Contraction:
             )
         return streams
 
-    def _rows(self, place: Place) -> tuple[Any, Any]:
-        """The rows to copy for a tile, in HBM and in the buffer."""
-        walk, grain = self.walk, self.layout.grain
-        top = jnp.maximum(walk.floor(place.start, grain), place.row)
-        size = jnp.minimum(walk.ceil(place.end, grain), place.row + walk.height(place)) - top
-        return span(top, size, grain), span(top - place.row, size, grain)
-
     def _copy_x(self, place: Place, slot: Any, part: Any) -> Any:
         del part
-        rows, inside = self._rows(place)
+        rows, inside = self.walk.copied(place)
         at, size = self.k.of_block(self._block(place)[0])
         columns, first = span(at, size, LANES), span(0, size, LANES)
         if self.problem.transpose_lhs:
@@ -115,7 +108,7 @@ class Contraction:
         return pltpu.make_async_copy(source, target, self.vmem["x_sem"].at[slot])
 
     def _copy_y(self, place: Place, slot: Any, part: Any) -> Any:
-        rows, inside = self._rows(place)
+        rows, inside = self.walk.copied(place)
         at, size = self.n.of_chunk(self._block(place)[1], part)
         return pltpu.make_async_copy(
             self.hbm["rhs"].at[rows, span(at, size, LANES)],

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from trencadis.backends.tpu.columns import LANES, Columns, i32, span
 from trencadis.backends.tpu.layout import Layout
+from trencadis.backends.tpu.products import multiply
 from trencadis.backends.tpu.streams import Ahead, Outbox, Stream
 from trencadis.backends.tpu.walk import Place, Walk
 from trencadis.dtypes import cast
@@ -88,13 +89,9 @@ class Rows:
 
     def _copy_x(self, place: Place, slot: Any, part: Any) -> Any:
         del part
-        walk, grain = self.walk, self.layout.grain
-        top = jnp.maximum(walk.floor(place.start, grain), place.row)
-        size = jnp.minimum(walk.ceil(place.end, grain), place.row + walk.height(place)) - top
+        rows, inside = self.walk.copied(place)
         return pltpu.make_async_copy(
-            self.hbm["lhs"].at[span(top, size, grain), :],
-            self.vmem["x"].at[slot, span(top - place.row, size, grain), :],
-            self.vmem["x_sem"].at[slot],
+            self.hbm["lhs"].at[rows, :], self.vmem["x"].at[slot, inside, :], self.vmem["x_sem"].at[slot]
         )
 
     def _copy_w(self, place: Place, slot: Any, part: Any) -> Any:
@@ -257,22 +254,3 @@ class Rows:
             for i, rows in enumerate((self.vmem["zeros"].shape[0], self.layout.slab)):
                 wait = self._zeros(0, 0, rows, unit).wait
                 lax.fori_loop(i32(0), self.vmem["zeros_sent"][i], lambda i, none, wait=wait: wait(), None)
-
-
-def multiply(problem: Problem, a: Any, b: Any, left: tuple[int, ...], right: tuple[int, ...]) -> Any:
-    """The product of two tiles, contracted over an axis of each, in the accumulator's dtype."""
-    kind = operand_dtype(problem)
-    return lax.dot_general(
-        a.astype(kind), b.astype(kind), ((left, right), ((), ())),
-        precision=problem.precision, preferred_element_type=problem.acc,
-    )  # fmt: skip
-
-
-def operand_dtype(problem: Problem) -> Any:
-    """What tiles are converted to before they are multiplied: their own dtype where they have one in common."""
-    if problem.lhs == problem.rhs:
-        return problem.lhs
-    kinds = {problem.lhs, problem.rhs}
-    if kinds <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8)}:  # every int8 is a bfloat16
-        return jnp.dtype(jnp.bfloat16)
-    return problem.acc

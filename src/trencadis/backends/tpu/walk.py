@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from trencadis.backends.tpu.columns import i32
+from trencadis.backends.tpu.columns import i32, span
 from trencadis.backends.tpu.layout import Layout
 from trencadis.problem import Form, Problem
 
@@ -77,6 +77,13 @@ class Walk:
     def ceil(self, row: Scalar, to: int = 0) -> Scalar:
         """The first row at or after this one at which a slab begins."""
         return self.floor(row + i32((to or self.layout.slab) - 1), to)
+
+    def copied(self, place: Place) -> tuple[Any, Any]:
+        """The rows of a tile that are copied, where they lie in an operand and in the buffer of the tile."""
+        grain = self.layout.grain
+        top = jnp.maximum(self.floor(place.start, grain), place.row)
+        size = jnp.minimum(self.ceil(place.end, grain), place.row + self.height(place)) - top
+        return span(top, size, grain), span(top - place.row, size, grain)
 
     # -- from place to place -------------------------------------------------------------------------------------------
 
