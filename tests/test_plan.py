@@ -1,5 +1,6 @@
 """The chooser obeys, or says every reason why not."""
 
+import numpy as np
 import pytest
 
 from trencadis import backends
@@ -16,7 +17,16 @@ CPU = Target(platform="cpu")
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "rocm", "tpu", "other"])
 def test_some_backend_runs_everywhere(platform):
-    assert plan(PROBLEM, Target(platform=platform)).backend == "xla"
+    assert plan(PROBLEM, Target(platform=platform)).backend == ("tpu" if platform == "tpu" else "xla")
+    wide = PROBLEM.replace(lhs=np.dtype("complex64"), out=np.dtype("complex64"))
+    assert plan(wide, Target(platform=platform)).backend == "xla"
+
+
+def test_a_kernel_is_interpreted_as_it_is_on_its_own_target():
+    chosen = plan(PROBLEM, CPU, Pins(backend="tpu", interpret=True))
+    assert (chosen.backend, chosen.target, chosen.interpret) == ("tpu", Target(platform="tpu"), True)
+    with pytest.raises(ValueError, match=r"'tpu' cannot run .* on cpu \(tpu: it runs on TPU; the target is cpu; xla: "):
+        plan(PROBLEM, CPU, Pins(backend="tpu"))
 
 
 def test_pins_are_obeyed():
@@ -29,8 +39,8 @@ def test_pins_are_obeyed():
 
 def test_a_refusal_carries_every_reason(monkeypatch):
     monkeypatch.setattr(backends.reference, "supports", lambda problem, target: "it is Sunday")
-    assert refusals(PROBLEM, CPU) == {"xla": None, "reference": "it is Sunday"}
-    with pytest.raises(
-        ValueError, match=r"'reference' cannot run rows .* on cpu \(xla: supports it; reference: it is Sunday"
-    ):
+    elsewhere = "it runs on TPU; the target is cpu"
+    assert refusals(PROBLEM, CPU) == {"tpu": elsewhere, "xla": None, "reference": "it is Sunday"}
+    said = rf"'reference' cannot run rows .* on cpu \(tpu: {elsewhere}; xla: supports it; reference: it is Sunday"
+    with pytest.raises(ValueError, match=said):
         plan(PROBLEM, CPU, Pins(backend="reference"))

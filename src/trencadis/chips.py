@@ -28,6 +28,7 @@ class Chip:
     vmem: int  # bytes
     cores: int  # TensorCores in the device
     mxus: int
+    int8: bool = True  # whether the MXU multiplies int8; where it does not, the compiler widens both operands
     # The clock at which the fastest schedule that the compiler allows reaches `peak_bf16`; it comes out as published.
     clock: float
     # From the static profile that libtpu writes of its own schedules (--xla_jf_dump_static_llo_profile_to).
@@ -57,7 +58,7 @@ def _mm(bf16: int, f32: int, f8: int) -> Mapping[str, int]:
 CHIPS: dict[str, Chip] = {
     "v4": Chip(
         name="v4", kind="TPU v4", topology="v4:2x2x1",
-        hbm=1228e9 / 2, peak_bf16=275e12 / 2, vmem=16 * MIB, cores=1, mxus=4, clock=1.05e9,
+        hbm=1228e9 / 2, peak_bf16=275e12 / 2, int8=False, vmem=16 * MIB, cores=1, mxus=4, clock=1.05e9,
         mm=_mm(8, 8, 16), pop=115, pop_gap=8, pops=1, dma_in=700, dma_out=600, granule=512,
     ),
     "v5e": Chip(
@@ -77,7 +78,7 @@ CHIPS: dict[str, Chip] = {
     ),
     "v7x": Chip(
         name="v7x", kind="TPU7x", also=("TPU v7x", "TPU v7"), topology="tpu7x:2x2x1",
-        hbm=7380e9 / 2, peak_bf16=2307e12 / 2, vmem=64 * MIB, cores=1, mxus=2, clock=2.2e9,
+        hbm=7380e9 / 2, peak_bf16=2307e12 / 2, int8=False, vmem=64 * MIB, cores=1, mxus=2, clock=2.2e9,
         mm=_mm(8, 4, 8), pop=211, pop_gap=1, pops=4, dma_in=700, dma_out=600, slots=6,
     ),
 }  # fmt: skip

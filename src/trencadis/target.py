@@ -17,6 +17,7 @@ class Target:
 
     platform: str  # "cpu", "cuda", "rocm", "tpu"
     kind: str | None = None  # e.g. "NVIDIA H200", "TPU v5 lite"
+    partitioned: bool = False  # whether XLA will split the program over several devices by itself
 
     @classmethod
     def of(cls, device: jax.Device) -> Target:

@@ -65,26 +65,36 @@ def result_type(operands: tuple[ShapedArray, ...], shape: tuple[int, ...], dtype
 def like_varying(shape: tuple[int, ...], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:
     """The shape of a kernel's result that varies over the manual mesh axes its operands vary over."""
     varying = frozenset().union(*map(varying_axes, operands))
-    if not varying:
-        return jax.ShapeDtypeStruct(shape, dtype)
     axes = jax.typeof(operands[0]).manual_axis_type.update(varying=varying)
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes)
 
 
 def device_kind(context: Any, platform: str) -> str | None:
-    """The kind of device that is lowered for, where JAX knows it: devices of the computation, or of the mesh in use."""
+    """The kind of device that is lowered for, where JAX knows it.
+
+    It is that of the abstract device of the mesh in use, of the devices of the mesh or of the computation, or of the
+    client that will compile it, all devices of which are of one kind.
+    """
+    module = context.module_context
+    axes, client = module.axis_context, module.backend
+    meshes = (getattr(axes, "mesh", None), jax.sharding.get_abstract_mesh())
+    abstract = [getattr(mesh, "abstract_device", None) for mesh in meshes]
+    devices: list[Any] = [device for device in abstract if device is not None]
+    devices += [device for mesh in meshes if isinstance(mesh, jax.sharding.Mesh) for device in mesh.devices.flat]
+    devices += getattr(axes, "device_assignment", None) or ()
+    devices += client.devices() if client is not None and client.platform == platform else ()
+    # an abstract device of jax < 0.11 has no platform
+    kinds = [device.device_kind for device in devices if getattr(device, "platform", platform) == platform]
+    return kinds[0] if kinds else None
+
+
+def partitioned(context: Any) -> bool:
+    """Whether what is lowered will be split over devices by XLA: on several of them, and not inside `jax.shard_map`."""
     axes = context.module_context.axis_context
-    devices = list(getattr(axes, "device_assignment", None) or ())
     mesh = getattr(axes, "mesh", None)
-    if isinstance(mesh, jax.sharding.Mesh):
-        devices += mesh.devices.flat
-    for device in devices:
-        return device.device_kind if device.platform == platform else None
-    for abstract in (mesh, jax.sharding.get_abstract_mesh()):
-        device = getattr(abstract, "abstract_device", None)
-        if device is not None and getattr(device, "platform", platform) == platform:
-            return device.device_kind
-    return None
+    if mesh is not None:
+        return any(size > 1 for name, size in mesh.shape.items() if name not in axes.manual_axes)
+    return getattr(axes, "num_devices", 1) > 1
 
 
 @functools.cache

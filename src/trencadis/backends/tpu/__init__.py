@@ -19,11 +19,13 @@ from jax.experimental.pallas import tpu as pltpu
 from trencadis.backends.tpu.choose import chip_for, choose, obey, padded
 from trencadis.backends.tpu.kernel import call
 from trencadis.backends.tpu.layout import Layout, up
-from trencadis.chips import CHIPS
+from trencadis.chips import CHIPS, Chip
+from trencadis.dtypes import accumulator
 from trencadis.epilogue import elementwise
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
+from trencadis.versions import without_mesh
 from trencadis.visits import clamped
 
 Array = jax.Array
@@ -37,26 +39,32 @@ def supports(problem: Problem, target: Target) -> str | None:
     """Problems in dtypes that the MXU multiplies, with operands that fit into VMEM by blocks."""
     if target.platform != "tpu":
         return f"it runs on TPU; the target is {target}"
+    if target.partitioned:
+        return "XLA cannot partition a kernel over devices; wrap the call in jax.shard_map"
     if target.kind is not None and target.kind not in {kind for chip in CHIPS.values() for kind in chip.kinds}:
         return f"it knows no TPU of the kind {target.kind!r}"
-    for name, dtype, known in (
-        ("lhs", problem.lhs, OPERANDS),
-        ("rhs", problem.rhs, OPERANDS),
-        ("the result", problem.out, RESULTS),
-    ):
+    return _arithmetic(problem) or _size(problem, chip_for(target))
+
+
+def _arithmetic(problem: Problem) -> str | None:
+    """Why the kernels cannot compute it."""
+    dtypes = [("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, OPERANDS), ("the result", problem.out, RESULTS)]
+    if problem.epilogue.bias is not None:
+        dtypes.append(("bias", problem.epilogue.bias, ("bfloat16", "float32")))
+    for name, dtype, known in dtypes:
         if dtype.name not in known:
             return f"{name} is {dtype.name}; it takes {', '.join(known)}"
-    if problem.epilogue.bias is not None and problem.epilogue.bias.name not in ("bfloat16", "float32"):
-        return f"bias is {problem.epilogue.bias.name}; it takes bfloat16, float32"
+    if _precision(problem) is NotImplemented:
+        return f"precision is {_asked(problem)}; it has DEFAULT and HIGHEST"
+    return None if problem.epilogue.activation is None else _unable(problem)
+
+
+def _size(problem: Problem, chip: Chip) -> str | None:
+    """Why it does not fit the kernels."""
     if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
         return "there is nothing to multiply"
     if problem.batch * problem.groups > SCALARS:
         return f"{problem.batch * problem.groups} group sizes are too many for scalar memory; it takes {SCALARS}"
-    if _precision(problem) is NotImplemented:
-        return f"precision is {_asked(problem)}; it has DEFAULT and HIGHEST"
-    if problem.epilogue.activation is not None and (reason := _unable(problem)) is not None:
-        return reason
-    chip = chip_for(target)
     if chip.name == "v4" and problem.lhs == problem.rhs == jnp.int8:
         return "a v4 has no int8 products"
     if choose(padded(problem), chip) is None:
@@ -78,7 +86,7 @@ def run(problem: Problem, plan: Any, *operands: Array) -> Array:
         layout = obey(inner, chip, plan.tiling)
     options = {
         "compiler_params": pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=chip.vmem - (1 << 20)
+            dimension_semantics=("parallel",), vmem_limit_bytes=chip.vmem - (1 << 19)
         )
     }
     if plan.interpret:
@@ -148,14 +156,14 @@ def _lowers(activation: Any, dtype: Any) -> str | None:
     tile = jax.ShapeDtypeStruct((8, 128), dtype)
     apply = pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32))
     try:
-        jax.jit(apply).trace(tile).lower(lowering_platforms=("tpu",))
+        with without_mesh():
+            jax.jit(apply).trace(tile).lower(lowering_platforms=("tpu",))
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return None
 
 
 def _unable(problem: Problem) -> str | None:
-    problem_sum = jnp.float32 if jnp.issubdtype(problem.out, jnp.inexact) else problem.sum
-    reason = _lowers(problem.epilogue.activation, jnp.dtype(problem_sum))
+    reason = _lowers(problem.epilogue.activation, accumulator(problem.sum, problem.out))
     name = getattr(problem.epilogue.activation, "__name__", problem.epilogue.activation)
     return None if reason is None else f"activation {name} does not lower in a kernel ({reason})"

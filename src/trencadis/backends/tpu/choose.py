@@ -27,6 +27,7 @@ MENUS = {
 }
 # Cycles of straight-line code, by the side of an MXU: beyond, the ramp is small already and the compiler slow.
 LONGEST = {256: 9_200, 128: 24_000}
+LARGE = 16 << 20  # bytes of weights that are not held in one piece
 CHUNKS = (256, 512, 768, 1024, 1536, 2048)
 
 
@@ -36,8 +37,9 @@ def chip_for(target: Target) -> Chip:
 
 
 def padded(problem: Problem) -> Problem:
-    """The problem with k and n filled up to whole lanes where they are too large to be one chunk as they are."""
-    wide = up(problem.n, LANES) if problem.n > CHUNKS[-1] else problem.n
+    """The problem with k and n filled up to whole lanes, where they are too large to be one chunk as they are."""
+    weights = 2 * problem.k * problem.n * problem.rhs.itemsize
+    wide = up(problem.n, LANES) if problem.n > CHUNKS[-1] or weights > LARGE else problem.n
     if problem.form is Form.ROWS:
         return problem.replace(n=wide)
     return problem.replace(n=wide, k=up(problem.k, LANES) if problem.k > CHUNKS[-1] else problem.k)
@@ -85,7 +87,7 @@ def vmem(problem: Problem, layout: Layout, chip: Chip) -> int:
     """Bytes of all buffers, and about what the compiler needs besides: it keeps the streamed operand of a program."""
     form = rows if problem.form is Form.ROWS else contraction
     held = sum(_bytes(shape) for shape in form.scratch(problem, layout).values())
-    wide = operand_dtype(problem).itemsize
+    wide = max(operand_dtype(problem).itemsize, 1 if chip.int8 else 2)
     if problem.form is Form.CONTRACTION:
         return held + int(1.3 * layout.deep * 2 * layout.fine * wide) + (1 << 20)
     return held + layout.tallest * problem.k * wide + (1 << 20)
@@ -150,8 +152,7 @@ def _widths(n: int, asked: int | None) -> Iterator[tuple[int, int]]:
     chunks = sorted({c for c in (*CHUNKS, limit) if c <= min(limit, CHUNKS[-1])})
     for chunk in chunks:
         if asked is not None:
-            if limit % chunk == 0:
-                yield chunk, limit
+            yield chunk, up(limit, chunk)
             continue
         for count in (1, 2, 3, 4, 7, 8):
             if chunk * count < n + chunk:

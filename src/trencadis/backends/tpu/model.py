@@ -37,7 +37,7 @@ class Machine:
         """The machine for operands of one dtype; transposed weights take twice as long to load."""
         rate = chip.peak_bf16 / chip.clock / 2
         large = rate / chip.mxus > 2**15
-        if jnp.dtype(operand).itemsize == 1:
+        if jnp.dtype(operand).itemsize == 1 and chip.int8:
             rate *= 2
         if jnp.dtype(operand).itemsize == 4:
             rate /= 2 if large else 1.5
@@ -104,7 +104,9 @@ def _rows(problem: Problem, layout: Layout, machine: Machine, size: float) -> fl
     """Seconds of one group."""
     slabs = math.ceil(size / layout.slab) + 1
     blocks, chunks = layout.blocks(problem), -(-problem.n // layout.chunk)
-    cycles, tiles, left = 0.0, 0, slabs
+    each = (machine.rows(layout.tallest, problem.k, layout.chunk) + CHUNK) * chunks + TILE * blocks
+    tiles = max(0, slabs - len(layout.table)) * layout.slab // layout.tallest  # of the tallest, beyond the table
+    cycles, left = tiles * each, slabs - tiles * layout.tallest // layout.slab
     while left > 0:
         height = layout.table[min(left, len(layout.table) - 1)]
         cycles += (machine.rows(height, problem.k, layout.chunk) + CHUNK) * chunks + TILE * blocks

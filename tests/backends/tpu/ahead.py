@@ -1,0 +1,46 @@
+"""The real compiler, in this process: compiled text, and what is in it beside the kernel."""
+
+import functools
+import math
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from trencadis.tpu.aot import _ENVIRONMENT
+from trencadis.versions import abstract_device
+
+_SHAPE = re.compile(r"^\s*(?:ROOT )?%[\w.\-]+ = (\(?)(\w+)\[([\d,]*)\]\S* ([\w\-]+)\(", re.MULTILINE)
+_BITS = {"pred": 8, "s8": 8, "u8": 8, "bf16": 16, "f32": 32, "s32": 32, "u32": 32}
+
+
+@functools.cache
+def device(chip):
+    for name, value in {**_ENVIRONMENT, "TPU_LOG_DIR": "disabled"}.items():
+        os.environ.setdefault(name, value)
+    return topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices[0]
+
+
+def compiled(chip, fn, *shapes, donate=()):
+    """The compiled module of a call for a chip; shapes are (shape, dtype)."""
+    sharding = jax.sharding.SingleDeviceSharding(device(chip))
+    args = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding) for shape, dtype in shapes]
+    with abstract_device(chip.kind, chip.cores):
+        lowered = jax.jit(fn, donate_argnums=donate).trace(*args).lower(lowering_platforms=("tpu",))
+    return lowered.compile().as_text()
+
+
+def kernels(text):
+    """The names of the kernels in a compiled module."""
+    return re.findall(r"%(trencadis_\w+?)(?:\.\d+)? = [^\n]*custom_call_target=\"tpu_custom_call\"", text)
+
+
+def largest(text):
+    """Bytes and operation of the largest array that is made beside the kernels; bitcasts make none."""
+    made = [(0, "nothing")]
+    for _, dtype, shape, operation in _SHAPE.findall(text):
+        if operation not in ("parameter", "custom-call", "bitcast", "get-tuple-element", "tuple"):
+            made.append((math.prod(map(int, filter(None, shape.split(",")))) * _BITS[dtype] // 8, operation))
+    return max(made)

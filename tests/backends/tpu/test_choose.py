@@ -1,0 +1,133 @@
+"""A layout fits where it says so, and a tile that the caller asks for is the tile, or an error."""
+
+import math
+
+import hypothesis
+import jax.numpy as jnp
+import pytest
+from ahead import compiled, kernels
+from hypothesis import strategies as st
+
+import trencadis as tr
+from trencadis.api import problem_of
+from trencadis.backends import tpu
+from trencadis.backends.tpu.choose import choose, obey, padded, vmem
+from trencadis.chips import CHIPS
+from trencadis.plan import plan
+from trencadis.problem import Form
+from trencadis.target import Target
+from trencadis.tiling import Pins, Tiling, resolve
+
+pytestmark = pytest.mark.core
+
+CHIP = [CHIPS[name] for name in ("v5e", "v5p", "v6e", "v7x")]
+
+
+def target(chip):
+    return Target(platform="tpu", kind=chip.kind)
+
+
+def question(form, m, k, n, g, dtype="bfloat16"):
+    if form == "rows":
+        return problem_of((m, k), (g, k, n), dtype=dtype)
+    return problem_of((k, m), (m, n), groups=g, dtype=dtype)
+
+
+def size(limit):
+    """Sizes of all magnitudes."""
+    return st.floats(0, math.log2(limit)).map(lambda x: round(2**x))
+
+
+@pytest.mark.parametrize("form", ["rows", "contraction"])
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+    m=size(20000), k=size(20000), n=size(20000), g=size(1024), dtype=st.sampled_from(["bfloat16", "float32", "int8"])
+)
+def test_a_layout_fits_or_supports_says_why(form, m, k, n, g, dtype):
+    problem = question(form, m, k, n, g, dtype)
+    inner = padded(problem)
+    assert (inner.k, inner.n) >= (problem.k, problem.n)
+    for chip in CHIP:
+        layout, reason = choose(inner, chip), tpu.supports(problem, target(chip))
+        if layout is None:
+            assert f"fits into the {chip.vmem >> 20} MiB of VMEM of a {chip.name}" in reason
+            continue
+        assert reason is None
+        assert vmem(inner, layout, chip) <= chip.vmem
+        assert layout.wide % layout.chunk == 0
+        assert all(height % layout.slab == 0 for height in (*layout.heights, *layout.table))
+        assert set(layout.table) <= set(layout.heights)
+        assert layout.blocks(inner) >= layout.cores
+        if inner.form is Form.CONTRACTION:
+            assert layout.tallest % (2 * layout.fine) == 0 == layout.fine % layout.slab
+
+
+@pytest.mark.parametrize("shape", [(8192, 4096, 14336, 8), (8192, 7168, 2048, 32), (16384, 2048, 768, 128)])
+@pytest.mark.parametrize("form", ["rows", "contraction"])
+def test_large_layers_have_a_layout(form, shape):
+    """Mixtral, DeepSeek-V3 and Qwen3, and their gradients, on every chip; the first of the backends takes them."""
+    problem = question(form, *shape)
+    for chip in CHIP:
+        for flipped in (problem, problem.replace(k=problem.n, n=problem.k, transpose_rhs=form == "rows")):
+            assert plan(flipped, target(chip)).backend == "tpu"
+            assert vmem(flipped, choose(padded(flipped), chip), chip) <= chip.vmem
+
+
+@pytest.mark.parametrize(
+    ("chip", "form", "m", "k", "n", "g", "dtype"),
+    [
+        ("v5e", "rows", 2**20, 1024, 1024, 1024, "bfloat16"),
+        ("v5p", "rows", 4096, 20000, 640, 8, "float32"),
+        ("v7x", "rows", 4096, 20000, 1, 8, "float32"),
+        ("v7x", "contraction", 2**20, 1024, 1024, 1024, "bfloat16"),
+        ("v5p", "contraction", 4096, 16384, 1, 8, "float32"),
+        ("v6e", "contraction", 4096, 512, 16384, 8, "float32"),
+    ],
+)
+def test_what_fits_compiles(chip, form, m, k, n, g, dtype):
+    options = dict(preferred_element_type=jnp.dtype(dtype), backend="tpu")
+    if form == "rows":
+        fn, shapes = tr.grouped_matmul, [((m, k), dtype), ((g, k, n), dtype)]
+    else:
+        fn, shapes = tr.transposed_grouped_matmul, [((k, m), dtype), ((m, n), dtype)]
+    text = compiled(CHIPS[chip], lambda *xs: fn(*xs, **options), *shapes, ((g,), "int32"))
+    assert kernels(text) == [f"trencadis_{form}"]
+
+
+@pytest.mark.parametrize("chip", CHIP, ids=lambda chip: chip.name)
+@pytest.mark.parametrize("asked", [(128, 1024, 512), (64, 1024, 256), (256, 1024, 1024), (1000, 5000, 5000)])
+def test_a_tile_of_rows_is_obeyed(chip, asked):
+    problem = question("rows", 4096, 1024, 1024, 8)
+    layout = obey(problem, chip, Tiling(*asked))
+    assert layout.slab * -(-asked[0] // layout.slab) == layout.tallest
+    assert layout.wide == min(asked[2], 1024)
+    pinned = plan(problem, target(chip), Pins(backend="tpu", tilings=resolve(asked, 4096, 1024, 1024)))
+    assert pinned.tiling == Tiling(*asked)
+
+
+@pytest.mark.parametrize("chip", CHIP, ids=lambda chip: chip.name)
+@pytest.mark.parametrize("asked", [(512, 256, 512), (1024, 1024, 128), (512, 5000, 5000)])
+def test_a_tile_of_a_contraction_is_obeyed(chip, asked):
+    problem = question("contraction", 4096, 1024, 1024, 8)
+    layout = obey(problem, chip, Tiling(*asked))
+    assert (layout.tallest, layout.deep, layout.wide) == (asked[0], min(asked[1], 1024), min(asked[2], 1024))
+
+
+def test_a_tile_that_does_not_fit_is_refused():
+    problem = question("rows", 4096, 20000, 1024, 8, "float32")
+    with pytest.raises(ValueError, match=r"tiling: 4096·20000·1024 does not fit into the 128 MiB of VMEM of a v6e"):
+        obey(problem, CHIPS["v6e"], Tiling(4096, 20000, 1024))
+
+
+def test_the_plan_names_the_tile_of_the_layout():
+    problem = question("rows", 8192, 7168, 2048, 32)
+    for chip in CHIP:
+        layout = choose(problem, chip)
+        assert plan(problem, target(chip)).tiling == Tiling(layout.tallest, layout.deep, layout.wide)
+
+
+@pytest.mark.parametrize("n", [2176, 2432, 2944])
+def test_a_tile_of_odd_columns_is_obeyed(n):
+    """Columns that no chunk divides."""
+    layout = obey(question("rows", 4096, 1024, n, 8), CHIPS["v6e"], Tiling(512, 1024, 4096))
+    assert layout.wide >= n > layout.wide - layout.chunk

@@ -1,0 +1,87 @@
+"""The real compiler takes every kind of problem for every chip, and finds nothing to do beside the kernel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from ahead import compiled, kernels, largest
+
+import trencadis as tr
+from trencadis.chips import CHIPS
+
+pytestmark = pytest.mark.core
+
+M, K, N, G = 512, 384, 640, 3
+TILE = (128, 256, 256)  # three blocks of n, two of k; the last of each is smaller
+KINDS = {
+    "bf16": ("bfloat16", "bfloat16", "bfloat16"),
+    "f32": ("float32", "float32", "float32"),
+    "int8": ("int8", "int8", "int32"),
+    "mixed": ("bfloat16", "float32", "bfloat16"),
+}
+OPTIONS = ("plain", "transposed", "bias", "existing_out", "window", "batch")
+CHIP = ("v5e", "v5p", "v6e", "v7x")
+# every pair of kind, option, chip and form occurs
+COVER = [
+    (("rows", "contraction")[(i // 2 + j) % 2 if option != "bias" else 0], kind, option, CHIP[(i + j) % 4])
+    for i, kind in enumerate(KINDS)
+    for j, option in enumerate(OPTIONS)
+]
+
+
+def call(form, option, lhs, rhs, out):
+    """A function and the shapes of its operands; existing_out comes last."""
+    groups = 2 * G if option == "window" else G
+    flip, sizes = option == "transposed", ((groups,), "int32")
+    common = dict(preferred_element_type=jnp.dtype(out), tiling=TILE, backend="tpu")
+    offset = 1 if option == "window" else None
+    if form == "rows":
+        shapes = [((M, K), lhs), ((G, N, K) if flip else (G, K, N), rhs), sizes]
+        extra = [((G, N), "float32")] if option == "bias" else [((M, N), out)]
+        run = functools.partial(tr.grouped_matmul, transpose_rhs=flip, group_offset=offset, **common)
+    else:
+        shapes = [((K, M) if flip else (M, K), lhs), ((M, N), rhs), sizes]
+        extra = [((G, K, N), out)]
+        run = functools.partial(
+            tr.transposed_grouped_matmul, transpose_lhs=not flip, group_offset=offset, num_actual_groups=G, **common
+        )
+    if option == "bias":
+        return lambda x, w, s, b: run(x, w, s, bias=b, activation=jax.nn.silu), shapes + extra
+    if option == "existing_out":
+        return lambda x, w, s, e: run(x, w, s, existing_out=e), shapes + extra
+    if option == "batch":
+        return jax.vmap(run), [((2, *shape), dtype) for shape, dtype in shapes]
+    return run, shapes
+
+
+@pytest.mark.parametrize(("form", "kind", "option", "chip"), COVER)
+def test_compiles_to_a_kernel_and_nothing_else(form, kind, option, chip):
+    """No transpose, no copy of an operand, no sum over group sizes: nothing of more than a few numbers."""
+    fn, shapes = call(form, option, *KINDS[kind])
+    text = compiled(CHIPS[chip], fn, *shapes, donate=(3,) if option == "existing_out" else ())
+    assert kernels(text) == [f"trencadis_{form}"]
+    assert largest(text)[0] <= 16 * G * N, largest(text)
+
+
+@pytest.mark.parametrize("form", ["rows", "contraction"])
+def test_export_for_tpu_from_a_process_without_one(form):
+    fn, shapes = call(form, "plain", *KINDS["bf16"])
+    args = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
+    exported = jax.export.deserialize(jax.export.export(jax.jit(fn), platforms=["tpu"])(*args).serialize())
+    assert exported.platforms == ("tpu",)
+    assert f"trencadis_{form}" in exported.mlir_module()
+
+
+@pytest.mark.parametrize("form", ["rows", "contraction"])
+def test_the_platform_decides_at_lowering(form):
+    """One traced function: the kernel for a TPU, XLA for a CPU, both in a program for both."""
+    fn, shapes = call(form, "plain", *KINDS["bf16"])
+    anywhere = jax.jit(functools.partial(fn, backend=None))
+    args = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
+    traced = anywhere.trace(*args)
+    tpu, cpu = (traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("tpu", "cpu"))
+    assert f"trencadis_{form}" in tpu and "stablehlo.while" not in tpu
+    assert "trencadis" not in cpu and "stablehlo.while" in cpu
+    both = jax.export.export(anywhere, platforms=["cpu", "tpu"])(*args).mlir_module()
+    assert f"trencadis_{form}" in both and "stablehlo.while" in both

@@ -1,0 +1,122 @@
+"""Transformations of the public operations over interpreted kernels: their values are those of the reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+
+import trencadis as tr
+
+pytestmark = pytest.mark.core
+
+M, K, N, G = 24, 12, 20, 3
+SIZES = np.array([7, 0, 12], np.int32)  # the last five rows belong to nobody
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def rows(x, w, sizes=SIZES, **options):
+    return tr.grouped_matmul(x, w, sizes, **options)
+
+
+def summed(x, y, sizes=SIZES, **options):
+    return tr.transposed_grouped_matmul(x, y, sizes, transpose_lhs=True, **options)
+
+
+@pytest.fixture
+def xwy(rng):
+    return tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((M, K), (G, K, N), (M, N)))
+
+
+def same(transform, *args):
+    """The kernels and the reference agree under a transformation of a function with a free choice of the backend."""
+    got = jax.jit(transform(dict(backend="tpu", interpret=True)))(*args)
+    want = jax.jit(transform(dict(backend="reference")))(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        oracle.check(a, oracle.wide(b))
+
+
+def test_gradient(xwy):
+    x, w, c = xwy
+    tail = slice(sum(SIZES), None)
+    x, c = x.at[tail].set(jnp.nan), c.at[tail].set(jnp.nan)
+
+    def pull(x, w, c):
+        out, back = jax.vjp(lambda x, w: rows(x, w, backend="tpu", interpret=True), x, w)
+        return out, *back(c)
+
+    out, dx, dw = jax.jit(pull)(x, w, c)
+    oracle.check(out, oracle.rows(x, w, SIZES))
+    oracle.check(dx, oracle.rows(c, w, SIZES, transpose_rhs=True))
+    oracle.check(dw, oracle.contraction(x, c, SIZES))
+
+
+def test_forward_mode(xwy):
+    x, _, y = xwy
+    same(lambda how: lambda x, y, dx: jax.jvp(lambda x: summed(x, y, **how), (x,), (dx,)), x, y, x[::-1])
+
+
+def test_second_order(xwy):
+    """Along a direction: the derivative of a gradient that has every operand in it."""
+    x, w, _ = xwy
+
+    def transform(how):
+        loss = lambda x, w: jnp.sum(jnp.sin(rows(x, w, **how)))
+        return lambda x, w: jax.jvp(jax.grad(loss), (x, w), (x[::-1], w[::-1]))[1]
+
+    same(transform, x, w)
+
+
+def test_bias_activation_and_existing_out(xwy):
+    x, w, y = xwy
+
+    def transform(how):
+        def f(x, w, b, y):
+            return rows(x, w, bias=b, activation=jax.nn.silu, **how) + rows(x, w, existing_out=y, **how)
+
+        return f
+
+    same(transform, x, w, w[:, 0], y)
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, 0)])
+def test_vmap(axes, xwy):
+    """Entries with weights of their own, and with weights that they share."""
+    given = (*xwy[:2], jnp.asarray(SIZES))
+    stacked = [jnp.stack([a, a[::-1]]) if axis == 0 else a for a, axis in zip(given, axes, strict=True)]
+    same(lambda how: jax.vmap(functools.partial(rows, **how), in_axes=axes), *stacked)
+
+
+def test_shard_map(xwy):
+    """Experts over two devices, with varying axes checked: each has a window, and the sum over devices is whole."""
+    x, w, _ = xwy
+    w, sizes = jnp.concatenate([w, w[:1]]), np.array([7, 0, 12, 2], np.int32)
+    mesh = jax.make_mesh((2,), ("e",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+
+    def transform(how):
+        @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("e")), out_specs=P())
+        def f(x, w):
+            return jax.lax.psum(rows(x, w, sizes, group_offset=2 * jax.lax.axis_index("e"), **how), "e")
+
+        return f
+
+    same(transform, x, w)
+
+
+def test_64_bits(x64, rng):
+    """With 64-bit integers and floats about, the kernel's own numbers keep their 32; sizes that need 64 are clamped."""
+    x, w = jnp.asarray(rng.normal(size=(M, K)), jnp.float32), jnp.asarray(rng.normal(size=(G, K, N)), jnp.float32)
+    f = jax.jit(functools.partial(rows, backend="tpu", interpret=True))
+    for sizes in (SIZES, [7, -(2**40), 2**40]):
+        out = f(x, w, jnp.asarray(sizes, jnp.int64))
+        assert out.dtype == jnp.float32
+        oracle.check(out, oracle.rows(x, w, sizes))
