@@ -27,7 +27,7 @@ MENUS = {
 }
 # Cycles of straight-line code, by the side of an MXU: beyond, the ramp is small already and the compiler slow.
 LONGEST = {256: 9_200, 128: 24_000}
-LARGE = 16 << 20  # bytes of weights that are not held in one piece
+LARGE = 16 << 20  # bytes of a group's weights, twice, that are not held in one piece
 CHUNKS = (256, 512, 768, 1024, 1536, 2048)
 
 
@@ -38,11 +38,13 @@ def chip_for(target: Target) -> Chip:
 
 def padded(problem: Problem) -> Problem:
     """The problem with k and n filled up to whole lanes, where they are too large to be one chunk as they are."""
-    weights = 2 * problem.k * problem.n * problem.rhs.itemsize
-    wide = up(problem.n, LANES) if problem.n > CHUNKS[-1] or weights > LARGE else problem.n
-    if problem.form is Form.ROWS:
-        return problem.replace(n=wide)
-    return problem.replace(n=wide, k=up(problem.k, LANES) if problem.k > CHUNKS[-1] else problem.k)
+
+    def whole(size: int, large: bool = False) -> int:
+        return up(size, LANES) if size > CHUNKS[-1] or large else size
+
+    if problem.form is Form.CONTRACTION:
+        return problem.replace(n=whole(problem.n), k=whole(problem.k))
+    return problem.replace(n=whole(problem.n, large=2 * problem.k * problem.n * problem.rhs.itemsize > LARGE))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -131,7 +133,7 @@ def _row_layouts(problem: Problem, machine: Machine, tiling: Tiling | None, slab
     menus = {tuple(sorted({min(up(h, slab), most) for h in menu})) for menu in MENUS[machine.side]}
     if tiling is not None:
         tall = min(up(tiling.m, slab), most)
-        menus = {tuple(sorted({min(h, tall) for menu in menus for h in menu if h <= tall} | {tall}))[-5:]}
+        menus = {tuple(sorted({h for menu in menus for h in menu if h < tall} | {tall}))[-5:]}
     for chunk, wide in _widths(problem.n, tiling and tiling.n):
         for heights in sorted(menus):
             table = heights_table(heights, slab, lambda h, c=chunk: machine.rows(h, problem.k, c))

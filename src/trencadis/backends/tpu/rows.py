@@ -188,8 +188,7 @@ class Rows:
         @pl.when(place.row < place.start)
         def _() -> None:
             head = slice(0, layout.slab)
-            shared = walk.floor(before) == place.row
-            theirs = jnp.where(shared & (index < before - place.row), kept[...], old(0))
+            theirs = jnp.where(index < before - place.row, kept[...], old(0))
             out[slot, head, :] = jnp.where(index < place.start - place.row, theirs, out[slot, head, :])
 
         @pl.when(walk.last(place) & (walk.floor(place.end) < place.end))
