@@ -161,8 +161,8 @@ def why(
 def target_of(target: Target | jax.Device | str | None) -> Target:
     """Any spelling of a target; None is the device on which JAX runs what names no other.
 
-    >>> target_of("tpu"), target_of("v6e")
-    (Target(platform='tpu', kind=None), Target(platform='tpu', kind='TPU v6 lite'))
+    >>> print(target_of("tpu"), "|", target_of("v6e"))
+    tpu | tpu (TPU v6 lite)
     """
     if target is None:
         config: Any = jax.config
