@@ -26,4 +26,4 @@ class Backend(Protocol):
 
 
 BACKENDS: dict[str, Backend] = {"tpu": tpu, "xla": xla, "reference": reference}
-INTERPRETED = ("tpu",)  # whose kernels can be interpreted on any machine
+INTERPRETED = {"tpu": "tpu"}  # backends whose kernels can be interpreted anywhere, and their platforms

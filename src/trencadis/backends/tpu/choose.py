@@ -175,11 +175,11 @@ def _sum_layouts(problem: Problem, machine: Machine, tiling: Tiling | None, slab
             for wide in wides:
                 k_blocks, n_blocks = -(-problem.k // deep), -(-problem.n // wide)
                 x_bytes, y_bytes = problem.k * problem.lhs.itemsize, problem.n * problem.rhs.itemsize
-                for slots, x_slots in ((2, 2), (3, 3)):
+                for slots in (2, 3):
                     yield Layout(
                         slab=slab, grain=grain, heights=(tall,), table=(tall,), deep=deep, wide=wide, chunk=wide,
                         fine=fine, k_outside=x_bytes + k_blocks * y_bytes <= n_blocks * x_bytes + y_bytes,
-                        out_slots=slots, x_slots=x_slots, cores=machine.chip.cores if k_blocks * n_blocks > 1 else 1,
+                        out_slots=slots, x_slots=slots, cores=machine.chip.cores if k_blocks * n_blocks > 1 else 1,
                     )  # fmt: skip
 
 

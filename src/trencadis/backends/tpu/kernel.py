@@ -73,6 +73,6 @@ def _body(problem: Problem, layout: Layout, hbm: dict[str, Any], vmem: dict[str,
         ahead = tuple(stream.leave(ahead[name], freed.get(name, 0)) for name, stream in streams.items())
         return after, jnp.where(after.span != place.span, place.end, before), ahead
 
-    going = lambda state: jnp.logical_not(walk.over(state[0]))  # noqa: E731
-    _, before, _ = lax.while_loop(going, visit, (first, jnp.int32(0), ahead))
+    start = (first, jnp.int32(0), ahead)
+    _, before, _ = lax.while_loop(lambda state: jnp.logical_not(walk.over(state[0])), visit, start)
     form.close(before)
