@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.peers import Operands
+from benchmarks.problems import PASSES
 
-WHOLE = 2e10  # FLOPs up to which the whole result is checked; past it, SAMPLE rows of each matrix are
+WHOLE = 2e10  # FLOPs up to which the whole result is checked; past it, SAMPLE rows and columns of each matrix are
 SAMPLE = 64
 
 
@@ -24,35 +25,53 @@ class Oracle:
     tolerance: float
 
 
+def answers(x: Operands, which: str, *, one_group: bool = False) -> tuple[Oracle, ...]:
+    """One for each result of a pass; a step has those of all three passes."""
+    parts = PASSES if which == "step" else (which,)
+    return tuple(oracle(x, part, one_group=one_group) for part in parts)
+
+
 def oracle(x: Operands, which: str, *, one_group: bool = False) -> Oracle:
     """The answer of one pass; with one_group, that of the dense matmul that has rhs[0] for all rows."""
     sizes = np.asarray([x.problem.m]) if one_group else x.sizes
     whole = x.problem.flops <= WHOLE
     if which == "d_rhs":
-        at = _sample(x.problem.k, whole, [])
-        lhs, ct = np.asarray(x.lhs[:, at]).astype(np.float64), np.asarray(x.ct)
-        values = np.stack([lhs[s:e].T @ ct[s:e].astype(np.float64) for s, e in _spans(sizes)])
-        return Oracle(at if one_group else (slice(None), at), values[0] if one_group else values, tolerance(x.dtype))
+        at, cols = _sample(x.problem.k, whole, []), _sample(x.problem.n, whole, [])
+        lhs, ct = (np.asarray(a).astype(np.float64) for a in (x.lhs[:, at], x.ct[:, cols]))
+        values = np.stack([lhs[s:e].T @ ct[s:e] for s, e in _spans(sizes)])
+        index = (at[:, None], cols)
+        return Oracle(
+            index if one_group else (slice(None), *index), values[0] if one_group else values, tolerance(x.dtype)
+        )
     left = x.ct if which == "d_lhs" else x.lhs
     at = _sample(x.problem.m, whole, [r for s, e in _spans(sizes) if e > s for r in (s, e - 1)])
-    values = np.zeros((len(at), x.problem.k if which == "d_lhs" else x.problem.n))
+    cols = _sample(x.problem.k if which == "d_lhs" else x.problem.n, whole, [])
+    rows, rhs = np.asarray(left[at]).astype(np.float64), x.rhs[:1] if one_group else x.rhs
+    # rhs is large: only the columns that count leave the device
+    matrices = np.asarray(rhs[:, cols].transpose(0, 2, 1) if which == "d_lhs" else rhs[:, :, cols])
+    values = np.zeros((len(at), len(cols)))
     for i, (start, end) in enumerate(_spans(sizes)):
         mine = (at >= start) & (at < end)
         if mine.any():
-            w = np.asarray(x.rhs[i]).astype(np.float64)
-            values[mine] = np.asarray(left[at[mine]]).astype(np.float64) @ (w.T if which == "d_lhs" else w)
-    return Oracle(at, values, tolerance(x.dtype))
+            values[mine] = rows[mine] @ matrices[i].astype(np.float64)
+    return Oracle((at[:, None], cols), values, tolerance(x.dtype))
+
+
+def worst(results: Any, right: tuple[Oracle, ...]) -> float:
+    """The largest error of the results of a call."""
+    return max(error(*pair) for pair in zip(results if isinstance(results, tuple) else (results,), right, strict=True))
 
 
 def error(result: Any, right: Oracle) -> float:
     """The largest difference, as a share of the largest value; inf if anything anywhere is not finite."""
-    if hasattr(result, "detach"):  # torch
-        result = result.detach().float().cpu().numpy()
-    finite = np.isfinite(result).all() if isinstance(result, np.ndarray) else bool(jnp.isfinite(result).all())
+    finite = np.isfinite(result).all() if isinstance(result, np.ndarray) else bool(_finite(result))
     got = np.asarray(result[right.index]).astype(np.float64)
     if not finite or got.shape != right.values.shape:
         return float("inf")
     return float(np.abs(got - right.values).max(initial=0) / max(np.abs(right.values).max(initial=0), 1e-30))
+
+
+_finite = jax.jit(lambda x: jnp.isfinite(x).all())  # as one kernel, without an array of flags
 
 
 def tolerance(dtype: Any) -> float:
@@ -72,4 +91,6 @@ def _sample(count: int, whole: bool, borders: list[int]) -> np.ndarray:
     if whole or count <= SAMPLE:
         return np.arange(count)
     rng = np.random.default_rng(0)
-    return np.unique(np.concatenate([rng.choice(count, SAMPLE, replace=False), np.asarray(borders, int)]))
+    return np.unique(
+        np.concatenate([rng.choice(count, SAMPLE, replace=False), np.asarray([0, count - 1, *borders], int)])
+    )

@@ -6,6 +6,8 @@ Each one takes the same operands and gives the same result, in the dtype of the 
     d_lhs     ct [m, n] x rhs [g, k, n] -> [m, k]       rhs is read the other way round
     d_rhs     lhs [m, k] x ct [m, n] -> [g, k, n]       lhs as training has it, not transposed
 
+and ours in a fourth, `step`: the three results of one call, as autodiff asks for them.
+
 A contender that cannot run says why. None is slowed down: each is written the way its own users would want it.
 """
 
@@ -13,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import itertools
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +26,8 @@ import numpy as np
 from jax import lax
 
 import trencadis
-from benchmarks.problems import BenchProblem
+from benchmarks.problems import PASSES, BenchProblem
 
-PASSES = ("forward", "d_lhs", "d_rhs")
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 MOST_TEMP = 6 << 30  # bytes of temporary memory that a contender may need
 
@@ -74,9 +76,13 @@ class JaxCall:
     def __call__(self) -> Any:
         return jax.block_until_ready(self.fn(*self.args))
 
+    def compiled(self) -> JaxCall:
+        """The same, compiled now."""
+        return self if hasattr(self.fn, "memory_analysis") else JaxCall(self.fn.lower(*self.args).compile(), self.args)
+
     def memory(self) -> dict[str, int] | None:
         """Bytes of arguments, result and temporaries, by the compiler's own account."""
-        found = self.fn.lower(*self.args).compile().memory_analysis()
+        found = self.compiled().fn.memory_analysis()
         if found is None:
             return None
         return {
@@ -97,34 +103,7 @@ class HostCall:
         return self.fn(*self.args)
 
 
-@dataclasses.dataclass(frozen=True)
-class TorchCall:
-    """A torch function on CUDA tensors; timed by CUDA events."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-
-    def __call__(self) -> Any:
-        import torch
-
-        out = self.fn(*self.args)
-        torch.cuda.synchronize()
-        return out
-
-    def clock(self, repeats: int) -> float:
-        """Seconds per call."""
-        import torch
-
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(repeats):
-            self.fn(*self.args)
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3 / repeats
-
-
-Call = JaxCall | HostCall | TorchCall
+Call = JaxCall | HostCall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,6 +115,7 @@ class Peer:
     prepare: Callable[[Operands, str], Call]
     absent: Callable[[Operands], str | None] = lambda _: None
     one_group: bool = False  # the same FLOPs without groups: rhs is one matrix
+    passes: tuple[str, ...] = PASSES
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,15 +123,23 @@ class Peer:
 
 
 def _ours(x: Operands, which: str) -> Call:
+    dtype = x.dtype  # the functions must not keep the arrays alive
+
     def forward(lhs: Any, rhs: Any, sizes: Any) -> Any:
-        return trencadis.grouped_matmul(lhs, rhs, sizes, x.dtype)
+        return trencadis.grouped_matmul(lhs, rhs, sizes, dtype)
 
     def d_lhs(ct: Any, rhs: Any, sizes: Any) -> Any:
-        return trencadis.grouped_matmul(ct, rhs, sizes, x.dtype, transpose_rhs=True)
+        return trencadis.grouped_matmul(ct, rhs, sizes, dtype, transpose_rhs=True)
 
     def d_rhs(lhs: Any, ct: Any, sizes: Any) -> Any:
-        return trencadis.transposed_grouped_matmul(lhs, ct, sizes, x.dtype, transpose_lhs=True)
+        return trencadis.transposed_grouped_matmul(lhs, ct, sizes, dtype, transpose_lhs=True)
 
+    def step(lhs: Any, rhs: Any, ct: Any, sizes: Any) -> Any:
+        out, pullback = jax.vjp(lambda a, b: forward(a, b, sizes), lhs, rhs)  # of sum(out * ct), which is not summed
+        return out, *pullback(ct)
+
+    if which == "step":
+        return JaxCall(jax.jit(step), (x.lhs, x.rhs, x.ct, jnp.asarray(x.sizes)))
     return _jitted(x, which, forward, d_lhs, d_rhs)
 
 
@@ -164,8 +152,10 @@ LAX_DIMS = {
 
 
 def _ragged_dot_like(general: Callable[..., Any], x: Operands, which: str) -> Call:
+    dtype = x.dtype
+
     def run(a: Any, b: Any, sizes: Any) -> Any:
-        return general(a, b, sizes, LAX_DIMS[which], preferred_element_type=x.dtype)
+        return general(a, b, sizes, LAX_DIMS[which], preferred_element_type=dtype)
 
     return _jitted(x, which, run, run, run)
 
@@ -233,12 +223,15 @@ def _numpy(x: Operands, which: str) -> Call:
 
 
 def _dense(x: Operands, which: str) -> Call:
+    dtype = x.dtype
     fn, args = {
-        "forward": (lambda a, w: jnp.dot(a, w, preferred_element_type=x.dtype), (x.lhs, x.rhs[0])),
-        "d_lhs": (lambda c, w: jnp.dot(c, w.T, preferred_element_type=x.dtype), (x.ct, x.rhs[0])),
-        "d_rhs": (lambda a, c: jnp.dot(a.T, c, preferred_element_type=x.dtype), (x.lhs, x.ct)),
+        "forward": (lambda a, w: jnp.dot(a, w, preferred_element_type=dtype), (x.lhs, x.rhs[0])),
+        "d_lhs": (lambda c, w: jnp.dot(c, w.T, preferred_element_type=dtype), (x.ct, x.rhs[0])),
+        "d_rhs": (lambda a, c: jnp.dot(a.T, c, preferred_element_type=dtype), (x.lhs, x.ct)),
     }[which]
-    return JaxCall(jax.jit(fn), args)
+    # cuBLAS by name: XLA would look for a Triton kernel as well, for a quarter of a minute
+    options: Any = {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None
+    return JaxCall(jax.jit(fn, compiler_options=options), args)
 
 
 def _megablox(x: Operands, which: str) -> Call:
@@ -276,25 +269,54 @@ def _tokamax_absent(x: Operands) -> str | None:
     return "has no CPU kernel: there it is lax.ragged_dot" if jax.default_backend() == "cpu" else None
 
 
-def _torch(x: Operands, which: str) -> Call:
-    import torch
+def _mgpu(snake: int) -> Callable[[Operands, str], Call]:
+    """The example kernels for Hopper of jax, as a search set them: blocks of 128 x 128 x 64 in four stages."""
 
-    lhs, rhs, ct = (torch.from_dlpack(a) for a in (x.lhs, x.rhs, x.ct))
-    offsets = torch.tensor(list(itertools.accumulate(x.sizes.tolist())), dtype=torch.int32, device="cuda")
-    a, b = {
-        "forward": (lhs, rhs),
-        "d_lhs": (ct, rhs.transpose(-2, -1)),
-        "d_rhs": (lhs.t(), ct),
-    }[which]
-    return TorchCall(lambda a, b: torch._grouped_mm(a, b, offs=offsets), (a, b))
+    def block(size: int) -> int:
+        return 128 if size % 128 == 0 else 64  # the contraction wants a divisor
+
+    def prepare(x: Operands, which: str) -> Call:
+        rows, summed = _mgpu_kernels()
+        k, n = x.problem.k, x.problem.n
+        how = {"block_k": 64, "max_concurrent_steps": 4, "grid_block_n": snake}
+        if which == "d_rhs":
+            how |= {"block_m": block(k), "block_n": block(n)}
+            return _jitted(x, which, None, None, lambda a, c, s: summed(a, c, group_sizes=s, **how))
+        how |= {"block_m": 128, "block_n": 128}
+        return _jitted(
+            x,
+            which,
+            lambda a, w, s: rows(a, w, group_sizes=s, **how),
+            lambda c, w, s: rows(c, w, group_sizes=s, transpose_rhs=True, **how),
+            None,
+        )
+
+    return prepare
+
+
+def _mgpu_kernels() -> tuple[Any, Any]:
+    """`ragged_dot` and `transposed_ragged_dot`."""
+    if importlib.util.find_spec("absl") is None:  # the examples import jax's test tools, and use none of them
+        sys.modules.setdefault("jax._src.test_util", types.ModuleType("jax._src.test_util"))
+    room = "jax.experimental.pallas.ops.gpu"
+    rows = importlib.import_module(f"{room}.ragged_dot_mgpu")
+    summed = importlib.import_module(f"{room}.transposed_ragged_dot_mgpu")
+    return rows.ragged_dot, summed.transposed_ragged_dot
+
+
+def _mgpu_absent(x: Operands) -> str | None:
+    if jax.default_backend() != "gpu":
+        return f"is compiled for Hopper GPUs only, and this is {jax.default_backend()}"
+    return None if x.dtype == jnp.bfloat16 else "is raced in bf16 only"
+
+
+def _torch(x: Operands, which: str) -> Call:
+    raise NotImplementedError("torch has a process of its own: see torch_peer.py")
 
 
 def _torch_absent(x: Operands) -> str | None:
-    if jax.default_backend() != "gpu":
-        return f"is raced on CUDA only, and this is {jax.default_backend()}"
-    if importlib.util.find_spec("torch") is None:
-        return "is not installed"
-    return None if x.dtype == jnp.bfloat16 else "takes bf16 only"
+    del x
+    return "is raced with --device gpu only, in bf16"
 
 
 def _host_absent(x: Operands) -> str | None:
@@ -305,21 +327,26 @@ def _host_absent(x: Operands) -> str | None:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer(name="ours", what="trencadis, default settings", prepare=_ours),
+        Peer(name="ours", what="trencadis, default settings", prepare=_ours, passes=(*PASSES, "step")),
         Peer(name="numpy", what="a loop of numpy matmuls (OpenBLAS)", prepare=_numpy, absent=_host_absent),
         Peer(name="dense", what="one jnp matmul of the same FLOPs", prepare=_dense, one_group=True),
         Peer(name="ragged_dot", what="jax.lax.ragged_dot", prepare=_lax, absent=_lax_absent),
         Peer(name="megablox", what="jax's megablox, tiled", prepare=_megablox, absent=_megablox_absent),
         Peer(name="tokamax", what="tokamax.ragged_dot, as shipped", prepare=_tokamax, absent=_tokamax_absent),
+        Peer(name="mgpu8", what="jax's Hopper examples, snakes of 8", prepare=_mgpu(8), absent=_mgpu_absent),
+        Peer(name="mgpu4", what="jax's Hopper examples, snakes of 4", prepare=_mgpu(4), absent=_mgpu_absent),
         Peer(name="torch", what="torch grouped_mm", prepare=_torch, absent=_torch_absent),
     )
 }
 
 
-def select(names: str | None) -> list[Peer]:
+FAMILIES = {"mgpu": ("mgpu8", "mgpu4")}
+
+
+def select(names: str | None, always: tuple[str, ...] = ("ours",)) -> list[Peer]:
     """The peers named (`"numpy,dense"`), ours always first; None is all of them."""
-    asked = list(PEERS) if names is None else names.split(",")
+    asked = list(PEERS) if names is None else [one for name in names.split(",") for one in FAMILIES.get(name, (name,))]
     missing = [name for name in asked if name not in PEERS]
     if missing:
         raise ValueError(f"peers: {', '.join(missing)} not among {', '.join(PEERS)}")
-    return [PEERS[name] for name in dict.fromkeys(["ours", *asked])]
+    return [PEERS[name] for name in dict.fromkeys([*always, *asked])]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
+PASSES = ("forward", "d_lhs", "d_rhs")
 KINDS = ("balanced", "random", "zipf", "zipf-empties", "multinomial")
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.cells import BASE, Cell
+from benchmarks.problems import PASSES
 
 SCHEMA = 1
 PACKAGES = ("jax", "jaxlib", "numpy", "trencadis", "tokamax", "torch")
@@ -67,6 +68,8 @@ def environment(command: Sequence[str], clock: str, pinned: int | None) -> dict[
 
     import jax
 
+    import trencadis
+
     device = jax.devices()[0]
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -74,6 +77,7 @@ def environment(command: Sequence[str], clock: str, pinned: int | None) -> dict[
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+    versions.setdefault("trencadis", trencadis.__version__)  # run from a checkout
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "command": " ".join(["python -m benchmarks.run", *command]),
@@ -146,6 +150,37 @@ def _ratio(cell: Cell, peer: str) -> str:
         return "-"
     few = "*" if cell.times[peer].samples < 3 else ""  # a slow peer: too few turns for a median
     return f"{cell.ratios[peer]:.3g}{few}"
+
+
+def rate_rows(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: our time and rate, that as a share of the dense matmul's, and the best peer's.
+
+    A step has no peer: it is held against the sum of its three passes.
+    """
+    rows = []
+    for cell in cells:
+        ours, dense = cell.times.get(BASE), cell.times.get("dense")
+        peers = {name: t.median for name, t in cell.times.items() if name not in (BASE, "dense")}
+        if cell.which == "step" and (parts := _sum_of_passes(cell, cells)):
+            peers = {"sum of passes": parts}
+        best = min(peers, key=peers.__getitem__, default=None)
+        share = f"{dense.median / ours.median:.0%}" if ours and dense else "-"
+        theirs = (best, *_time_and_rate(cell, peers[best])) if best else ("-", "-", "-")
+        ratio = f"{ours.median / peers[best]:.3f}" if ours and best else "-"
+        mine = _time_and_rate(cell, ours.median if ours else None)
+        rows.append([cell.problem, cell.which, theirs[0], *mine, share, *theirs[1:], ratio])
+    return ["problem", "pass", "best peer", "ms", "TFLOP/s", "of dense", "peer ms", "peer TFLOP/s", "/ peer"], rows
+
+
+def _time_and_rate(cell: Cell, seconds: float | None) -> tuple[str, str]:
+    return ("-", "-") if not seconds else (f"{seconds * 1e3:.3f}", f"{cell.flops / seconds / 1e12:.3g}")
+
+
+def _sum_of_passes(step: Cell, cells: Sequence[Cell]) -> float | None:
+    """Seconds of the three passes of a step, each by itself; None if one is missing."""
+    mine = [c for c in cells if (c.problem, c.dtype) == (step.problem, step.dtype) and c.which in PASSES]
+    times = [c.times[BASE].median for c in mine if BASE in c.times]
+    return sum(times) if len(times) == len(PASSES) else None
 
 
 def scaling_rows(cells: Sequence[Cell], axis: str) -> tuple[list[str], list[list[str]]]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import itertools
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -19,9 +21,12 @@ if TYPE_CHECKING:
     from benchmarks.cells import Cell, How
     from benchmarks.peers import Peer
     from benchmarks.report import Report
+    from benchmarks.torch_peer import Key, Outside
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 SCALING_PEERS = "numpy,dense"  # ragged_dot takes g times as long: ask for it by name
+GPU_PEERS = "torch,mgpu,tokamax"  # likewise
+JAX_NAMES = {"gpu": "cuda", "cpu": "cpu"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,8 +35,22 @@ def parser() -> argparse.ArgumentParser:
     ask.add_argument("--problems", metavar="A,B", help=f"names, of {', '.join(problems.PROBLEMS)}")
     ask.add_argument("--tag", choices=problems.TAGS, help="all problems with this tag; by default the platform's")
     ask.add_argument("--dtypes", default=None, metavar="f32,bf16", help="default: both on CPU, bf16 elsewhere")
-    ask.add_argument("--passes", default="forward,d_lhs,d_rhs", metavar="P,P", help="default: %(default)s")
-    ask.add_argument("--peers", metavar="P,P", help="default: all that can run; ours is always there")
+    ask.add_argument(
+        "--passes",
+        default=None,
+        metavar="P,P",
+        help="of forward, d_lhs, d_rhs and step, ours by autodiff; default: all, or the first three on CPU",
+    )
+    ask.add_argument(
+        "--peers",
+        metavar="P,P",
+        help="default: all that can run, but ragged_dot on GPU; ours is always there, dense on GPU, too",
+    )
+    ask.add_argument("--device", choices=JAX_NAMES, help="run there, or not at all; gpu measures torch, too")
+    ask.add_argument(
+        "--burst", action="store_true", help="2 warm-ups and 10 timed calls of each, as on GPU, instead of rounds"
+    )
+    ask.add_argument("--jobs", type=int, default=8, help="compiles at a time before bursts (default: %(default)s)")
     ask.add_argument("--pin", type=int, metavar="CORE", help="one core, CPU time; otherwise all cores, wall time")
     ask.add_argument("--rounds", type=int, default=7, help="turns of each contender (default: %(default)s)")
     ask.add_argument("--budget", type=float, default=10.0, metavar="S",
@@ -52,7 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if asked.pin is not None:
         timing.pin(asked.pin)
+    if asked.device:
+        os.environ["JAX_PLATFORMS"] = JAX_NAMES[asked.device]
     timing.no_tpu_here()
+    elsewhere = run_elsewhere(asked)  # before jax takes the device's memory
 
     import jax  # only now
 
@@ -61,17 +83,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     on_gpu = jax.default_backend() == "gpu"
     if on_gpu:
-        clock: timing.Clock = timing.CuptiClock()
+        clock: timing.HostClock | timing.CuptiClock = timing.CuptiClock()
     else:
         clock = timing.wall_clock() if asked.pin is None else timing.cpu_clock()
-    how = How(clock=clock, rounds=asked.rounds, budget_s=asked.budget, memory=asked.memory)
+    how = How(clock=clock, rounds=asked.rounds, budget_s=asked.budget, memory=asked.memory,
+              burst=on_gpu or asked.burst, jobs=asked.jobs)  # fmt: skip
     made = report.Report(environment=report.environment(report.scrubbed(words), clock.name, asked.pin))
     try:
         (run_scaling if asked.scaling else run_problems)(asked, how, made)
     except ValueError as mistake:  # a name that does not exist
         parser().error(str(mistake))
+    made.cells = [join(cell, elsewhere) for cell in made.cells]
     made.environment["load_after"] = report.load()
-    tables(made)
+    tables(made, how.burst)
     if asked.out != "none":
         today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
         default = RESULTS / report.device_slug(made.environment) / f"{today}.json"
@@ -83,6 +107,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
+def run_elsewhere(asked: argparse.Namespace) -> dict[Key, Outside]:
+    """What torch takes, in a process that ends before ours begins; nothing unless a GPU was asked for."""
+    from benchmarks import torch_peer
+
+    peers = (asked.peers or GPU_PEERS).split(",")
+    if asked.device != "gpu" or asked.scaling or torch_peer.NAME not in peers or asked.dtypes not in (None, "bf16"):
+        return {}
+    print("torch", flush=True)
+    try:
+        chosen = problems.select(asked.problems, asked.tag or asked.device)
+    except ValueError as mistake:
+        parser().error(str(mistake))
+    passes = asked.passes.split(",") if asked.passes else problems.PASSES
+    found = torch_peer.outside(chosen, passes)
+    for why in dict.fromkeys(one.why for one in found.values() if one.why):
+        print(f"  torch {why}", flush=True)
+    return found
+
+
+def join(cell: Cell, elsewhere: dict[Key, Outside]) -> Cell:
+    """The cell with torch's times, if there are any."""
+    from benchmarks import cells, torch_peer
+
+    found = elsewhere.get((cell.problem, cell.which))
+    return cell if found is None else cells.joined(cell, torch_peer.NAME, found.times, found.error, found.why)
+
+
 def run_problems(asked: argparse.Namespace, how: How, made: Report) -> None:
     """Every problem, dtype and pass that was asked for."""
     import jax
@@ -90,7 +141,10 @@ def run_problems(asked: argparse.Namespace, how: How, made: Report) -> None:
     from benchmarks import peers
 
     chosen = problems.select(asked.problems, asked.tag or jax.default_backend())
-    dtypes, contenders = _dtypes(asked), peers.select(asked.peers)
+    on_gpu = jax.default_backend() == "gpu"
+    dtypes = _dtypes(asked)
+    contenders = peers.select(asked.peers or GPU_PEERS, ("ours", "dense")) if on_gpu else peers.select(asked.peers)
+    contenders = [peer for peer in contenders if not (asked.device == "gpu" and peer.name == "torch")]  # elsewhere
     for problem in chosen:
         print(problem, flush=True)
         made.cells += measure_problem(problem, dtypes, _passes(asked), contenders, how)
@@ -118,17 +172,24 @@ def measure_problem(
     said: set[tuple[str, str]] = set()
     for dtype in dtypes:
         x = peers.operands(problem, dtype)
+        ahead = cells.Ahead(x, passes, contenders, how.jobs) if how.burst else None
         for which in passes:
-            cell = cells.measure(x, dtype, which, contenders, how)
+            cell = cells.measure(x, dtype, which, contenders, how, ahead)
             made.append(cell)
+            if how.burst:  # now, and not only in the table: a run that hangs later has said it
+                print(
+                    f"  {which}:", ", ".join(f"{a} {t.median * 1e3:.3f} ms" for a, t in cell.times.items()), flush=True
+                )
             for name, reason in cell.skipped.items():
                 if (name, reason) not in said:
                     print(f"  {name} {reason}", flush=True)
                 said.add((name, reason))
+        del x, ahead  # the operands, before those of the next problem are made
+        gc.collect()
     return made
 
 
-def tables(made: Report) -> None:
+def tables(made: Report, rates: bool = False) -> None:
     """Print everything that was measured."""
     from benchmarks import report
 
@@ -136,6 +197,9 @@ def tables(made: Report) -> None:
     if made.cells and any(cell.times for cell in made.cells):
         title = f"ours / peer ({where}): below 1 ours is faster; ~ noisy, * fewer than 3 turns"
         report.show(title, *report.ratio_rows(made.cells))
+    if rates and made.cells:
+        title = f"useful rates ({where}): dense is one matmul of the same FLOPs; / peer is time, below 1 ours is faster"
+        report.show(title, *report.rate_rows(made.cells))
     for axis, cells in made.scaling.items():
         report.show(f"time against {axis} ({where})", *report.scaling_rows(cells, axis))
         for line in growth(cells, axis):
@@ -172,9 +236,11 @@ def _dtypes(asked: argparse.Namespace) -> list[str]:
 
 
 def _passes(asked: argparse.Namespace) -> list[str]:
-    from benchmarks.peers import PASSES
+    import jax
 
-    return _known("passes", asked.passes.split(","), PASSES)
+    known = (*problems.PASSES, "step")
+    default = problems.PASSES if jax.default_backend() == "cpu" else known
+    return _known("passes", asked.passes.split(",") if asked.passes else list(default), known)
 
 
 def _known(what: str, chosen: list[str], known: Sequence[str] | dict[str, object]) -> list[str]:

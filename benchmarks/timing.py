@@ -20,6 +20,7 @@ ENOUGH_S = 0.005  # a turn lasts at least this long: shorter calls are repeated
 MOST_REPEATS = 2000
 # After a call OpenBLAS's and XLA's threads spin for a while, and would take a core from whoever comes next.
 SETTLE_S = 0.05
+WARM, TIMED = 2, 10  # calls of a burst: few, since a card that is busy for longer gets hot and slow
 
 
 class Call(Protocol):
@@ -71,6 +72,10 @@ class HostClock:
             call()
         return (self.read() - start) / repeats
 
+    def each(self, call: Call, count: int) -> list[float]:
+        """Seconds of each of some calls."""
+        return [self(call, 1) for _ in range(count)]
+
 
 def cpu_clock() -> HostClock:
     """CPU time of the whole process: on a pinned core it does not count what neighbours take.
@@ -88,21 +93,22 @@ def wall_clock() -> HostClock:
 
 @dataclasses.dataclass(frozen=True)
 class CuptiClock:
-    """Time of all kernels of a call on an NVIDIA GPU; a call that is no jax function brings its own clock."""
+    """Time of all kernels of a jax call on an NVIDIA GPU."""
 
     name: str = "cupti kernel time"
     settle_s: float = 0.0
 
     def __call__(self, call: Any, repeats: int) -> float:
-        own = getattr(call, "clock", None)
-        if own is not None:
-            return own(repeats)
+        return statistics.median(self.each(call, repeats))
+
+    def each(self, call: Any, count: int) -> list[float]:
+        """Seconds of each of some calls in a row. The profiler makes one more before them."""
         from jax.experimental.mosaic.gpu import profiler
 
-        _, ms = profiler.measure(call.fn, iterations=repeats)(*call.args)
+        _, ms = profiler.measure(call.fn, iterations=count)(*call.args)
         if ms is None:
             raise RuntimeError("CUPTI saw no kernel")
-        return statistics.median(ms if isinstance(ms, list) else [ms]) / 1e3
+        return [one / 1e3 for one in (ms if isinstance(ms, list) else [ms])]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +164,19 @@ def race(calls: Mapping[str, Call], clock: Clock, *, rounds: int = 7, budget_s: 
                     time.sleep(clock.settle_s)
                 samples[name].append(clock(calls[name], repeats))
     return {name: stats(taken, turns[name][1]) for name, taken in samples.items()}
+
+
+def burst(call: Call, clock: HostClock | CuptiClock) -> Stats:
+    """A few calls to warm up, then a few that are timed one by one. Every call must have been compiled before."""
+    for _ in range(WARM):
+        call()
+    return stats(clock.each(call, TIMED))
+
+
+def reason_of(failure: BaseException) -> str:
+    """Why a contender is not here, in a line."""
+    first_line = (str(failure).splitlines() or [""])[0]
+    return f"failed: {type(failure).__name__}: {first_line[:200]}"
 
 
 def ratios(times: Mapping[str, Stats], base: str) -> dict[str, float]:

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import pathlib
 import platform
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks is not installed
 
-from benchmarks import cells, oracle, peers, plot, problems, report, run, timing, tpu, tpu_peers, tpu_table  # noqa: E402
+from benchmarks import (  # noqa: E402
+    cells,
+    gpu_cases,
+    gpu_check,
+    oracle,
+    peers,
+    plot,
+    problems,
+    report,
+    run,
+    timing,
+    torch_peer,
+    tpu,
+    tpu_peers,
+    tpu_table,
+)
 
 TINY = problems.BenchProblem(name="tiny", m=20, k=8, n=6, g=4, sizes="zipf-empties", seed=3)
 
@@ -93,7 +110,7 @@ def test_a_sampled_oracle_is_part_of_the_whole_one(monkeypatch):
     for which in peers.PASSES:
         part = oracle.oracle(x, which)
         assert part.values.size < whole[which].values.size
-        np.testing.assert_array_equal(part.values, whole[which].values[part.index])
+        np.testing.assert_allclose(part.values, whole[which].values[part.index], rtol=1e-12)
 
 
 def test_wrong_and_failing_contenders_are_left_out():
@@ -144,12 +161,58 @@ def test_clocks():
     calls = []
     assert timing.HostClock("fake", lambda: next(ticks))(lambda: calls.append(1), 3) == 2 and len(calls) == 3
 
-    class WithItsOwn:
-        clock = staticmethod(lambda repeats: repeats * 2.0)
-
-    assert timing.CuptiClock()(WithItsOwn(), 4) == 8
+    ticks = iter(range(8))
+    assert timing.HostClock("fake", lambda: next(ticks)).each(lambda: None, 4) == [1, 1, 1, 1]
     # both let the last contender's threads and deferred frees pass
     assert timing.wall_clock().settle_s > 0 and timing.cpu_clock().settle_s > 0
+
+
+def test_the_clock_of_a_gpu(monkeypatch):
+    profiler = pytest.importorskip("jax.experimental.mosaic.gpu.profiler")
+    saw = []
+
+    def measure(fn, *, iterations):
+        saw.append((fn, iterations))
+        times = [2.0, 9.0, 4.0][:iterations]
+        return lambda *args: (args, times if iterations > 1 else times[0])
+
+    monkeypatch.setattr(profiler, "measure", measure)
+    call = peers.JaxCall(len, ([],))
+    assert timing.CuptiClock().each(call, 3) == [2e-3, 9e-3, 4e-3] and timing.CuptiClock()(call, 1) == 2e-3
+    assert saw == [(len, 3), (len, 1)]
+    monkeypatch.setattr(profiler, "measure", lambda fn, *, iterations: lambda *args: (args, None))
+    with pytest.raises(RuntimeError, match="saw no kernel"):
+        timing.CuptiClock().each(call, 3)
+
+
+def test_a_burst():
+    calls, ticks = [], itertools.count()
+    found = timing.burst(lambda: calls.append(1), timing.HostClock("fake", lambda: float(next(ticks))))
+    assert len(calls) == timing.WARM + timing.TIMED and (found.median, found.samples) == (1, timing.TIMED)
+    times, failed = cells.bursts({"good": lambda: 1, "bad": lambda: 1 / 0}, timing.HostClock("fake", lambda: 0.0))
+    assert set(times) == {"good"} and failed["bad"].startswith("failed: ZeroDivisionError")
+
+
+def test_a_step_is_checked_in_all_of_its_results():
+    x = peers.operands(TINY, "f32")
+    calls, errors, skipped = cells.entrants(x, "step", list(peers.PEERS.values()))
+    assert set(calls) == set(errors) == {"ours"} and not skipped
+    out = calls["ours"]()
+    assert oracle.worst(out, oracle.answers(x, "step")) <= oracle.tolerance(x.dtype)
+    assert oracle.worst((out[0], out[1], out[2] + 1), oracle.answers(x, "step")) > 0.01
+
+
+def test_compiled_ahead():
+    def raises(x, which):
+        raise NotImplementedError("no such kernel")
+
+    x = peers.operands(TINY, "f32")
+    three = [*peers.select("dense"), peers.Peer(name="raises", what="", prepare=raises)]
+    ahead = cells.Ahead(x, ("forward", "step"), three, jobs=2)
+    assert set(ahead.calls) == {("dense", "forward"), ("ours", "forward"), ("raises", "forward"), ("ours", "step")}
+    calls, _, skipped = cells.entrants(x, "forward", three, ahead)
+    assert set(calls) == {"ours", "dense"} and "no such kernel" in skipped["raises"]
+    assert calls["ours"].memory()["result"] == TINY.m * TINY.n * 4
 
 
 def test_turns_and_repeats():
@@ -247,6 +310,45 @@ def test_tables(made, capsys):
     printed = capsys.readouterr().out
     assert "ours / peer" in printed and "time grows as m^" in printed and "temporary memory" in printed
     assert report.plain("t", ["a", "b"], [["xx", "y"]]) == "t\na   b\n--  -\nxx  y"
+
+
+def test_rates():
+    x = peers.operands(TINY, "f32")
+    how = cells.How(clock=timing.HostClock("fake", itertools.count().__next__), burst=True)
+    contenders = peers.select("dense")
+    found = [cells.measure(x, "f32", which, contenders, how) for which in (*problems.PASSES, "step")]
+    found[0] = cells.joined(found[0], "torch", timing.stats([0.5]), 1e-3, None)
+    found[1] = cells.joined(found[1], "torch", None, None, "failed")
+    assert found[0].errors["torch"] == 1e-3 and found[1].skipped == {"torch": "failed"}
+    header, rows = report.rate_rows(found)
+    table = [dict(zip(header, row, strict=True)) for row in rows]
+    assert (table[0]["best peer"], table[0]["/ peer"], table[0]["of dense"]) == ("torch", "2.000", "100%")
+    assert table[1]["best peer"] == "-" and table[1]["ms"] == "1000.000"
+    assert (table[3]["best peer"], table[3]["/ peer"], table[3]["of dense"]) == ("sum of passes", "0.333", "-")
+    assert found[3].flops == 3 * found[0].flops
+
+
+def test_what_torch_said():
+    said = (
+        'noise\n{"problem": "a", "which": "forward", "error": 0.001, "seconds": [1, 2, 3]}\n'
+        '{"problem": "a", "which": "d_lhs", "error": 0.5, "seconds": [1]}\n'
+        '{"problem": "a", "which": "d_rhs", "why": "failed: no"}\n'
+    )
+    found = dict(torch_peer.read(said))
+    assert found["a", "forward"].times.median == 2 and found["a", "forward"].why is None
+    assert found["a", "d_lhs"].times is None and found["a", "d_lhs"].why.startswith("wrong")
+    assert found["a", "d_rhs"].why == "failed: no"
+
+
+def test_torch_that_is_not_there_or_dies(monkeypatch):
+    decode = problems.PROBLEMS["decode-128"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = torch_peer.outside([decode], ("forward", "step"))
+    assert {key: one.why for key, one in found.items()} == {("decode-128", "forward"): "is not installed"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    died = subprocess.CompletedProcess((), 139, stdout="", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: died)
+    assert torch_peer.outside([decode], ("d_rhs",))["decode-128", "d_rhs"].why == "failed: exit code 139"
 
 
 def test_pictures(made, tmp_path):
@@ -372,3 +474,79 @@ def test_schedules_are_reused(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         tpu.main(["--peers", "nobody", "--out", "none"])
     assert "nobody not among ours" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check of the GPU kernels, of a backend that runs here
+
+
+def test_the_cases_of_the_check():
+    every = gpu_cases.cases()
+    assert len({case.name for case in every}) == len(every)
+    for case in every:
+        sizes = gpu_cases.group_sizes(case.sizes, case.call.m, case.call.g, case.seed)
+        assert sizes.sum() <= case.call.m and case.first + case.call.local <= case.call.g
+
+
+SMALL = gpu_cases.Call(m=40, k=12, n=10, g=4)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        SMALL,
+        dataclasses.replace(SMALL, form="contraction", out="bf16"),
+        dataclasses.replace(SMALL, form="contraction", flipped=True, existing="kept"),
+        dataclasses.replace(SMALL, window=2, existing="donated"),
+        dataclasses.replace(SMALL, bias=True, activation="gelu"),
+        dataclasses.replace(SMALL, flipped=True, grad=True, out="bf16"),
+        dataclasses.replace(SMALL, form="contraction", flipped=True, grad=True, out="bf16"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_case_is_judged(call, sampled, monkeypatch):
+    if sampled:
+        monkeypatch.setattr(gpu_check, "LARGE", 0)
+        monkeypatch.setattr(gpu_check, "SAMPLE", 3)
+    case = gpu_cases.Case(name="case", call=call, sizes="short", seed=1, first=1 if call.window else 0)
+    right = gpu_check.compiled(call, "xla")
+    row = gpu_check.judge(case, right, "xla")
+    assert row.ok, row
+
+    def spoiled(*arguments):  # one element of the last row or matrix
+        results = right(*arguments)
+        return jax.tree.map(lambda x: x.at[(-1,) * x.ndim].add(1), results)
+
+    assert not gpu_check.judge(case, spoiled, "xla").ok
+
+
+@pytest.mark.parametrize("form", ["rows", "contraction"])
+@pytest.mark.parametrize("poison", ["unowned", "groups", "empty"])
+def test_poison_that_spreads_is_seen(form, poison):
+    if (form, poison) == ("contraction", "empty"):
+        pytest.skip("there are no weights")
+    call = dataclasses.replace(SMALL, form=form)
+    case = gpu_cases.Case(name="case", call=call, sizes="empties" if poison == "empty" else "short", poison=poison)
+    right = gpu_check.compiled(call, "xla")
+    assert gpu_check.judge(case, right, "xla").ok
+    leaky = gpu_check.judge(case, lambda *a: right(*a).at[0].set(np.nan), "xla")
+    assert leaky.error == float("inf") and not leaky.ok
+
+
+def test_other_bits_are_seen():
+    right, calls = gpu_check.compiled(SMALL, "xla"), itertools.count()
+    row = gpu_check.judge(
+        gpu_cases.Case(name="case", call=SMALL), lambda *a: right(*a) * (1 + 1e-6 * next(calls)), "xla"
+    )
+    assert "other bits" in row.why
+
+
+def test_the_check_ends_with_a_verdict(monkeypatch, tmp_path, capsys):
+    good = gpu_cases.Case(name="good", call=SMALL)
+    large = dataclasses.replace(good, name="large", large=True)
+    monkeypatch.setattr(gpu_check, "cases", lambda: [good, large])
+    assert gpu_check.main(["--backend", "xla", "--quick", "--json", str(tmp_path / "r.json")]) == 0
+    assert "1 of 1 right" in capsys.readouterr().out and '"ok": true' in (tmp_path / "r.json").read_text()
+    assert gpu_check.main(["--backend", "nonsense", "--jobs", "1"]) == 1
+    assert "FAILED ValueError: backend" in capsys.readouterr().out

@@ -26,7 +26,7 @@ from trencadis.plan import plan
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Pins
-from trencadis.versions import device_kind, interpreter_effects, partitioned, replicated, result_type, vary_alike
+from trencadis.versions import device, interpreter_effects, partitioned, replicated, result_type, vary_alike
 from trencadis.visits import clamped, owned
 
 Array = jax.Array
@@ -305,7 +305,8 @@ def _execute(*operands: Any, problem: Problem, pins: Pins, target: Target) -> Ar
 
 
 def _lower(context: Any, *operands: Any, platform: str, **params: Any) -> Any:
-    target = Target(platform=platform, kind=device_kind(context, platform), partitioned=partitioned(context))
+    kind, cores = device(context, platform)
+    target = Target(platform=platform, kind=kind, cores=cores, partitioned=partitioned(context))
     execute = functools.partial(_execute, target=target)
     return mlir.lower_fun(execute, multiple_results=False)(context, *operands, **params)
 

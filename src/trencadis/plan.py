@@ -31,8 +31,8 @@ def plan(problem: Problem, target: Target, pins: Pins = Pins()) -> Plan:
     >>> print(plan(problem_of((4096, 1024), (8, 1024, 1024), groups=8), Target(platform="cpu")))
     xla, tile 256·1024·1024: first of xla, reference
     """
-    if pins.interpret and pins.backend in INTERPRETED and target.platform != INTERPRETED[pins.backend]:
-        target = Target(platform=INTERPRETED[pins.backend])  # a kernel is interpreted as it is, wherever that happens
+    if pins.interpret and pins.backend in INTERPRETED and target.platform != INTERPRETED[pins.backend].platform:
+        target = INTERPRETED[pins.backend]  # a kernel is interpreted as it is, wherever that happens
     reasons = refusals(problem, target)
     name, because = pins.backend, "asked for"
     if name is None and pins.interpret:

@@ -69,6 +69,21 @@ class Problem:
         return self.acc if self.epilogue.bias is None else accumulator(self.acc, self.epilogue.bias)
 
     @property
+    def asked(self) -> Any:
+        """The precision that was asked for: by the caller, or by the setting that holds where nobody does."""
+        config: Any = jax.config
+        return self.precision if self.precision is not None else config.jax_default_matmul_precision
+
+    @property
+    def precisions(self) -> set[lax.Precision]:
+        """The precisions of the operands, as lax knows them; empty if an algorithm was asked for."""
+        asked = self.asked if isinstance(self.asked, tuple) else (self.asked,)
+        try:
+            return {lax.Precision.DEFAULT if one is None else lax.Precision(one) for one in asked}
+        except ValueError:
+            return set()
+
+    @property
     def rows(self) -> int:
         """Rows of all batch entries together."""
         return self.batch * self.m

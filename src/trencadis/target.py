@@ -17,6 +17,7 @@ class Target:
 
     platform: str  # "cpu", "cuda", "rocm", "tpu"
     kind: str | None = None  # e.g. "NVIDIA H200", "TPU v5 lite"
+    cores: int | None = None  # multiprocessors of a GPU
     partitioned: bool = False  # whether XLA will split the program over several devices by itself
 
     @classmethod
@@ -29,7 +30,7 @@ class Target:
         platform = device.platform
         if platform == "gpu":
             platform = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
-        return cls(platform=platform, kind=device.device_kind)
+        return cls(platform=platform, kind=device.device_kind, cores=getattr(device, "core_count", None))
 
     def multiplies(self, dtype: Any) -> bool:
         """Whether the machine has products of this narrow float dtype, summed in float32, that beat converting it.

@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.experimental import io_callback
+from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxlib.mlir.dialects import stablehlo
 
@@ -69,23 +72,27 @@ def like_varying(shape: tuple[int, ...], dtype: Any, *operands: Any) -> jax.Shap
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes)
 
 
-def device_kind(context: Any, platform: str) -> str | None:
-    """The kind of device that is lowered for, where JAX knows it.
+def device(context: Any, platform: str) -> tuple[str | None, int | None]:
+    """The kind of device that is lowered for and how many cores it has, where JAX knows it.
 
     It is that of the abstract device of the mesh in use, of the devices of the mesh or of the computation, or of the
     client that will compile it, all devices of which are of one kind.
     """
     module = context.module_context
     axes, client = module.axis_context, module.backend
+    names = (platform, "gpu") if platform in ("cuda", "rocm") else (platform,)  # devices of both are called "gpu"
     meshes = (getattr(axes, "mesh", None), jax.sharding.get_abstract_mesh())
     abstract = [getattr(mesh, "abstract_device", None) for mesh in meshes]
     devices: list[Any] = [device for device in abstract if device is not None]
     devices += [device for mesh in meshes if isinstance(mesh, jax.sharding.Mesh) for device in mesh.devices.flat]
     devices += getattr(axes, "device_assignment", None) or ()
-    devices += client.devices() if client is not None and client.platform == platform else ()
+    devices += client.devices() if client is not None and client.platform in names else ()
     # an abstract device of jax < 0.11 has no platform
-    kinds = [device.device_kind for device in devices if getattr(device, "platform", platform) == platform]
-    return kinds[0] if kinds else None
+    devices = [device for device in devices if getattr(device, "platform", platform) in names]
+    if not devices:
+        return None, None
+    cores = getattr(devices[0], "core_count", None) or getattr(devices[0], "num_cores", None)
+    return devices[0].device_kind, cores if platform in ("cuda", "rocm") else None
 
 
 def partitioned(context: Any) -> bool:
@@ -108,11 +115,11 @@ def without_mesh() -> Any:
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
-def abstract_device(kind: str, cores: int) -> Any:
+def abstract_device(kind: str, cores: int, platform: str = "tpu") -> Any:
     """A context in which kernels are traced for a device that is not there: `pltpu.get_tpu_info()` answers for it."""
     options: dict[str, Any] = {"device_kind": kind, "num_cores": cores}
     if "platform" in inspect.signature(jax.sharding.AbstractDevice).parameters:  # since jax 0.11
-        options["platform"] = "tpu"
+        options["platform"] = platform
     device = jax.sharding.AbstractDevice(**options)
     mesh = AbstractMesh((1,), ("_",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
@@ -140,3 +147,66 @@ def host_program(exported: Any, module: Any, inputs: Sequence[Any], outputs: Seq
         mlir_module_serialized=stablehlo.serialize_portable_artifact(module, stablehlo.get_minimum_version()),
         **flat,
     ).call
+
+
+def flipped(ref: Any) -> Any:
+    """The transpose of a matrix in a GPU's shared memory."""
+    if hasattr(mosaic_gpu, "transpose_ref"):  # until jax 0.11
+        return mosaic_gpu.transpose_ref(ref, (1, 0))
+    return ref.transpose((1, 0))
+
+
+@functools.cache
+def gpu_interpreter() -> Any:
+    """How a GPU kernel is interpreted: memory that nobody wrote, or that lies outside of an array, holds NaN."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    if JAX < (0, 11):
+        _teach_gpu_interpreter()
+    return InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="uninitialized")
+
+
+def _teach_gpu_interpreter() -> None:
+    """What the interpreter of jax < 0.11 does not know and later ones do.
+
+    It has no products of transposed factors and no casts of layouts, and it compiles a kernel anew for every warpgroup.
+    """
+    from jax._src.pallas.mosaic.interpret import thread_map
+    from jax._src.pallas.mosaic.interpret.utils import to_range
+    from jax._src.pallas.mosaic_gpu.core import layout_cast_p
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    from jax.interpreters import mlir
+
+    mlir.register_lowering(layout_cast_p, lambda _, x, **__: [x], platform="cpu")
+
+    def wgmma(*, token: Any, device_id: Any, thread_id: Any, acc_dtype: Any, **refs: Any) -> Any:
+        memory = gpu_callbacks._get_shared_memory()
+        thread = memory.get_global_thread_id(int(device_id), int(thread_id))
+
+        def at(name: str) -> tuple[Any, Any, bool]:
+            transforms = gpu_callbacks._remove_noop_transforms(refs[f"{name}_transforms"])
+            flip = bool(transforms) and hasattr(transforms[-1], "permutation")
+            key = gpu_callbacks.HostAllocationKey.from_array(refs[f"{name}_allocation_key_as_array"])
+            return key, to_range(jax.tree.map(int, transforms[:-1] if flip else transforms)), flip
+
+        def read(key: Any, where: Any, flip: bool) -> Any:
+            value: Any = memory.get_buffer_content(key, where, thread)[0]
+            return value.T if flip else value
+
+        total = read(*at("acc")) + np.matmul(read(*at("a")), read(*at("b")), dtype=acc_dtype)
+        memory.store_buffer_content(*at("acc")[:2], total, thread)
+        return token
+
+    lock = threading.Lock()
+
+    @functools.lru_cache(maxsize=32)
+    def compiled(jaxpr: Any) -> Any:
+        return jax.jit(lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args))
+
+    def run(jaxpr: Any, consts: Any, *args: Any) -> None:
+        with lock:
+            executable = compiled(jaxpr).trace(consts, *args).lower().compile()
+        executable(consts, *args)
+
+    gpu_callbacks.wgmma = wgmma
+    thread_map._run_jaxpr = run

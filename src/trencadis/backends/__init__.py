@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 import jax
 
-from trencadis.backends import reference, tpu, xla
+from trencadis.backends import gpu, reference, tpu, xla
+from trencadis.cards import CARDS
 from trencadis.problem import Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
@@ -25,5 +26,6 @@ class Backend(Protocol):
         """The result; operands are lhs, rhs, group_sizes, first group, then those of the epilogue."""
 
 
-BACKENDS: dict[str, Backend] = {"tpu": tpu, "xla": xla, "reference": reference}
-INTERPRETED = {"tpu": "tpu"}  # backends whose kernels can be interpreted anywhere, and their platforms
+BACKENDS: dict[str, Backend] = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
+# backends whose kernels can be interpreted anywhere, and what they are interpreted as
+INTERPRETED = {"tpu": Target(platform="tpu"), "gpu": Target(platform="cuda", kind=CARDS["h200"].kind)}

@@ -6,6 +6,7 @@ The derived problems are read from the traced program, so that what is printed i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 from trencadis import problem as what
 from trencadis.api import grouped_matmul, transposed_grouped_matmul
 from trencadis.autodiff import grouped_p
-from trencadis.backends import BACKENDS
+from trencadis.backends import BACKENDS, INTERPRETED
+from trencadis.cards import CARDS
 from trencadis.chips import CHIPS
 from trencadis.cost import Cost, cost
 from trencadis.plan import Plan, plan, refusals
@@ -25,6 +27,7 @@ from trencadis.target import Target
 from trencadis.tiling import Pins, Tiling
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+SMALL = 1 << 16  # bytes of an array that is not worth a word
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +53,14 @@ class Pass:
     problem: Problem | None = None
     plan: Plan | None = None
     backends: tuple[Verdict, ...] = ()
+    copies: tuple[str, ...] = ()  # what is made of operands and results beside the kernel
     reason: str | None = None
 
     def __str__(self) -> str:
         if self.problem is None:
             return f"{self.name:<10} none: {self.reason}"
-        return f"{self.name:<10} {self.problem}\n{'':<10} {self.plan}"
+        copies = "".join(f"\n{'':<10} besides: {copy}" for copy in self.copies)
+        return f"{self.name:<10} {self.problem}\n{'':<10} {self.plan}{copies}"
 
     def news(self, forward: Pass) -> str:
         """The refusals of this pass that the forward pass does not have."""
@@ -118,8 +123,8 @@ def why(
       preferred_element_type: the dtype of the result.
       transpose_rhs: as in `grouped_matmul`.
       transpose_lhs: as in `transposed_grouped_matmul`.
-      target: what to plan for: a `Target`, a device, "cpu", "cuda", "rocm", "tpu", or a TPU generation such as "v6e";
-        by default the default device.
+      target: what to plan for: a `Target`, a device, "cpu", "cuda", "rocm", "tpu", a TPU generation such as "v6e", or
+        a GPU such as "h200"; by default the default device.
 
     Returns:
       A `Why`: print it, or read its problem, cost, backends and passes.
@@ -161,8 +166,8 @@ def why(
 def target_of(target: Target | jax.Device | str | None) -> Target:
     """Any spelling of a target; None is the device on which JAX runs what names no other.
 
-    >>> print(target_of("tpu"), "|", target_of("v6e"))
-    tpu | tpu (TPU v6 lite)
+    >>> print(target_of("tpu"), "|", target_of("v6e"), "|", target_of("h200"))
+    tpu | tpu (TPU v6 lite) | cuda (NVIDIA H200)
     """
     if target is None:
         config: Any = jax.config
@@ -174,9 +179,11 @@ def target_of(target: Target | jax.Device | str | None) -> Target:
         return Target(platform=target)
     if isinstance(target, str) and target in CHIPS:
         return Target(platform="tpu", kind=CHIPS[target].kind)
+    if isinstance(target, str) and target in CARDS:
+        return Target(platform="cuda", kind=CARDS[target].kind, cores=CARDS[target].cores)
     if isinstance(target, jax.Device):
         return Target.of(target)
-    known = ", ".join(map(repr, (*PLATFORMS, *CHIPS)))
+    known = ", ".join(map(repr, (*PLATFORMS, *CHIPS, *CARDS)))
     raise ValueError(f"target: want a Target, a device, or one of {known}; got {target!r}")
 
 
@@ -200,7 +207,39 @@ def _known_sizes(group_sizes: Any, asked: Problem) -> list[int] | None:
 def _pass(name: str, found: tuple[Problem, Pins], target: Target) -> Pass:
     problem, pins = found
     chosen = plan(problem, target, pins)
-    return Pass(name=name, problem=problem, plan=chosen, backends=tuple(_verdicts(problem, target, chosen)))
+    verdicts = tuple(_verdicts(problem, target, chosen))
+    return Pass(name=name, problem=problem, plan=chosen, backends=verdicts, copies=tuple(_copies(problem, chosen)))
+
+
+def _copies(problem: Problem, chosen: Plan) -> Iterator[str]:
+    """The large arrays that a backend with kernels makes before its kernel and after it."""
+    if chosen.backend not in INTERPRETED:
+        return
+    shapes = [problem.lhs_shape, problem.rhs_shape, (problem.batch, problem.groups), (problem.batch,)]
+    dtypes = [problem.lhs, problem.rhs, jnp.int32, jnp.int32]
+    if problem.epilogue.bias is not None:
+        shapes, dtypes = [*shapes, (problem.local_groups, problem.n)], [*dtypes, problem.epilogue.bias]
+    if problem.epilogue.accumulate:
+        shapes, dtypes = [*shapes, problem.out_shape], [*dtypes, problem.out]
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    run = functools.partial(BACKENDS[chosen.backend].run, problem, chosen)
+    for equation in _plain(jax.make_jaxpr(run)(*operands).jaxpr):
+        source, made = equation.invars[0].aval, equation.outvars[0].aval
+        size = made.size * made.dtype.itemsize
+        if size >= SMALL:
+            yield f"{equation.primitive.name} {source.str_short()} -> {made.str_short()}, {size / 1e6:.3g} MB"
+
+
+def _plain(jaxpr: Any) -> Iterator[Any]:
+    """The operations of a traced program that are not kernels."""
+    for equation in jaxpr.eqns:
+        if "pallas" in equation.primitive.name or "mpmd" in equation.primitive.name:
+            continue
+        inner = equation.params.get("jaxpr")
+        if inner is not None:
+            yield from _plain(getattr(inner, "jaxpr", inner))
+        elif equation.outvars and hasattr(equation.outvars[0].aval, "dtype") and equation.invars:
+            yield equation
 
 
 def _verdicts(problem: Problem, target: Target, chosen: Plan) -> Iterator[Verdict]:

@@ -54,8 +54,8 @@ def _arithmetic(problem: Problem) -> str | None:
     for name, dtype, known in dtypes:
         if dtype.name not in known:
             return f"{name} is {dtype.name}; it takes {', '.join(known)}"
-    if _precision(problem) is NotImplemented:
-        return f"precision is {_asked(problem)}; it has DEFAULT and HIGHEST"
+    if _precision(problem) is None:
+        return f"precision is {problem.asked}; it has DEFAULT and HIGHEST"
     return None if problem.epilogue.activation is None else _unable(problem)
 
 
@@ -121,29 +121,20 @@ def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, 
     return out if out_shape == problem.out_shape else lax.slice(out, (0,) * out.ndim, problem.out_shape)
 
 
+def _precision(problem: Problem) -> lax.Precision | None:
+    """The precision as the kernel spells it, or None if it has no such. Only float32 operands have one.
+
+    It is always spelt: a product in the kernel would take the setting otherwise, which may be one it does not have.
+    """
+    if jnp.float32 not in (problem.lhs, problem.rhs):
+        return lax.Precision.DEFAULT
+    known = problem.precisions
+    return next(iter(known)) if known in ({lax.Precision.DEFAULT}, {lax.Precision.HIGHEST}) else None
+
+
 def _fill(x: Array, shape: tuple[int, ...]) -> Array:
     """The array with zeros after its own entries, up to a shape."""
     return x if x.shape == shape else jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
-
-
-def _asked(problem: Problem) -> Any:
-    """The precision that was asked for: by the caller, or by the setting that holds where nobody does."""
-    return problem.precision if problem.precision is not None else jax.config.jax_default_matmul_precision
-
-
-def _precision(problem: Problem) -> Any:
-    """The precision as the kernel spells it, or NotImplemented. Only float32 operands have one.
-
-    It is never None: a product in the kernel would take the setting then, which may be one that it does not have.
-    """
-    asked = _asked(problem)
-    if asked is None or jnp.float32 not in (problem.lhs, problem.rhs):
-        return lax.Precision.DEFAULT
-    try:
-        known = {lax.Precision(p) for p in (asked if isinstance(asked, tuple) else (asked,))}
-    except ValueError:  # an algorithm
-        return NotImplemented
-    return known.pop() if known in ({lax.Precision.DEFAULT}, {lax.Precision.HIGHEST}) else NotImplemented
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,164 @@
+"""Pallas kernels for Hopper GPUs: copies, products and stores run beside each other, and no row is computed in vain.
+
+run         operands as the kernel wants them; the kernel; the result as the problem wants it
+choose      the layout for a problem
+kernel      the roles of the warpgroups of a block; what the form does in each (rows, contraction)
+walk, mail  the order of tiles, and how the warpgroups hear of it
+stores      the epilogue, and the way out
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as mgpu
+
+from trencadis.backends.gpu.choose import choose, multiplied, obey, tiling_of
+from trencadis.backends.gpu.kernel import PARAMS, call
+from trencadis.backends.gpu.layout import BLOCK, GRAIN, Layout, line
+from trencadis.cards import Card, card_for
+from trencadis.dtypes import accumulator
+from trencadis.epilogue import elementwise
+from trencadis.problem import Form, Problem
+from trencadis.target import Target
+from trencadis.tiling import Tiling
+from trencadis.versions import gpu_interpreter, without_mesh
+from trencadis.visits import clamped
+
+Array = jax.Array
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def supports(problem: Problem, target: Target) -> str | None:
+    """Products of operands that the tensor cores of a Hopper GPU multiply."""
+    if target.platform != "cuda":
+        return f"it runs on NVIDIA GPUs; the target is {target}"
+    if target.partitioned:
+        return "XLA cannot partition a kernel over devices; wrap the call in jax.shard_map"
+    if target.kind is None:
+        return "its kernels are for Hopper GPUs, and which GPU this is for is not known here"
+    if card_for(target) is None:
+        return f"its kernels are for Hopper GPUs; the target is {target}"
+    return _arithmetic(problem) or _size(problem)
+
+
+def _arithmetic(problem: Problem) -> str | None:
+    """Why the kernels cannot compute it."""
+    dtypes = [("lhs", problem.lhs), ("rhs", problem.rhs), ("the result", problem.out)]
+    if problem.epilogue.bias is not None:
+        dtypes.append(("bias", problem.epilogue.bias))
+    for name, dtype in dtypes:
+        if dtype.name not in DTYPES:
+            return f"{name} is {dtype.name}; it takes {', '.join(DTYPES)}"
+    if multiplied(problem) == jnp.float32 and problem.precisions != {lax.Precision.DEFAULT}:
+        return f"precision is {problem.asked}; it multiplies float32 as tf32, which is DEFAULT"
+    return None if problem.epilogue.activation is None else _unable(problem)
+
+
+def _size(problem: Problem) -> str | None:
+    """Why there is no work for the kernels, or too much."""
+    if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
+        return "there is nothing to multiply"
+    tiles = (-(-problem.rows // BLOCK) + problem.spans) * -((-max(problem.n, problem.k) // BLOCK) ** 2)
+    return None if tiles < 2**31 else f"{tiles} tiles are too many to count"
+
+
+def tiling(problem: Problem, target: Target) -> Tiling:
+    """The tallest tile of the result, and the step of its sum."""
+    return tiling_of(problem, choose(problem, _card(target)))
+
+
+def run(problem: Problem, plan: Any, *operands: Array) -> Array:
+    """The result of a problem."""
+    layout = choose(problem, _card(plan.target))
+    if plan.tiling != tiling_of(problem, layout):
+        layout = obey(problem, _card(plan.target), plan.tiling)
+    return execute(problem, layout, *operands, interpret=gpu_interpreter() if plan.interpret else None)
+
+
+def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any = None) -> Array:
+    """The result of a problem by a kernel of this layout; each operand is padded where a copy engine wants it."""
+    lhs, rhs, sizes, first, *extras = operands
+    bias, existing = problem.epilogue.split(tuple(extras))
+    if interpret is not None:  # a claim is an atomic operation, which the interpreter does not have
+        layout = layout.replace(claim=False, blocks=min(layout.blocks, 2))
+    inner, named = _stored(problem, layout, lhs, rhs)
+    named["sizes"] = (sizes if sizes.dtype == jnp.int32 else clamped(sizes, problem.m)).reshape(-1)
+    named["first"] = first
+    out_shape = (*problem.out_shape[:-1], inner.n)
+    if bias is not None:
+        named["bias"] = _fill(bias, (problem.local_groups, inner.n))
+    if existing is not None:
+        named["existing"] = _fill(existing, out_shape)
+    out = call(inner, layout, named, out_shape, interpret)
+    return out if out_shape == problem.out_shape else lax.slice(out, (0,) * out.ndim, problem.out_shape)
+
+
+def _stored(problem: Problem, layout: Layout, lhs: Array, rhs: Array) -> tuple[Problem, dict[str, Array]]:
+    """The problem as the kernel sees it, and the operands as they lie in memory then.
+
+    A copy takes whole lines of columns and a few rows at a time, so that the dimensions it runs along are multiples of
+    those. Tensor cores take float32 only with the axis of the sum last.
+    """
+    dtype = multiplied(problem)
+    lhs, rhs, problem = lhs.astype(dtype), rhs.astype(dtype), problem.replace(lhs=dtype, rhs=dtype)
+    run = line(dtype)
+    rows, k, n = up(problem.rows, GRAIN), up(problem.k, run), up(problem.n, max(run, line(problem.out)))
+    if problem.form is Form.ROWS:
+        last = problem.transpose_rhs or layout.flat
+        rhs = rhs.mT if layout.flat and not problem.transpose_rhs else rhs
+        shape = (problem.weights, n, k) if last else (problem.weights, k, n)
+        inner = problem.replace(k=k, n=n, transpose_rhs=last)
+        return inner, {"lhs": _fill(lhs, (rows, k)), "rhs": _fill(rhs, shape)}
+    last = problem.transpose_lhs or layout.flat
+    lhs = lhs.mT if layout.flat and not problem.transpose_lhs else lhs
+    whole = up(problem.rows, run)
+    lhs = _fill(lhs, (up(problem.k, GRAIN), whole) if last else (rows, k))
+    rhs = _fill(rhs.mT, (n, whole)) if layout.flat else _fill(rhs, (rows, n))
+    return problem.replace(n=n), {"lhs": lhs, "rhs": rhs}
+
+
+def up(x: int, to: int) -> int:
+    """The next multiple."""
+    return -(-x // to) * to
+
+
+def _fill(x: Array, shape: tuple[int, ...]) -> Array:
+    """The array with zeros after its own entries, up to a shape."""
+    return x if x.shape == shape else jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
+
+
+def _card(target: Target) -> Card:
+    card = card_for(target)
+    assert card is not None, target  # or `supports` had refused
+    return card
+
+
+@functools.lru_cache(maxsize=256)
+def _lowers(activation: Any, dtype: Any) -> str | None:
+    """None if a kernel can apply the activation to a tile, else what the compiler's front end says."""
+
+    def body(x: Any, out: Any) -> None:
+        out[...] = elementwise(activation)(x[...].astype(dtype)).astype(jnp.float32)
+
+    tile = jax.ShapeDtypeStruct((BLOCK, BLOCK), jnp.float32)
+    mesh = mgpu.Mesh(grid=(1,), grid_names=("block",), num_threads=1, thread_name="role")
+    apply = pl.kernel(body, out_type=tile, mesh=mesh, compiler_params=PARAMS)
+    try:
+        with without_mesh():
+            jax.jit(apply).trace(tile).lower(lowering_platforms=("cuda",))
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return None
+
+
+def _unable(problem: Problem) -> str | None:
+    reason = _lowers(problem.epilogue.activation, accumulator(problem.sum, problem.out))
+    name = getattr(problem.epilogue.activation, "__name__", problem.epilogue.activation)
+    return None if reason is None else f"activation {name} does not lower in a kernel ({reason})"

@@ -1,0 +1,92 @@
+"""Which layout: from what a problem is bound by, and what fits into a multiprocessor.
+
+    tall tiles   256 x 128   weights pass through a multiprocessor half as often; for groups of many rows
+    wide tiles   128 x 256   twice the bytes of weights under way; where reading them is what takes the time
+
+The figures behind the choice are in docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from trencadis.backends.gpu import mail, stores
+from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, Layout, line
+from trencadis.cards import Card
+from trencadis.problem import Form, Problem
+from trencadis.tiling import Tiling
+
+DEEPEST = 8  # stages; more of them hide nothing more
+SUMS = 256 * 128  # entries of a tile that the registers of the consumers hold
+BOUND = 192  # rows of a group below which reading its weights takes longer than multiplying by them
+LARGE = 1024  # rows of a group above which it hardly matters how the last tile is cut
+CLAIMS = 10**11  # operations from which on it pays to give out tiles one by one: that costs one small kernel
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(problem: Problem, card: Card) -> Layout:
+    """The layout for a problem."""
+    return _layout(problem, card, *_tile(problem))
+
+
+def obey(problem: Problem, card: Card, tiling: Tiling) -> Layout:
+    """The layout nearest to a tile that a caller asks for: no larger, if the machine has one that small."""
+    rows = problem.form is Form.ROWS
+    tall, wide = (tiling.m, tiling.n) if rows else (tiling.k, tiling.n)
+    tall = 2 * BLOCK * CONSUMERS if tall >= 2 * BLOCK * CONSUMERS else BLOCK * CONSUMERS
+    wide = max(min(wide, SUMS // tall) // BLOCK * BLOCK, BLOCK)
+    return _layout(problem, card, tall, wide)
+
+
+def tiling_of(problem: Problem, layout: Layout) -> Tiling:
+    """A layout in the units of the caller."""
+    if problem.form is Form.ROWS:
+        return Tiling(layout.tall, layout.deep, layout.wide)
+    return Tiling(layout.deep, layout.tall, layout.wide)
+
+
+def _tile(problem: Problem) -> tuple[int, int]:
+    """Rows and columns of a tile of the result."""
+    if problem.n <= 128:
+        return 256, BLOCK if problem.n <= BLOCK else 128
+    if problem.form is Form.CONTRACTION:
+        return 256, 128
+    rows = problem.m / problem.groups
+    # weights that are stored with k last come in lines from as many rows as the tile has columns
+    if rows <= BOUND or (problem.transpose_rhs and rows >= LARGE):
+        return 128, min((256, 192), key=lambda wide: -(-problem.n // wide) * wide * (1 + (256 - wide) / 2048))
+    return 256, 128
+
+
+def multiplied(problem: Problem) -> np.dtype[Any]:
+    """The dtype in which the operands are multiplied: their own, or float32, which holds any two narrow ones."""
+    return problem.lhs if problem.lhs == problem.rhs else np.dtype(np.float32)
+
+
+def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
+    dtype = multiplied(problem)
+    deep = line(dtype)
+    stage = deep * (tall + wide) * dtype.itemsize
+    stages = min((card.shared - _besides(problem, wide)) // stage, DEEPEST)
+    operations = 2 * problem.rows * problem.k * problem.n
+    return Layout(
+        tall=tall,
+        wide=wide,
+        deep=deep,
+        stages=stages,
+        panel=2048 // tall,
+        blocks=card.cores,
+        flat=dtype.itemsize == 4,
+        claim=operations >= CLAIMS,
+    )
+
+
+def _besides(problem: Problem, wide: int) -> int:
+    """Bytes of shared memory that are not stages; each array starts at a multiple of 1024."""
+    staged = CONSUMERS * stores.SLOTS * BLOCK * 128
+    bias = 0 if problem.epilogue.bias is None else -(-CONSUMERS * wide * problem.epilogue.bias.itemsize // 1024) * 1024
+    barriers = 8 * (4 * DEEPEST + 2 * mail.SLOTS + 2 * CONSUMERS + 1)
+    return staged + bias + 1024 + barriers

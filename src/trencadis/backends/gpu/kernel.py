@@ -1,0 +1,185 @@
+"""The kernel of both forms: one warpgroup copies operands into shared memory, two multiply, and in the contraction
+form a fourth blanks what does not belong to the group.
+
+    copier      walks the tiles and tells the others; waits for a free stage, starts the copies of one step
+    blanker     contraction: zeroes the rows of other groups in the first step and in the last of a tile
+    consumers   half the blocks of a tile each: wait for a stage, multiply, free it; then the epilogue, while the
+                copies of the next tile are under way
+
+Barriers of a stage: `full`, its copies have arrived; `blank`, it is blanked; `free`, both consumers are done with it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as mgpu
+
+from trencadis.backends.gpu import contraction, mail, rows, stores
+from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, Layout
+from trencadis.backends.gpu.walk import Tile, Walk, i32
+from trencadis.problem import Form, Problem
+from trencadis.versions import like_varying
+
+FORMS: dict[Form, Any] = {Form.ROWS: rows.Rows, Form.CONTRACTION: contraction.Contraction}
+STAGGER = 2  # steps that the second consumer starts behind the first, so that one stores while the other multiplies
+PARAMS = mgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=0)
+REGISTERS = {3: (232, 40), 4: (208, 40)}  # of a thread, by the number of warpgroups: those that multiply, and others
+
+
+def call(
+    problem: Problem, layout: Layout, operands: dict[str, Any], out_shape: tuple[int, ...], interpret: Any = None
+) -> jax.Array:
+    """Run the kernel. Operands by name: sizes, first, lhs, rhs, and those of the epilogue."""
+    existing = operands.pop("existing", None)
+    form = FORMS[problem.form](problem, layout)
+    warpgroups = CONSUMERS + 1 + form.blanks
+    shared = {
+        **form.scratch(),
+        **stores.scratch(problem, layout),
+        **mail.scratch(warpgroups - 1),
+        "full": mgpu.Barrier(num_arrivals=2, num_barriers=layout.stages),
+        "free": mgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=layout.stages),
+        "blank": mgpu.Barrier(num_barriers=layout.stages),
+        "go": mgpu.Barrier(),
+    }
+    # what the kernel reads and writes is a reference; what it only writes is a result
+    inout = {"counter": jnp.zeros((1,), jnp.int32)} if layout.claim else {}
+    inout |= {} if existing is None else {"out": existing}
+    names = [*operands, *inout, *(["out"] if existing is None else [])]
+
+    def body(*refs: Any) -> None:
+        given = dict(zip(names, refs, strict=True))
+        pl.run_scoped(lambda **memory: _body(problem, layout, form, given | memory), **shared, collective_axes="role")
+
+    result = like_varying(out_shape, problem.out, *operands.values())
+    mesh = mgpu.Mesh(
+        grid=(layout.blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="role",
+    )
+    kernel = pl.kernel(
+        body,
+        out_type=[result] * (existing is None),
+        mesh=mesh,
+        compiler_params=PARAMS,
+        interpret=interpret,
+        name=f"trencadis_{problem.form.value}",
+    )
+    refs = {name: jax.new_ref(x, memory_space=mgpu.GMEM) for name, x in inout.items()}
+    out = kernel(*operands.values(), *refs.values())
+    return jax.freeze(refs["out"]) if existing is not None else out[0]
+
+
+def _body(problem: Problem, layout: Layout, form: Any, refs: dict[str, Any]) -> None:
+    block, role = lax.axis_index("block"), lax.axis_index("role")
+    walk = Walk(problem, layout, refs["sizes"], refs["first"])
+    many, few = REGISTERS[CONSUMERS + 1 + form.blanks]
+
+    def consume() -> None:
+        mgpu.set_max_registers(many, action="increase")
+        mail.listen(refs, functools.partial(_consume, problem, layout, form, refs, role))
+        mgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def copy() -> None:
+        mgpu.set_max_registers(few, action="decrease")
+        done = mail.tell(walk, layout, refs, block, functools.partial(_copy, layout, form, refs, walk))
+        mail.settle(refs["free"], done, layout.stages)
+
+    def blank() -> None:
+        mgpu.set_max_registers(few, action="decrease")
+        mail.listen(refs, functools.partial(_blank, layout, form, refs, walk))
+
+    # one tree of branches: the compiler gives each role its own number of registers only then
+    def others() -> None:
+        lax.cond(role == CONSUMERS, copy, blank) if form.blanks else copy()
+
+    lax.cond(role < CONSUMERS, consume, others)
+
+
+def _copy(layout: Layout, form: Any, refs: dict[str, Any], walk: Walk, tile: Tile, done: Any) -> None:
+    """Start the copies of a tile, as stages get free."""
+
+    def step(i: Any, _: Any) -> None:
+        at = mail.slot(done + i, layout.stages)
+        pl.when(done + i >= i32(layout.stages))(lambda: mgpu.barrier_wait(refs["free"].at[at]))
+        form.copy(refs, walk, tile, i, at)
+
+    lax.fori_loop(i32(0), tile.steps, step, None)
+
+
+def _blank(layout: Layout, form: Any, refs: dict[str, Any], walk: Walk, tile: Tile, done: Any) -> None:
+    """Blank the first step of a tile and its last."""
+
+    def step(i: Any, _: Any) -> None:
+        at = mail.slot(done + i, layout.stages)
+        mgpu.barrier_wait(refs["full"].at[at])
+
+        @pl.when((i == 0) | (i == tile.steps - 1))
+        def _() -> None:
+            form.blank(refs, walk, tile, i, at)
+            mgpu.barrier_arrive(refs["blank"].at[at])
+
+    lax.fori_loop(i32(0), tile.steps, step, None)
+
+
+def _consume(
+    problem: Problem, layout: Layout, form: Any, refs: dict[str, Any], role: Any, tile: Tile, done: Any
+) -> None:
+    """One consumer's part of a tile: the first half of its blocks, or the second."""
+    out = stores.Out(problem, layout, form, refs, role)
+    half = lax.div(tile.blocks + i32(1), i32(2))
+    top = pl.multiple_of(jnp.where(role == 0, i32(0), half) * i32(BLOCK), BLOCK)
+    mine = jnp.where(role == 0, half, tile.blocks - half)
+    begins = (done == 0) & (tile.steps > 0)
+    behind = min(STAGGER, layout.stages - 1)  # further on, the first would wait for stages that the second holds
+    signal = jnp.where(begins & (role == 0), jnp.minimum(i32(behind), tile.steps - i32(1)), i32(-1))
+    pl.when(begins & (role == 1))(lambda: mgpu.barrier_wait(refs["go"]))
+
+    def arrived(i: Any) -> Any:
+        at = mail.slot(done + i, layout.stages)
+        mgpu.barrier_wait(refs["full"].at[at])
+        if form.blanks:
+            ends = (i == 0) | (i == tile.steps - 1)
+            pl.when(ends)(lambda: mgpu.barrier_wait(refs["blank"].at[at]))
+        return at
+
+    def free(i: Any) -> None:
+        mgpu.barrier_arrive(refs["free"].at[mail.slot(done + i, layout.stages)])
+
+    def multiply(blocks: int) -> None:
+        out.prepare(tile)
+
+        def summed(acc: Any) -> Any:
+            def step(i: Any, _: Any) -> None:
+                at = arrived(i)
+                mgpu.wgmma(acc, *form.factors(refs, at, pl.ds(top, blocks * BLOCK)))
+                mgpu.wgmma_wait(1)  # all but the product just started
+                pl.when(i > 0)(lambda: free(i - i32(1)))
+                pl.when(i == signal)(lambda: mgpu.barrier_arrive(refs["go"]))
+
+            lax.fori_loop(i32(0), tile.steps, step, None)
+            mgpu.wgmma_wait(0)
+            pl.when(tile.steps > 0)(lambda: free(tile.steps - i32(1)))
+            return acc[...]
+
+        acc = pl.run_scoped(summed, mgpu.ACC((blocks * BLOCK, layout.wide), jnp.float32))
+        out.store(tile, top, acc)
+
+    def skip() -> None:
+        """The tile is not so tall."""
+
+        def step(i: Any, _: Any) -> None:
+            arrived(i)
+            free(i)
+
+        lax.fori_loop(i32(0), tile.steps, step, None)
+
+    most = layout.tall // BLOCK // CONSUMERS
+    lax.switch(mine, [skip, *(functools.partial(multiply, blocks) for blocks in range(1, most + 1))])

@@ -1,0 +1,40 @@
+"""How a kernel cuts its work: the tile of a result, the step of its sum, and what lies in shared memory meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+BLOCK = 64  # rows that one instruction multiplies
+GRAIN = 8  # a copy into shared memory starts at a multiple of so many rows
+LINE = 128  # bytes of a row that lie together in shared memory
+CONSUMERS = 2  # warpgroups that multiply
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The cut of one kernel."""
+
+    tall: int  # rows of the tallest tile; a tile has as many blocks as it needs
+    wide: int  # columns of a tile
+    deep: int  # entries of the sum in one step
+    stages: int  # steps in shared memory at once
+    panel: int  # tiles that are taken downwards before the next column
+    blocks: int  # thread blocks: one for each multiprocessor
+    flat: bool = False  # both operands are stored with the axis of the sum last
+    claim: bool = False  # a block takes the next tile when it is done with one; otherwise every `blocks`-th is its own
+
+    def replace(self, **changes: Any) -> Layout:
+        """The same layout with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def __str__(self) -> str:
+        order = "claimed" if self.claim else "dealt"
+        return f"{self.tall}x{self.wide}x{self.deep}, {self.stages} stages, {self.blocks} blocks, tiles {order}"
+
+
+def line(dtype: np.dtype[Any]) -> int:
+    """Entries in a line."""
+    return LINE // dtype.itemsize

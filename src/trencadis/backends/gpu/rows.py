@@ -1,0 +1,63 @@
+"""The rows form: a tile is rows of one group, the sum runs over k. Rows of other groups in it are not stored."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as mgpu
+
+from trencadis.backends.gpu.layout import BLOCK, GRAIN, LINE, Layout, line
+from trencadis.backends.gpu.walk import Tile, Walk, i32
+from trencadis.problem import Problem
+from trencadis.versions import flipped
+
+
+def tiled(dtype: Any) -> tuple[Any, Any]:
+    """How a factor lies in shared memory, as the tensor cores want it."""
+    return mgpu.TilingTransform((GRAIN, line(dtype))), mgpu.SwizzleTransform(LINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What is copied, multiplied and written."""
+
+    problem: Problem
+    layout: Layout
+    blanks = False
+
+    def scratch(self) -> dict[str, Any]:
+        """The stages of both factors."""
+        problem, cut = self.problem, self.layout
+        rhs = (cut.wide, cut.deep) if problem.transpose_rhs else (cut.deep, cut.wide)
+        return {
+            "a": mgpu.SMEM((cut.stages, cut.tall, cut.deep), problem.lhs, transforms=tiled(problem.lhs)),
+            "b": mgpu.SMEM((cut.stages, *rhs), problem.rhs, transforms=tiled(problem.rhs)),
+        }
+
+    def copy(self, refs: dict[str, Any], walk: Walk, tile: Tile, step: Any, slot: Any) -> None:
+        """Start the copies of one step: as many blocks of rows as the tile has, and columns of the group's weights."""
+        problem, cut = self.problem, self.layout
+        k = pl.ds(pl.multiple_of(step * i32(cut.deep), cut.deep), cut.deep)
+        n = pl.ds(pl.multiple_of(tile.across, cut.wide), cut.wide)
+        full = refs["full"].at[slot]
+        group = tile.group if problem.weights == problem.spans else lax.rem(tile.group, i32(problem.weights))
+        rhs = refs["rhs"].at[group, n, k] if problem.transpose_rhs else refs["rhs"].at[group, k, n]
+        mgpu.copy_gmem_to_smem(rhs, refs["b"].at[slot], full)
+
+        def rows(height: int) -> Any:
+            lhs = refs["lhs"].at[pl.ds(pl.multiple_of(tile.down, GRAIN), height), k]
+            return lambda: mgpu.copy_gmem_to_smem(lhs, refs["a"].at[slot, pl.ds(0, height)], full)
+
+        lax.switch(tile.blocks - i32(1), [rows(height) for height in range(BLOCK, cut.tall + 1, BLOCK)])
+
+    def factors(self, refs: dict[str, Any], slot: Any, mine: Any) -> tuple[Any, Any]:
+        """What a consumer multiplies."""
+        b = refs["b"].at[slot]  # [deep, wide], or [wide, deep]
+        return refs["a"].at[slot, mine], flipped(b) if self.problem.transpose_rhs else b
+
+    def place(self, ref: Any, tile: Tile, row: Any, rows: int, columns: Any) -> Any:
+        """A part of the tile in an array shaped like the result."""
+        return ref.at[pl.ds(tile.down + row, rows), columns]

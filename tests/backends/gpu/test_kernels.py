@@ -1,0 +1,82 @@
+"""Laws of the kernels in layouts so small that few rows cross every boundary: spans, grains, blocks, tiles, stages."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import trencadis as tr
+from trencadis.epilogue import Epilogue
+
+from .interpreted import check, layout_of, numbers, rows_problem, spans, spoil, sum_problem, tricky
+
+pytestmark = pytest.mark.core
+
+
+def relu(z):
+    return np.maximum(z, 0) if isinstance(z, np.ndarray) else jnp.maximum(z, 0)
+
+
+BIAS = Epilogue(bias=np.dtype("float32"), activation=relu)
+MORE = Epilogue(accumulate=True)
+
+CASES = {
+    # a window; the last column of tiles is narrower than the others; m and k are multiples of nothing
+    "rows": (rows_problem(299, 100, 200, 6, local=4), {}),
+    "rows, stored [n, k]": (rows_problem(299, 130, 130, 6, "bf16 bf16 bf16", transpose_rhs=True), {"wide": 64, "panel": 1}),
+    "rows, tall": (rows_problem(520, 64, 192, 6, "f16 f16 f16"), {"tall": 256, "stages": 3, "blocks": 1}),
+    "rows, float32": (rows_problem(261, 70, 96, 6, "f32 f32 f32", local=5), {"wide": 64, "stages": 3}),
+    "rows, float32 stored [n, k]": (rows_problem(261, 33, 160, 6, "f32 f32 bf16", transpose_rhs=True), {"wide": 192}),
+    "rows, mixed": (rows_problem(150, 64, 64, 6, "bf16 f32 f16"), {"wide": 64, "blocks": 1}),
+    "rows, bias": (rows_problem(266, 64, 264, 6, "bf16 bf16 bf16", epilogue=BIAS), {"wide": 256}),
+    "rows, existing_out": (rows_problem(266, 64, 200, 6, local=4, epilogue=MORE), {"wide": 192, "panel": 1}),
+    "rows, batch": (rows_problem(141, 64, 64, 5, local=4, batch=2, rhs_batch=2), {"wide": 64, "stages": 3}),
+    "rows, batch that shares weights": (
+        rows_problem(141, 64, 64, 5, "f16 f16 f32", local=3, batch=2, transpose_rhs=True), {"wide": 64},
+    ),
+    # three tiles of k, the last smaller; a tile and a bit of n
+    "contraction": (sum_problem(299, 290, 136, 6, local=4), {}),
+    "contraction, stored [k, m]": (
+        sum_problem(299, 140, 70, 6, "bf16 bf16 bf16", transpose_lhs=True), {"wide": 64, "panel": 1, "stages": 3},
+    ),
+    "contraction, tall": (sum_problem(270, 270, 96, 6, "f16 f16 f32"), {"tall": 256, "blocks": 1}),
+    "contraction, wide": (sum_problem(203, 100, 260, 6, "bf16 bf16 bf16"), {"wide": 256, "stages": 3}),
+    "contraction, float32": (sum_problem(261, 140, 40, 6, "f32 f32 f32"), {"wide": 64, "stages": 3}),
+    "contraction, float32 stored [k, m]": (
+        sum_problem(261, 72, 40, 6, "f32 f32 bf16", local=5, transpose_lhs=True), {"wide": 64},
+    ),
+    "contraction, mixed": (sum_problem(150, 64, 64, 6, "f32 bf16 f16"), {"wide": 64, "blocks": 1}),
+    "contraction, existing_out": (sum_problem(266, 136, 200, 6, local=4, epilogue=MORE), {"wide": 192, "panel": 1}),
+    "contraction, batch": (sum_problem(141, 64, 64, 5, local=4, batch=2), {"wide": 64, "stages": 3}),
+    "contraction, batch stored [k, m]": (
+        sum_problem(141, 64, 64, 5, local=3, batch=2, transpose_lhs=True), {"wide": 64},
+    ),
+}  # fmt: skip
+
+
+def windows(problem):
+    """First groups: the last window, one in the middle, and some that reach out of the groups."""
+    outside = problem.groups - problem.local_groups
+    return [outside, outside // 2, 0, -1, problem.groups - 1, outside] if outside else [0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_its_meaning_whatever_others_hold(name):
+    """NaN and Inf in all that is somebody else's or nobody's; what nobody owns is zero, or kept to the bit."""
+    problem, changes = CASES[name]
+    layout = layout_of(problem, **changes)
+    for i, sizes in enumerate(tricky(problem, seed=len(name))):
+        first = np.roll(np.resize(windows(problem), max(6, problem.batch)), -i)[: problem.batch]
+        poison = (np.nan, np.inf)[i % 2]
+        lhs, rhs, *extras = spoil(problem, sizes, first, numbers(problem, i), i % problem.spans, poison)
+        got = check(problem, layout, lhs, rhs, sizes, first, *extras)
+        mine = spans(problem, sizes, first)
+        if got.ndim == 2:
+            rest = np.setdiff1d(np.arange(problem.rows), [row for span in mine for row in span])
+        else:
+            rest = [i for i, span in enumerate(mine) if not span]
+        kept = extras[-1] if problem.epilogue.accumulate else np.zeros_like(got)
+        assert got[rest].tobytes() == kept[rest].tobytes()
