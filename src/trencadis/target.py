@@ -27,10 +27,11 @@ class Target:
         >>> Target.of(jax.devices("cpu")[0]).platform
         'cpu'
         """
-        platform = device.platform
+        platform, cores = device.platform, None
         if platform == "gpu":
             platform = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
-        return cls(platform=platform, kind=device.device_kind, cores=getattr(device, "core_count", None))
+            cores = getattr(device, "core_count", None)
+        return cls(platform=platform, kind=device.device_kind, cores=cores)
 
     def multiplies(self, dtype: Any) -> bool:
         """Whether the machine has products of this narrow float dtype, summed in float32, that beat converting it.

@@ -13,16 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from trencadis.backends.gpu import mail, stores
-from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, Layout, line
+from trencadis.backends.gpu import mail
+from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, LINE, Layout, line
 from trencadis.cards import Card
 from trencadis.problem import Form, Problem
 from trencadis.tiling import Tiling
 
+SLOTS = 2  # buffers on the way out: one is filled while the other is copied
 DEEPEST = 8  # stages; more of them hide nothing more
 SUMS = 256 * 128  # entries of a tile that the registers of the consumers hold
+FEW = 64  # rows of a group that make one block: reading its weights is all there is to do
 BOUND = 192  # rows of a group below which reading its weights takes longer than multiplying by them
-LARGE = 1024  # rows of a group above which it hardly matters how the last tile is cut
+LARGE = 1024  # rows of a group above which it hardly matters how its last tile is cut
 CLAIMS = 10**11  # operations from which on it pays to give out tiles one by one: that costs one small kernel
 
 
@@ -55,8 +57,9 @@ def _tile(problem: Problem) -> tuple[int, int]:
     if problem.form is Form.CONTRACTION:
         return 256, 128
     rows = problem.m / problem.groups
-    # weights that are stored with k last come in lines from as many rows as the tile has columns
-    if rows <= BOUND or (problem.transpose_rhs and rows >= LARGE):
+    # weights stored with k last come in lines from as many rows as a tile is wide: the more of them, the better
+    wide = rows <= BOUND or rows >= LARGE if problem.transpose_rhs else rows <= FEW
+    if wide:
         return 128, min((256, 192), key=lambda wide: -(-problem.n // wide) * wide * (1 + (256 - wide) / 2048))
     return 256, 128
 
@@ -79,6 +82,7 @@ def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
         stages=stages,
         panel=2048 // tall,
         blocks=card.cores,
+        slots=SLOTS,
         flat=dtype.itemsize == 4,
         claim=operations >= CLAIMS,
     )
@@ -86,7 +90,7 @@ def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
 
 def _besides(problem: Problem, wide: int) -> int:
     """Bytes of shared memory that are not stages; each array starts at a multiple of 1024."""
-    staged = CONSUMERS * stores.SLOTS * BLOCK * 128
+    staged = CONSUMERS * SLOTS * BLOCK * LINE
     bias = 0 if problem.epilogue.bias is None else -(-CONSUMERS * wide * problem.epilogue.bias.itemsize // 1024) * 1024
     barriers = 8 * (4 * DEEPEST + 2 * mail.SLOTS + 2 * CONSUMERS + 1)
     return staged + bias + 1024 + barriers

@@ -20,14 +20,12 @@ from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, LINE, Layout, line
 from trencadis.backends.gpu.walk import Tile, i32
 from trencadis.problem import Problem
 
-SLOTS = 2  # buffers of each consumer
-
 
 def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
     """Buffers on the way out, and for what the epilogue adds."""
     run = line(problem.out)
     rows = (mgpu.TilingTransform((1, run)), mgpu.SwizzleTransform(LINE))  # a copy may start at any row
-    memory: dict[str, Any] = {"staged": mgpu.SMEM((CONSUMERS, SLOTS, BLOCK, run), problem.out, transforms=rows)}
+    memory: dict[str, Any] = {"staged": mgpu.SMEM((CONSUMERS, layout.slots, BLOCK, run), problem.out, transforms=rows)}
     if problem.epilogue.bias is not None:
         memory["biases"] = mgpu.SMEM((CONSUMERS, layout.wide), problem.epilogue.bias)
         memory["biased"] = mgpu.Barrier(num_barriers=CONSUMERS)
@@ -61,23 +59,24 @@ class Out:
         """Write a consumer's blocks of a tile, those from row `top` of it on."""
         if self.problem.epilogue.bias is not None:
             pl.when(tile.steps > 0)(lambda: mgpu.barrier_wait(self.refs["biased"].at[self.role]))
-        turn, run = 0, line(self.problem.out)
-        for down in range(0, acc.shape[0], BLOCK):
-            for right in range(0, self.layout.wide, run):
-                part = acc[down : down + BLOCK, right : right + run]
-                write = functools.partial(self._write, tile, top + i32(down), right, part, turn)
-                if self.problem.n % self.layout.wide:
-                    pl.when(tile.across + i32(right) < self.problem.n)(write)
-                else:
-                    write()
-                turn = (turn + 1) % SLOTS
+        mgpu.wait_smem_to_gmem(0, wait_read_only=True)  # all buffers are free, whichever the last tile ended with
+        run = line(self.problem.out)
+        corners = [(down, right) for down in range(0, acc.shape[0], BLOCK) for right in range(0, self.layout.wide, run)]
+        for i, (down, right) in enumerate(corners):
+            part = acc[down : down + BLOCK, right : right + run]
+            write = functools.partial(self._write, tile, top + i32(down), right, part, i % self.layout.slots)
+            mgpu.wait_smem_to_gmem(self.layout.slots - 1, wait_read_only=True)  # the buffer's last copy is read out
+            if self.problem.n % self.layout.wide:
+                pl.when(tile.across + i32(right) < self.problem.n)(write)
+            else:
+                write()
+            mgpu.commit_smem_to_gmem_group()  # also where nothing was written, so that groups count buffers
 
     def _write(self, tile: Tile, row: Any, right: int, acc: jax.Array, turn: int) -> None:
         """Write one block of rows and one line of columns."""
         run = acc.shape[1]
         staged = self.refs["staged"].at[self.role, turn]  # [64, run]
         columns = pl.ds(pl.multiple_of(tile.across + i32(right), run), run)
-        mgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)  # the buffer's last copy has been read out
         acc = self._finished(tile, right, acc)
         if self.problem.epilogue.accumulate:
             added = self.refs["added"].at[self.role]
@@ -94,8 +93,6 @@ class Out:
                 at = low + ((high - low) & i32(-2 * size))
                 target = self.form.place(self.refs["out"], tile, row + at, size, columns)
                 mgpu.copy_smem_to_gmem(staged.at[pl.ds(at, size)], target, commit_group=False)
-
-        mgpu.commit_smem_to_gmem_group()
 
     def _finished(self, tile: Tile, right: int, acc: jax.Array) -> jax.Array:
         """Bias and activation of sums [64, run]; rows that nobody owns stay zero."""

@@ -1,0 +1,169 @@
+"""Layouts of the GPU kernels, timed one by one: what to look at before the choice in `backends/gpu/choose.py` changes.
+
+    python -m benchmarks.gpu_layouts --problems qwen3-30b-a3b --passes d_rhs --layouts "" "stages=3 slots=4"
+
+A layout is a set of fields that differ from those the plan would choose; the empty one is that choice. Cases run in a
+child process that is ended when it says nothing for a while: a kernel that waits for itself must not keep the card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import queue
+import statistics
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from benchmarks.problems import PASSES, PROBLEMS, BenchProblem
+from benchmarks.timing import TIMED, WARM
+
+SILENCE_S = 30  # a compile takes about three seconds, a measurement less than one
+
+
+def main() -> None:
+    """Time each layout on each pass of each problem."""
+    args = _parse()
+    cases = [
+        (problem, each, fields)
+        for problem in args.problems
+        for each in ("dense", *args.passes)
+        for fields in (args.layouts if each != "dense" else [""])
+    ]
+    if args.child is not None:
+        for i, case in enumerate(cases[args.child :], start=args.child):
+            print(f"case {i}", flush=True)
+            print(json.dumps(_measure(*case)), flush=True)
+        return
+    results = _watch(len(cases))
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(results, indent=1))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--problems", nargs="+", required=True, choices=PROBLEMS, metavar="NAME", help="names, as in problems.py"
+    )
+    parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
+    parser.add_argument("--layouts", nargs="+", default=[""], help='e.g. "tall=128 wide=256 panel=16"')
+    parser.add_argument("--json", help="where to write the results")
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _watch(cases: int) -> list[dict[str, Any]]:
+    """Run the cases in children; go on behind the one in which a child hangs or dies."""
+    results: list[dict[str, Any]] = []
+    at = 0
+    while at < cases:
+        command = [sys.executable, "-u", "-m", "benchmarks.gpu_layouts", *sys.argv[1:], "--child", str(at)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=_read, args=(child, lines), daemon=True).start()
+        while (line := _next(lines)) is not None:
+            if line.startswith("case "):
+                at = int(line.split()[1])
+            elif line.startswith("{"):
+                results.append(json.loads(line))
+                print(_row(results[-1]), flush=True)
+        child.kill()
+        if child.wait() == 0:
+            break
+        print(f"case {at} hung or died", flush=True)
+        at += 1
+    return results
+
+
+def _read(child: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    assert child.stdout is not None
+    for line in child.stdout:
+        lines.put(line.strip())
+    child.wait()
+    lines.put(None)
+
+
+def _next(lines: queue.Queue[str | None]) -> str | None:
+    try:
+        return lines.get(timeout=SILENCE_S)
+    except queue.Empty:
+        return None
+
+
+def _row(result: dict[str, Any]) -> str:
+    name = f"{result['problem']:<18}{result['pass']:<9}{result['layout']:<44}"
+    if "error" in result:
+        return f"{name}{result['error']}"
+    return f"{name}{result['ms']:9.4f} ms {result['tflops']:7.1f} TFLOP/s"
+
+
+def _measure(name: str, which: str, fields: str) -> dict[str, Any]:
+    """One case, in the child."""
+    problem = PROBLEMS[name]
+    try:
+        call, operands, layout = _dense(problem) if which == "dense" else _kernel(problem, which, fields)
+        milliseconds = _burst(call, operands)
+    except Exception as error:  # the next case may do
+        return {"problem": name, "pass": which, "layout": fields, "error": f"{type(error).__name__}: {error}"[:300]}
+    tflops = problem.flops / milliseconds / 1e9
+    return {"problem": name, "pass": which, "layout": fields or layout, "ms": milliseconds, "tflops": tflops}
+
+
+def _burst(call: Any, operands: Any) -> float:
+    import jax
+    from jax.experimental.mosaic.gpu import profiler
+
+    for _ in range(WARM):
+        jax.block_until_ready(call(*operands))
+    _, times = profiler.measure(call, iterations=TIMED)(*operands)
+    return statistics.median(times)
+
+
+def _random(*shapes: tuple[int, ...]) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    normal = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
+    return [normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+
+
+def _dense(problem: BenchProblem) -> tuple[Any, Any, str]:
+    import jax
+
+    return jax.jit(lambda a, b: a @ b), _random((problem.m, problem.k), (problem.k, problem.n)), "cuBLAS"
+
+
+def _kernel(problem: BenchProblem, which: str, fields: str) -> tuple[Any, Any, str]:
+    import jax
+    import jax.numpy as jnp
+
+    from trencadis.backends.gpu import execute
+    from trencadis.backends.gpu.choose import choose
+    from trencadis.cards import card_for
+    from trencadis.problem import Form, Problem
+    from trencadis.target import Target
+
+    card = card_for(Target.of(jax.devices()[0]))
+    if card is None:
+        raise RuntimeError(f"want a Hopper GPU; got {jax.devices()[0].device_kind}")
+    k, n = (problem.n, problem.k) if which == "d_lhs" else (problem.k, problem.n)
+    bf16 = jnp.dtype(jnp.bfloat16)
+    asked = Problem(
+        form=Form.CONTRACTION if which == "d_rhs" else Form.ROWS,
+        m=problem.m, k=k, n=n, groups=problem.g, local_groups=problem.g,
+        lhs=bf16, rhs=bf16, out=bf16, transpose_rhs=which == "d_lhs",
+    )  # fmt: skip
+    changes = {key: int(value) for key, value in (field.split("=") for field in fields.split())}
+    layout = choose(asked, card).replace(**changes)
+    sizes = jnp.asarray(problem.group_sizes()).reshape(1, -1)
+    operands = [*_random(asked.lhs_shape, asked.rhs_shape), sizes, jnp.zeros((1,), jnp.int32)]
+    return jax.jit(lambda *xs: execute(asked, layout, *xs)), operands, str(layout)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    main()
