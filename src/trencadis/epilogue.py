@@ -65,6 +65,38 @@ def elementwise(activation: Activation) -> Activation:
     return jax.vmap(jax.vmap(activation))
 
 
+def inlined(activation: Activation) -> Activation:
+    """The activation without the functions and derivative rules it is wrapped into: its operations, one by one.
+
+    >>> jax.make_jaxpr(inlined(jax.nn.relu))(1.0)
+    { lambda ; a:f32[]. let b:f32[] = max a 0.0:f32[] in (b,) }
+    """
+
+    def evaluate(jaxpr: Any, consts: Any, *args: Any) -> list[Any]:
+        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+        def read(var: Any) -> Any:
+            return var.val if hasattr(var, "val") else known[var]
+
+        for equation in jaxpr.eqns:
+            values = [read(var) for var in equation.invars]
+            inner = equation.params.get("call_jaxpr", equation.params.get("jaxpr"))
+            if hasattr(inner, "consts"):  # a call; control flow has other names for what it holds
+                out = evaluate(inner.jaxpr, inner.consts, *values)
+            else:
+                out = equation.primitive.bind(*values, **equation.params)
+                out = out if equation.primitive.multiple_results else [out]
+            known.update(zip(equation.outvars, out, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def apply(x: jax.Array) -> jax.Array:
+        closed = jax.make_jaxpr(activation)(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        (out,) = evaluate(closed.jaxpr, closed.consts, x)
+        return jnp.asarray(out)
+
+    return apply
+
+
 def check_activation(activation: Any, dtype: Any, result: Any) -> bool:
     """Whether a kernel may carry this activation; an error if it is not a function of one number.
 

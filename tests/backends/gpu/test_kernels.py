@@ -13,7 +13,8 @@ from trencadis.epilogue import Epilogue
 
 from .interpreted import check, layout_of, numbers, rows_problem, spans, spoil, sum_problem, tricky
 
-pytestmark = pytest.mark.core
+# the interpreter multiplies in numpy, which warns of Inf times zero; as an error, that would end one of its threads
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")]
 
 
 def relu(z):
@@ -25,35 +26,28 @@ MORE = Epilogue(accumulate=True)
 
 CASES = {
     # a window; the last column of tiles is narrower than the others; m and k are multiples of nothing
-    "rows": (rows_problem(299, 100, 200, 6, local=4), {}),
-    "rows, stored [n, k]": (rows_problem(299, 130, 130, 6, "bf16 bf16 bf16", transpose_rhs=True), {"wide": 64, "panel": 1}),
-    "rows, tall": (rows_problem(520, 64, 192, 6, "f16 f16 f16"), {"tall": 256, "stages": 3, "blocks": 1}),
-    "rows, float32": (rows_problem(261, 70, 96, 6, "f32 f32 f32", local=5), {"wide": 64, "stages": 3}),
-    "rows, float32 stored [n, k]": (rows_problem(261, 33, 160, 6, "f32 f32 bf16", transpose_rhs=True), {"wide": 192}),
-    "rows, mixed": (rows_problem(150, 64, 64, 6, "bf16 f32 f16"), {"wide": 64, "blocks": 1}),
-    "rows, bias": (rows_problem(266, 64, 264, 6, "bf16 bf16 bf16", epilogue=BIAS), {"wide": 256}),
-    "rows, existing_out": (rows_problem(266, 64, 200, 6, local=4, epilogue=MORE), {"wide": 192, "panel": 1}),
-    "rows, batch": (rows_problem(141, 64, 64, 5, local=4, batch=2, rhs_batch=2), {"wide": 64, "stages": 3}),
-    "rows, batch that shares weights": (
-        rows_problem(141, 64, 64, 5, "f16 f16 f32", local=3, batch=2, transpose_rhs=True), {"wide": 64},
-    ),
-    # three tiles of k, the last smaller; a tile and a bit of n
-    "contraction": (sum_problem(299, 290, 136, 6, local=4), {}),
+    "rows": (rows_problem(203, 100, 136, 6, "bf16 bf16 bf16", local=4), {}),
+    "rows, stored [n, k]": (rows_problem(203, 70, 40, 6, transpose_rhs=True), {"wide": 64, "panel": 1}),
+    "rows, tall": (rows_problem(330, 64, 64, 5, "f16 f16 f16"), {"tall": 256, "stages": 3, "blocks": 1}),
+    "rows, float32": (rows_problem(203, 70, 96, 6, "f32 f32 bf16", local=5), {"wide": 64, "stages": 3}),
+    "rows, mixed": (rows_problem(140, 33, 32, 6, "bf16 f32 f16", transpose_rhs=True), {"wide": 64, "blocks": 1}),
+    "rows, bias": (rows_problem(140, 64, 264, 6, "bf16 bf16 bf16", epilogue=BIAS), {"wide": 256}),
+    "rows, existing_out": (rows_problem(140, 64, 200, 6, "bf16 bf16 f16", local=4, epilogue=MORE), {"wide": 192}),
+    "rows, batch": (rows_problem(75, 64, 64, 5, "bf16 bf16 bf16", local=4, batch=2, rhs_batch=2), {"wide": 64}),
+    "rows, batch that shares weights": (rows_problem(75, 64, 32, 5, "f16 f16 f32", local=3, batch=2), {"wide": 64}),
+    # two tiles of k, the last smaller; a tile and a bit of n
+    "contraction": (sum_problem(203, 140, 136, 4, "bf16 bf16 bf16", local=3), {}),
     "contraction, stored [k, m]": (
-        sum_problem(299, 140, 70, 6, "bf16 bf16 bf16", transpose_lhs=True), {"wide": 64, "panel": 1, "stages": 3},
+        sum_problem(203, 140, 40, 3, "bf16 bf16 f32", transpose_lhs=True), {"wide": 64, "panel": 1, "stages": 3},
     ),
-    "contraction, tall": (sum_problem(270, 270, 96, 6, "f16 f16 f32"), {"tall": 256, "blocks": 1}),
-    "contraction, wide": (sum_problem(203, 100, 260, 6, "bf16 bf16 bf16"), {"wide": 256, "stages": 3}),
-    "contraction, float32": (sum_problem(261, 140, 40, 6, "f32 f32 f32"), {"wide": 64, "stages": 3}),
-    "contraction, float32 stored [k, m]": (
-        sum_problem(261, 72, 40, 6, "f32 f32 bf16", local=5, transpose_lhs=True), {"wide": 64},
+    "contraction, tall": (sum_problem(140, 270, 64, 3, "f16 f16 f16"), {"tall": 256, "wide": 64, "blocks": 1}),
+    "contraction, wide": (sum_problem(140, 70, 200, 3, "bf16 bf16 f16"), {"wide": 192, "stages": 3}),
+    "contraction, float32": (sum_problem(203, 100, 40, 4, "f32 f32 bf16"), {"wide": 64, "stages": 3}),
+    "contraction, mixed": (sum_problem(140, 72, 40, 4, "bf16 f32 f16", transpose_lhs=True), {"wide": 64, "blocks": 1}),
+    "contraction, existing_out": (
+        sum_problem(140, 72, 72, 5, "bf16 bf16 bf16", local=4, epilogue=MORE), {"wide": 64, "panel": 1},
     ),
-    "contraction, mixed": (sum_problem(150, 64, 64, 6, "f32 bf16 f16"), {"wide": 64, "blocks": 1}),
-    "contraction, existing_out": (sum_problem(266, 136, 200, 6, local=4, epilogue=MORE), {"wide": 192, "panel": 1}),
-    "contraction, batch": (sum_problem(141, 64, 64, 5, local=4, batch=2), {"wide": 64, "stages": 3}),
-    "contraction, batch stored [k, m]": (
-        sum_problem(141, 64, 64, 5, local=3, batch=2, transpose_lhs=True), {"wide": 64},
-    ),
+    "contraction, batch": (sum_problem(75, 64, 64, 4, "bf16 bf16 bf16", local=3, batch=2), {"wide": 64}),
 }  # fmt: skip
 
 
@@ -67,8 +61,10 @@ def windows(problem):
 def test_equals_its_meaning_whatever_others_hold(name):
     """NaN and Inf in all that is somebody else's or nobody's; what nobody owns is zero, or kept to the bit."""
     problem, changes = CASES[name]
-    layout = layout_of(problem, **changes)
-    for i, sizes in enumerate(tricky(problem, seed=len(name))):
+    layout, at = layout_of(problem, **changes), list(CASES).index(name)
+    several = tricky(problem, seed=at)
+    for i in (0, 1 + at % 6, 1 + (at + 3) % 6):  # every case crosses all ends; the others take turns
+        sizes = several[i]
         first = np.roll(np.resize(windows(problem), max(6, problem.batch)), -i)[: problem.batch]
         poison = (np.nan, np.inf)[i % 2]
         lhs, rhs, *extras = spoil(problem, sizes, first, numbers(problem, i), i % problem.spans, poison)
@@ -77,6 +73,6 @@ def test_equals_its_meaning_whatever_others_hold(name):
         if got.ndim == 2:
             rest = np.setdiff1d(np.arange(problem.rows), [row for span in mine for row in span])
         else:
-            rest = [i for i, span in enumerate(mine) if not span]
+            rest = [at for at, span in enumerate(mine) if not span]
         kept = extras[-1] if problem.epilogue.accumulate else np.zeros_like(got)
         assert got[rest].tobytes() == kept[rest].tobytes()

@@ -9,6 +9,7 @@ stores      the epilogue, and the way out
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -23,12 +24,12 @@ from trencadis.backends.gpu.kernel import PARAMS, call
 from trencadis.backends.gpu.layout import BLOCK, GRAIN, Layout, line
 from trencadis.cards import Card, card_for
 from trencadis.dtypes import accumulator
-from trencadis.epilogue import elementwise
+from trencadis.epilogue import activated, elementwise, inlined
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
 from trencadis.versions import gpu_interpreter, without_mesh
-from trencadis.visits import clamped
+from trencadis.visits import clamped, owned
 
 Array = jax.Array
 
@@ -58,7 +59,7 @@ def _arithmetic(problem: Problem) -> str | None:
             return f"{name} is {dtype.name}; it takes {', '.join(DTYPES)}"
     if multiplied(problem) == jnp.float32 and problem.precisions != {lax.Precision.DEFAULT}:
         return f"precision is {problem.asked}; it multiplies float32 as tf32, which is DEFAULT"
-    return None if problem.epilogue.activation is None else _unable(problem)
+    return None
 
 
 def _size(problem: Problem) -> str | None:
@@ -76,6 +77,12 @@ def tiling(problem: Problem, target: Target) -> Tiling:
 
 def run(problem: Problem, plan: Any, *operands: Array) -> Array:
     """The result of a problem."""
+    activation = problem.epilogue.activation
+    if activation is not None and not _lowers(activation, accumulator(problem.sum, problem.out)):
+        epilogue = dataclasses.replace(problem.epilogue, activation=None)
+        sums = run(problem.replace(epilogue=epilogue, out=problem.sum), plan, *operands)
+        mine = owned(problem, *operands[2:4])[:, None]
+        return jnp.where(mine, activated(activation, sums, problem.out), 0).astype(problem.out)
     layout = choose(problem, _card(plan.target))
     if plan.tiling != tiling_of(problem, layout):
         layout = obey(problem, _card(plan.target), plan.tiling)
@@ -141,11 +148,11 @@ def _card(target: Target) -> Card:
 
 
 @functools.lru_cache(maxsize=256)
-def _lowers(activation: Any, dtype: Any) -> str | None:
-    """None if a kernel can apply the activation to a tile, else what the compiler's front end says."""
+def _lowers(activation: Any, dtype: Any) -> bool:
+    """Whether a kernel can apply the activation to a tile; one that it cannot apply is applied after it."""
 
     def body(x: Any, out: Any) -> None:
-        out[...] = elementwise(activation)(x[...].astype(dtype)).astype(jnp.float32)
+        out[...] = elementwise(inlined(activation))(x[...].astype(dtype)).astype(jnp.float32)
 
     tile = jax.ShapeDtypeStruct((BLOCK, BLOCK), jnp.float32)
     mesh = mgpu.Mesh(grid=(1,), grid_names=("block",), num_threads=1, thread_name="role")
@@ -153,12 +160,6 @@ def _lowers(activation: Any, dtype: Any) -> str | None:
     try:
         with without_mesh():
             jax.jit(apply).trace(tile).lower(lowering_platforms=("cuda",))
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return None
-
-
-def _unable(problem: Problem) -> str | None:
-    reason = _lowers(problem.epilogue.activation, accumulator(problem.sum, problem.out))
-    name = getattr(problem.epilogue.activation, "__name__", problem.epilogue.activation)
-    return None if reason is None else f"activation {name} does not lower in a kernel ({reason})"
+    except Exception:
+        return False
+    return True

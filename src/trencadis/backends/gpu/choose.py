@@ -20,6 +20,7 @@ from trencadis.problem import Form, Problem
 from trencadis.tiling import Tiling
 
 SLOTS = 2  # buffers on the way out: one is filled while the other is copied
+FETCHED = 4  # and where what they are added to is fetched into them first
 DEEPEST = 8  # stages; more of them hide nothing more
 SUMS = 256 * 128  # entries of a tile that the registers of the consumers hold
 FEW = 64  # rows of a group that make one block: reading its weights is all there is to do
@@ -73,7 +74,8 @@ def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
     dtype = multiplied(problem)
     deep = line(dtype)
     stage = deep * (tall + wide) * dtype.itemsize
-    stages = min((card.shared - _besides(problem, wide)) // stage, DEEPEST)
+    slots = FETCHED if problem.epilogue.accumulate else SLOTS
+    stages = min((card.shared - _besides(problem, wide, slots)) // stage, DEEPEST)
     operations = 2 * problem.rows * problem.k * problem.n
     return Layout(
         tall=tall,
@@ -82,15 +84,15 @@ def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
         stages=stages,
         panel=2048 // tall,
         blocks=card.cores,
-        slots=SLOTS,
+        slots=slots,
         flat=dtype.itemsize == 4,
         claim=operations >= CLAIMS,
     )
 
 
-def _besides(problem: Problem, wide: int) -> int:
+def _besides(problem: Problem, wide: int, slots: int) -> int:
     """Bytes of shared memory that are not stages; each array starts at a multiple of 1024."""
-    staged = CONSUMERS * SLOTS * BLOCK * LINE
+    staged = CONSUMERS * slots * BLOCK * LINE
     bias = 0 if problem.epilogue.bias is None else -(-CONSUMERS * wide * problem.epilogue.bias.itemsize // 1024) * 1024
-    barriers = 8 * (4 * DEEPEST + 2 * mail.SLOTS + 2 * CONSUMERS + 1)
+    barriers = 8 * (4 * DEEPEST + 2 * mail.SLOTS + (1 + slots) * CONSUMERS + 1)
     return staged + bias + 1024 + barriers

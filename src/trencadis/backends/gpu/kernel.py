@@ -154,7 +154,8 @@ def _consume(
         mgpu.barrier_arrive(refs["free"].at[mail.slot(done + i, layout.stages)])
 
     def multiply(blocks: int) -> None:
-        out.prepare(tile)
+        parts = out.parts(top, blocks)
+        out.prepare(tile, parts)
 
         def summed(acc: Any) -> Any:
             def step(i: Any, _: Any) -> None:
@@ -170,7 +171,7 @@ def _consume(
             return acc[...]
 
         acc = pl.run_scoped(summed, mgpu.ACC((blocks * BLOCK, layout.wide), jnp.float32))
-        out.store(tile, top, acc)
+        out.store(tile, parts, acc)
 
     def skip() -> None:
         """The tile is not so tall."""

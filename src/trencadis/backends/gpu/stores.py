@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, LINE, Layout, line
 from trencadis.backends.gpu.walk import Tile, i32
+from trencadis.epilogue import inlined
 from trencadis.problem import Problem
 
 
@@ -30,8 +31,16 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
         memory["biases"] = mgpu.SMEM((CONSUMERS, layout.wide), problem.epilogue.bias)
         memory["biased"] = mgpu.Barrier(num_barriers=CONSUMERS)
     if problem.epilogue.accumulate:
-        memory["added"] = mgpu.Barrier(num_barriers=CONSUMERS)
+        memory["added"] = mgpu.Barrier(num_barriers=CONSUMERS * layout.slots)
     return memory
+
+
+class Part(NamedTuple):
+    """What is written at a time: a block of rows by a line of columns."""
+
+    row: Any  # its first row, counted from that of the tile
+    right: int  # its first column, counted from that of the tile
+    turn: int  # the buffer it goes through
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,55 +53,85 @@ class Out:
     refs: dict[str, Any]
     role: Any
 
-    def prepare(self, tile: Tile) -> None:
-        """Start the copy of the bias, which the epilogue of the tile will want."""
-        if self.problem.epilogue.bias is None:
-            return
+    def parts(self, top: Any, blocks: int) -> list[Part]:
+        """The parts of a consumer's blocks, those from row `top` of the tile on."""
+        lines = range(0, self.layout.wide, line(self.problem.out))
+        corners = [(down, right) for down in range(0, blocks * BLOCK, BLOCK) for right in lines]
+        return [Part(top + i32(down), right, i % self.layout.slots) for i, (down, right) in enumerate(corners)]
 
-        @pl.when(tile.steps > 0)
-        def _() -> None:
-            columns = pl.ds(pl.multiple_of(tile.across, self.layout.wide), self.layout.wide)
-            bias, arrived = self.refs["bias"].at[tile.group, columns], self.refs["biased"].at[self.role]
-            mgpu.copy_gmem_to_smem(bias, self.refs["biases"].at[self.role], arrived)
+    def prepare(self, tile: Tile, parts: list[Part]) -> None:
+        """Start the copies of what the epilogue will add, while the sums are still being made."""
+        epilogue = self.problem.epilogue
+        if epilogue.bias is not None:
 
-    def store(self, tile: Tile, top: Any, acc: jax.Array) -> None:
-        """Write a consumer's blocks of a tile, those from row `top` of it on."""
-        if self.problem.epilogue.bias is not None:
+            @pl.when(tile.steps > 0)
+            def _() -> None:
+                columns = pl.ds(pl.multiple_of(tile.across, self.layout.wide), self.layout.wide)
+                bias, arrived = self.refs["bias"].at[tile.group, columns], self.refs["biased"].at[self.role]
+                mgpu.copy_gmem_to_smem(bias, self.refs["biases"].at[self.role], arrived)
+
+        if epilogue.accumulate:
+            mgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for part in parts[: self.layout.slots]:
+                self._within(tile, part, functools.partial(self._fetch, tile, part))
+
+    def store(self, tile: Tile, parts: list[Part], acc: jax.Array) -> None:
+        """Write a consumer's blocks of a tile."""
+        epilogue, slots = self.problem.epilogue, self.layout.slots
+        if epilogue.bias is not None:
             pl.when(tile.steps > 0)(lambda: mgpu.barrier_wait(self.refs["biased"].at[self.role]))
         mgpu.wait_smem_to_gmem(0, wait_read_only=True)  # all buffers are free, whichever the last tile ended with
-        run = line(self.problem.out)
-        corners = [(down, right) for down in range(0, acc.shape[0], BLOCK) for right in range(0, self.layout.wide, run)]
-        for i, (down, right) in enumerate(corners):
-            part = acc[down : down + BLOCK, right : right + run]
-            write = functools.partial(self._write, tile, top + i32(down), right, part, i % self.layout.slots)
-            mgpu.wait_smem_to_gmem(self.layout.slots - 1, wait_read_only=True)  # the buffer's last copy is read out
-            if self.problem.n % self.layout.wide:
-                pl.when(tile.across + i32(right) < self.problem.n)(write)
-            else:
-                write()
+        rows, run = len({part.right for part in parts}), line(self.problem.out)
+        for i, part in enumerate(parts):
+            down = i // rows * BLOCK
+            sums = acc[down : down + BLOCK, part.right : part.right + run]
+            if not epilogue.accumulate:
+                mgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)  # the buffer's last copy is read out
+            elif 0 < i <= len(parts) - slots:  # the buffer before has been written: it is free for what comes later
+                mgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                coming = parts[i - 1 + slots]
+                self._within(tile, coming, functools.partial(self._fetch, tile, coming))
+            self._within(tile, part, functools.partial(self._write, tile, part, sums))
             mgpu.commit_smem_to_gmem_group()  # also where nothing was written, so that groups count buffers
 
-    def _write(self, tile: Tile, row: Any, right: int, acc: jax.Array, turn: int) -> None:
-        """Write one block of rows and one line of columns."""
-        run = acc.shape[1]
-        staged = self.refs["staged"].at[self.role, turn]  # [64, run]
-        columns = pl.ds(pl.multiple_of(tile.across + i32(right), run), run)
-        acc = self._finished(tile, right, acc)
+    def _within(self, tile: Tile, part: Part, do: Any) -> None:
+        """Do something to a part that lies inside of the result."""
+        if self.problem.n % self.layout.wide:
+            pl.when(tile.across + i32(part.right) < self.problem.n)(do)
+        else:
+            do()
+
+    def _target(self, tile: Tile, part: Part, row: Any, rows: int) -> Any:
+        run = line(self.problem.out)
+        columns = pl.ds(pl.multiple_of(tile.across + i32(part.right), run), run)
+        return self.form.place(self.refs["out"], tile, part.row + row, rows, columns)
+
+    def _buffer(self, part: Part) -> tuple[Any, Any]:
+        """The buffer of a part [64, run], and its place among the barriers of the buffers."""
+        return self.refs["staged"].at[self.role, part.turn], self.role * i32(self.layout.slots) + i32(part.turn)
+
+    def _fetch(self, tile: Tile, part: Part) -> None:
+        """Start the copy of what is there into the buffer."""
+        staged, at = self._buffer(part)
+        mgpu.copy_gmem_to_smem(self._target(tile, part, i32(0), BLOCK), staged, self.refs["added"].at[at])
+
+    def _write(self, tile: Tile, part: Part, acc: jax.Array) -> None:
+        """Write one part: through the buffer, by copies of as many rows as are the span's."""
+        staged, at = self._buffer(part)
+        acc = self._finished(tile, part.right, acc)
         if self.problem.epilogue.accumulate:
-            added = self.refs["added"].at[self.role]
-            mgpu.copy_gmem_to_smem(self.form.place(self.refs["out"], tile, row, BLOCK, columns), staged, added)
-            mgpu.barrier_wait(added)
+            mgpu.barrier_wait(self.refs["added"].at[at])
             acc = acc + staged[...].astype(acc.dtype)
         staged[...] = acc.astype(self.problem.out)
         mgpu.commit_smem()
-        low, high = (jnp.clip(edge - row, i32(0), i32(BLOCK)) for edge in (tile.low, tile.high))
+        low, high = (jnp.clip(edge - part.row, i32(0), i32(BLOCK)) for edge in (tile.low, tile.high))
         for size in (BLOCK >> power for power in range(BLOCK.bit_length())):
 
             @pl.when(((high - low) & size) != 0)
             def _(size: int = size) -> None:
-                at = low + ((high - low) & i32(-2 * size))
-                target = self.form.place(self.refs["out"], tile, row + at, size, columns)
-                mgpu.copy_smem_to_gmem(staged.at[pl.ds(at, size)], target, commit_group=False)
+                row = low + ((high - low) & i32(-2 * size))
+                target = self._target(tile, part, row, size)
+                mgpu.copy_smem_to_gmem(staged.at[pl.ds(row, size)], target, commit_group=False)
 
     def _finished(self, tile: Tile, right: int, acc: jax.Array) -> jax.Array:
         """Bias and activation of sums [64, run]; rows that nobody owns stay zero."""
@@ -102,5 +141,7 @@ class Out:
         if epilogue.bias is not None:
             run = self.refs["biases"][self.role, pl.ds(right, acc.shape[1])]  # [run]
             bias = lax.broadcast_in_dim(run, acc.shape, (1,))
+        if epilogue.activation is not None:  # a kernel knows no functions with derivatives of their own
+            epilogue = dataclasses.replace(epilogue, activation=inlined(epilogue.activation))
         done = epilogue.finish(acc, bias, self.problem.out)
         return jnp.where(lax.broadcast(tile.steps, done.shape) > 0, done, jnp.zeros_like(done))
