@@ -1,7 +1,8 @@
 """The way out: from accumulators through the epilogue and shared memory to the result.
 
-A consumer writes a block of rows and a line of columns at a time, through buffers of its own: while one is copied out,
-the next is filled. Only rows of the span are copied, by copies of 64, 32, ..., 1 rows: their shapes are static.
+A consumer writes parts of a block of rows by a line of columns, through buffers of its own: it fills all of them,
+starts their copies, and fills them again when those have read them. Only rows of the span are copied; where these are
+not all 64 of a block, by copies of 32, 16, ..., 1 rows, since the shape of a copy is static.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
 class Part(NamedTuple):
     """What is written at a time: a block of rows by a line of columns."""
 
-    row: Any  # its first row, counted from that of the tile
+    top: Any  # where the consumer's rows start in the tile
+    down: int  # its first row, counted from there
     right: int  # its first column, counted from that of the tile
     turn: int  # the buffer it goes through
 
@@ -57,12 +59,11 @@ class Out:
         """The parts of a consumer's blocks, those from row `top` of the tile on."""
         lines = range(0, self.layout.wide, line(self.problem.out))
         corners = [(down, right) for down in range(0, blocks * BLOCK, BLOCK) for right in lines]
-        return [Part(top + i32(down), right, i % self.layout.slots) for i, (down, right) in enumerate(corners)]
+        return [Part(top, down, right, i % self.layout.slots) for i, (down, right) in enumerate(corners)]
 
     def prepare(self, tile: Tile, parts: list[Part]) -> None:
         """Start the copies of what the epilogue will add, while the sums are still being made."""
-        epilogue = self.problem.epilogue
-        if epilogue.bias is not None:
+        if self.problem.epilogue.bias is not None:
 
             @pl.when(tile.steps > 0)
             def _() -> None:
@@ -70,41 +71,37 @@ class Out:
                 bias, arrived = self.refs["bias"].at[tile.group, columns], self.refs["biased"].at[self.role]
                 mgpu.copy_gmem_to_smem(bias, self.refs["biases"].at[self.role], arrived)
 
-        if epilogue.accumulate:
+        if self.problem.epilogue.accumulate:
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for part in parts[: self.layout.slots]:
-                self._within(tile, part, functools.partial(self._fetch, tile, part))
+            self._each(tile, parts[: self.layout.slots], self._fetch)
 
     def store(self, tile: Tile, parts: list[Part], acc: jax.Array) -> None:
-        """Write a consumer's blocks of a tile."""
-        epilogue, slots = self.problem.epilogue, self.layout.slots
-        if epilogue.bias is not None:
+        """Write a consumer's blocks of a tile, as many parts at a time as there are buffers."""
+        slots = self.layout.slots
+        if self.problem.epilogue.bias is not None:
             pl.when(tile.steps > 0)(lambda: mgpu.barrier_wait(self.refs["biased"].at[self.role]))
-        mgpu.wait_smem_to_gmem(0, wait_read_only=True)  # all buffers are free, whichever the last tile ended with
-        rows, run = len({part.right for part in parts}), line(self.problem.out)
-        for i, part in enumerate(parts):
-            down = i // rows * BLOCK
-            sums = acc[down : down + BLOCK, part.right : part.right + run]
-            if not epilogue.accumulate:
-                mgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)  # the buffer's last copy is read out
-            elif 0 < i <= len(parts) - slots:  # the buffer before has been written: it is free for what comes later
-                mgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                coming = parts[i - 1 + slots]
-                self._within(tile, coming, functools.partial(self._fetch, tile, coming))
-            self._within(tile, part, functools.partial(self._write, tile, part, sums))
-            mgpu.commit_smem_to_gmem_group()  # also where nothing was written, so that groups count buffers
+        for first in range(0, len(parts), slots):
+            some = parts[first : first + slots]
+            mgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what the buffers held is read out
+            if self.problem.epilogue.accumulate and first:
+                self._each(tile, some, self._fetch)
+            self._each(tile, some, functools.partial(self._fill, acc))
+            mgpu.commit_smem()
+            self._each(tile, some, self._send)
+            mgpu.commit_smem_to_gmem_group()
 
-    def _within(self, tile: Tile, part: Part, do: Any) -> None:
-        """Do something to a part that lies inside of the result."""
-        if self.problem.n % self.layout.wide:
-            pl.when(tile.across + i32(part.right) < self.problem.n)(do)
-        else:
-            do()
+    def _each(self, tile: Tile, parts: list[Part], do: Any) -> None:
+        """Do something to the parts that lie inside of the result."""
+        for part in parts:
+            if self.problem.n % self.layout.wide:
+                pl.when(tile.across + i32(part.right) < self.problem.n)(functools.partial(do, tile, part))
+            else:
+                do(tile, part)
 
     def _target(self, tile: Tile, part: Part, row: Any, rows: int) -> Any:
         run = line(self.problem.out)
         columns = pl.ds(pl.multiple_of(tile.across + i32(part.right), run), run)
-        return self.form.place(self.refs["out"], tile, part.row + row, rows, columns)
+        return self.form.place(self.refs["out"], tile, part.top + i32(part.down) + row, rows, columns)
 
     def _buffer(self, part: Part) -> tuple[Any, Any]:
         """The buffer of a part [64, run], and its place among the barriers of the buffers."""
@@ -115,23 +112,32 @@ class Out:
         staged, at = self._buffer(part)
         mgpu.copy_gmem_to_smem(self._target(tile, part, i32(0), BLOCK), staged, self.refs["added"].at[at])
 
-    def _write(self, tile: Tile, part: Part, acc: jax.Array) -> None:
-        """Write one part: through the buffer, by copies of as many rows as are the span's."""
+    def _fill(self, sums: jax.Array, tile: Tile, part: Part) -> None:
+        """Put a part of the result into its buffer."""
         staged, at = self._buffer(part)
-        acc = self._finished(tile, part.right, acc)
+        block = sums[part.down : part.down + BLOCK, part.right : part.right + line(self.problem.out)]
+        acc = self._finished(tile, part.right, block)
         if self.problem.epilogue.accumulate:
             mgpu.barrier_wait(self.refs["added"].at[at])
             acc = acc + staged[...].astype(acc.dtype)
         staged[...] = acc.astype(self.problem.out)
-        mgpu.commit_smem()
-        low, high = (jnp.clip(edge - part.row, i32(0), i32(BLOCK)) for edge in (tile.low, tile.high))
-        for size in (BLOCK >> power for power in range(BLOCK.bit_length())):
 
-            @pl.when(((high - low) & size) != 0)
-            def _(size: int = size) -> None:
-                row = low + ((high - low) & i32(-2 * size))
-                target = self._target(tile, part, row, size)
-                mgpu.copy_smem_to_gmem(staged.at[pl.ds(row, size)], target, commit_group=False)
+    def _send(self, tile: Tile, part: Part) -> None:
+        """Start the copies of those rows of a buffer that are the span's: all of them at once, mostly."""
+        staged, _ = self._buffer(part)
+        top = part.top + i32(part.down)
+        low, high = (jnp.clip(edge - top, i32(0), i32(BLOCK)) for edge in (tile.low, tile.high))
+        rows = high - low
+
+        def send(size: int) -> None:
+            row = low + (rows & i32(-2 * size))
+            mgpu.copy_smem_to_gmem(staged.at[pl.ds(row, size)], self._target(tile, part, row, size), commit_group=False)
+
+        def some() -> None:
+            for size in (BLOCK >> power for power in range(1, BLOCK.bit_length())):
+                pl.when((rows & size) != 0)(functools.partial(send, size))
+
+        lax.cond(rows == BLOCK, lambda: send(BLOCK), some)
 
     def _finished(self, tile: Tile, right: int, acc: jax.Array) -> jax.Array:
         """Bias and activation of sums [64, run]; rows that nobody owns stay zero."""
