@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trencadis.epilogue import Epilogue, add, check_activation, elementwise
+from trencadis.epilogue import Epilogue, add, check_activation, elementwise, inlined
 
 pytestmark = pytest.mark.core
 
@@ -17,6 +17,28 @@ def test_is_a_value_that_is_false_when_nothing_follows():
     assert Epilogue(accumulate=True)
     assert Epilogue(bias=F32) == Epilogue(bias=F32) != Epilogue()
     assert str(Epilogue(bias=F32, activation=jnp.tanh)) == "bias + tanh"
+
+
+def test_a_bias_of_any_dtype_follows():
+    """numpy thinks that its float64 is None."""
+    assert Epilogue(bias=np.dtype("float64"))
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        jax.nn.relu,
+        jax.nn.silu,
+        lambda z: jax.nn.gelu(z, approximate=False),
+        lambda z: jax.lax.fori_loop(0, 3, lambda _, y: y * 0.5, z),
+        lambda z: jax.lax.scan(lambda y, _: (y + z, None), z, None, length=2)[0],
+        lambda z: jax.lax.cond(z > 0, jnp.sin, jax.nn.softplus, z),
+        lambda z: jax.lax.while_loop(lambda y: y < 3, lambda y: y + 1, z),
+    ],
+)
+def test_inlined_means_the_same(activation):
+    for z in (-1.5, 0.25, 2.0):
+        np.testing.assert_allclose(inlined(activation)(jnp.float32(z)), activation(jnp.float32(z)), rtol=1e-6)
 
 
 def test_operands_come_in_order():

@@ -25,8 +25,20 @@ def test_some_backend_runs_everywhere(platform):
 def test_a_kernel_is_interpreted_as_it_is_on_its_own_target():
     chosen = plan(PROBLEM, CPU, Pins(backend="tpu", interpret=True))
     assert (chosen.backend, chosen.target, chosen.interpret) == ("tpu", Target(platform="tpu"), True)
-    with pytest.raises(ValueError, match=r"'tpu' cannot run .* on cpu \(tpu: it runs on TPU; the target is cpu; xla: "):
+    said = (
+        r"'tpu' cannot run .* on cpu \(tpu: it runs on TPU; the target is cpu; "
+        r"gpu: it runs on NVIDIA GPUs; the target is cpu; xla: "
+    )
+    with pytest.raises(ValueError, match=said):
         plan(PROBLEM, CPU, Pins(backend="tpu"))
+
+
+def test_a_gpu_kernel_is_interpreted_as_on_the_card_that_it_is_measured_on():
+    chosen = plan(PROBLEM, CPU, Pins(backend="gpu", interpret=True))
+    want = ("gpu", Target(platform="cuda", kind="NVIDIA H200"), True)
+    assert (chosen.backend, chosen.target, chosen.interpret) == want
+    with pytest.raises(ValueError, match=r"'gpu' cannot run .* on cpu \(.*gpu: it runs on NVIDIA GPUs"):
+        plan(PROBLEM, CPU, Pins(backend="gpu"))
 
 
 def test_pins_are_obeyed():
@@ -39,8 +51,8 @@ def test_pins_are_obeyed():
 
 def test_a_refusal_carries_every_reason(monkeypatch):
     monkeypatch.setattr(backends.reference, "supports", lambda problem, target: "it is Sunday")
-    elsewhere = "it runs on TPU; the target is cpu"
-    assert refusals(PROBLEM, CPU) == {"tpu": elsewhere, "xla": None, "reference": "it is Sunday"}
-    said = rf"'reference' cannot run rows .* on cpu \(tpu: {elsewhere}; xla: supports it; reference: it is Sunday"
+    tpu, gpu = "it runs on TPU; the target is cpu", "it runs on NVIDIA GPUs; the target is cpu"
+    assert refusals(PROBLEM, CPU) == {"tpu": tpu, "gpu": gpu, "xla": None, "reference": "it is Sunday"}
+    said = rf"cannot run rows .* on cpu \(tpu: {tpu}; gpu: {gpu}; xla: supports it; reference: it is Sunday"
     with pytest.raises(ValueError, match=said):
         plan(PROBLEM, CPU, Pins(backend="reference"))

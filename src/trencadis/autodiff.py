@@ -20,13 +20,21 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from trencadis.backends import BACKENDS, INTERPRETED
-from trencadis.dtypes import cast
+from trencadis.dtypes import accumulator, cast
 from trencadis.epilogue import Activation, Epilogue, activated, add
 from trencadis.plan import plan
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Pins
-from trencadis.versions import device, interpreter_effects, partitioned, replicated, result_type, vary_alike
+from trencadis.versions import (
+    device,
+    interpreter_effects,
+    lower_plainly,
+    partitioned,
+    replicated,
+    result_type,
+    vary_alike,
+)
 from trencadis.visits import clamped, owned
 
 Array = jax.Array
@@ -45,7 +53,7 @@ def expand(problem: Problem, pins: Pins, *operands: Any) -> Array:
     bias, existing = problem.epilogue.split(tuple(extras))
     z = run(problem.replace(out=problem.acc, epilogue=Epilogue()), pins, lhs, rhs, sizes, first)
     if bias is not None:
-        z = add(z, _bias_rows(problem, pins, bias, sizes, first, problem.sum))
+        z = add(z, _bias_rows(problem, bias, sizes, first, problem.sum))
     if problem.epilogue.activation is not None:
         return activate(problem, problem.epilogue.activation, z, sizes, first)
     if existing is None:
@@ -71,16 +79,25 @@ def activate(problem: Problem, activation: Activation, z: Array, sizes: Any, fir
     return jnp.where(mine, y, jnp.zeros_like(y))
 
 
-def _bias_rows(problem: Problem, pins: Pins, bias: Any, sizes: Any, first: Any, out: Any) -> Array:
-    ones = jnp.ones((problem.rows, 1), problem.sum)
-    return run(_bias_problem(problem, out), pins.derive(None, swap=False), ones, bias[:, None, :], sizes, first)
+def _bias_rows(problem: Problem, bias: Any, sizes: Any, first: Any, out: Any) -> Array:
+    ones = _ones(problem, bias)
+    return run(_bias_problem(problem, ones, out), Pins(), ones, bias[:, None, :], sizes, first)
 
 
-def _bias_problem(problem: Problem, out: Any) -> Problem:
-    """A bias as a product: a column of ones [m, 1] with [g, 1, n]; at full precision, since it is really a sum."""
+def _ones(problem: Problem, other: Any) -> Array:
+    """A column of ones [m, 1], in the dtype of what it is multiplied with if that is summed as wide as it should be."""
+    dtype = np.dtype(other.dtype)
+    return jnp.ones((problem.rows, 1), dtype if accumulator(dtype, dtype) == problem.sum else problem.sum)
+
+
+def _bias_problem(problem: Problem, ones: Array, out: Any) -> Problem:
+    """A bias as a product: a column of ones [m, 1] with [g, 1, n]; at full precision, since it is really a sum.
+
+    It is run without pins: those that the caller set are meant for the product.
+    """
     return problem.replace(
         k=1,
-        lhs=problem.sum,
+        lhs=np.dtype(ones.dtype),
         rhs=problem.epilogue.bias,
         out=out,
         transpose_rhs=False,
@@ -107,7 +124,7 @@ def _jvp(primals: Any, tangents: Any, *, problem: Problem, pins: Pins) -> tuple[
     if type(d_rhs) is not ad.Zero:
         d_z.append(run(plain, pins, lhs, d_rhs, sizes, first))
     if d_bias is not None and type(d_bias) is not ad.Zero:
-        d_z.append(_bias_rows(problem, pins, d_bias, sizes, first, problem.out))
+        d_z.append(_bias_rows(problem, d_bias, sizes, first, problem.out))
     if d_existing is not None and type(d_existing) is not ad.Zero:
         d_z.append(d_existing)
 
@@ -145,8 +162,8 @@ def _transpose(ct: Any, lhs: Any, rhs: Any, sizes: Any, first: Any, *extras: Any
     d_lhs, d_rhs = ADJOINTS[problem.form]
 
     def d_bias() -> Array:
-        ones = jnp.ones((problem.rows, 1), problem.sum)
-        return _rows_d_rhs(_bias_problem(problem, problem.out), pins, ct, ones, sizes, first)[:, 0]
+        ones = _ones(problem, ct)
+        return _rows_d_rhs(_bias_problem(problem, ones, problem.out), Pins(), ct, ones, sizes, first)[:, 0]
 
     d_extras = [d_bias] * (problem.epilogue.bias is not None) + [lambda: ct] * problem.epilogue.accumulate
     rules = [
@@ -307,8 +324,7 @@ def _execute(*operands: Any, problem: Problem, pins: Pins, target: Target) -> Ar
 def _lower(context: Any, *operands: Any, platform: str, **params: Any) -> Any:
     kind, cores = device(context, platform)
     target = Target(platform=platform, kind=kind, cores=cores, partitioned=partitioned(context))
-    execute = functools.partial(_execute, target=target)
-    return mlir.lower_fun(execute, multiple_results=False)(context, *operands, **params)
+    return lower_plainly(functools.partial(_execute, target=target), context, *operands, **params)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "pins"))

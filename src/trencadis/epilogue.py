@@ -18,6 +18,8 @@ from trencadis.dtypes import accumulator
 
 Activation = Callable[[jax.Array], jax.Array]
 
+CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")  # what does nothing but hold operations
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
@@ -28,7 +30,7 @@ class Epilogue:
     accumulate: bool = False  # an operand of the result's shape follows; the product is added to it
 
     def __bool__(self) -> bool:
-        return self != Epilogue()
+        return self.bias is not None or self.activation is not None or self.accumulate
 
     def __str__(self) -> str:
         steps = ["bias"] * (self.bias is not None)
@@ -80,8 +82,8 @@ def inlined(activation: Activation) -> Activation:
 
         for equation in jaxpr.eqns:
             values = [read(var) for var in equation.invars]
-            inner = equation.params.get("call_jaxpr", equation.params.get("jaxpr"))
-            if hasattr(inner, "consts"):  # a call; control flow has other names for what it holds
+            if equation.primitive.name in CALLS:
+                inner = equation.params.get("call_jaxpr", equation.params.get("jaxpr"))
                 out = evaluate(inner.jaxpr, inner.consts, *values)
             else:
                 out = equation.primitive.bind(*values, **equation.params)

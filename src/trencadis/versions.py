@@ -10,14 +10,16 @@ import functools
 import inspect
 import threading
 from collections.abc import Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
+from jax._src.config import _check_vma
 from jax.core import ShapedArray
 from jax.experimental import io_callback
-from jax.experimental.pallas import mosaic_gpu
+from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxlib.mlir.dialects import stablehlo
 
@@ -110,6 +112,28 @@ def interpreter_effects() -> set[Any]:
     return set(jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects)
 
 
+def lower_plainly(call: Any, context: Any, *operands: Any, **params: Any) -> Any:
+    """The program of a call for a lowering rule, traced without meshes: what it makes is local by then.
+
+    A kernel's references, and what it returns, cannot vary over manual axes or be sharded over explicit ones.
+    """
+    plain = context.replace(
+        avals_in=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in context.avals_in],
+        avals_out=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in context.avals_out],
+    )
+    with _check_vma(False), without_mesh():
+        out = mlir.lower_fun(call, multiple_results=False)(plain, *operands, **params)
+    if plain.tokens_out is not None:  # of a kernel that is interpreted
+        context.set_tokens_out(plain.tokens_out)
+    return out
+
+
+def apart(call: Any) -> Any:
+    """What a call returns when no mesh is set; contexts are a thread's own."""
+    with futures.ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(call).result()
+
+
 def without_mesh() -> Any:
     """A context in which types carry no sharding."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
@@ -151,9 +175,11 @@ def host_program(exported: Any, module: Any, inputs: Sequence[Any], outputs: Seq
 
 def flipped(ref: Any) -> Any:
     """The transpose of a matrix in a GPU's shared memory."""
-    if hasattr(mosaic_gpu, "transpose_ref"):  # until jax 0.11
-        return mosaic_gpu.transpose_ref(ref, (1, 0))
-    return ref.transpose((1, 0))
+    if JAX >= (0, 11):
+        return ref.transpose((1, 0))
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu.transpose_ref(ref, (1, 0))
 
 
 @functools.cache
@@ -175,7 +201,6 @@ def _teach_gpu_interpreter() -> None:
     from jax._src.pallas.mosaic.interpret.utils import to_range
     from jax._src.pallas.mosaic_gpu.core import layout_cast_p
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-    from jax.interpreters import mlir
 
     mlir.register_lowering(layout_cast_p, lambda _, x, **__: [x], platform="cpu")
 
@@ -193,7 +218,8 @@ def _teach_gpu_interpreter() -> None:
             value: Any = memory.get_buffer_content(key, where, thread)[0]
             return value.T if flip else value
 
-        total = read(*at("acc")) + np.matmul(read(*at("a")), read(*at("b")), dtype=acc_dtype)
+        with np.errstate(all="ignore"):  # what a tile holds beside its group's rows may be anything
+            total = read(*at("acc")) + np.matmul(read(*at("a")), read(*at("b")), dtype=acc_dtype)
         memory.store_buffer_content(*at("acc")[:2], total, thread)
         return token
 

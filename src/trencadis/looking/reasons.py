@@ -217,10 +217,6 @@ def _copies(problem: Problem, chosen: Plan) -> Iterator[str]:
         return
     shapes = [problem.lhs_shape, problem.rhs_shape, (problem.batch, problem.groups), (problem.batch,)]
     dtypes = [problem.lhs, problem.rhs, jnp.int32, jnp.int32]
-    if problem.epilogue.bias is not None:
-        shapes, dtypes = [*shapes, (problem.local_groups, problem.n)], [*dtypes, problem.epilogue.bias]
-    if problem.epilogue.accumulate:
-        shapes, dtypes = [*shapes, problem.out_shape], [*dtypes, problem.out]
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     run = functools.partial(BACKENDS[chosen.backend].run, problem, chosen)
     for equation in _plain(jax.make_jaxpr(run)(*operands).jaxpr):

@@ -44,7 +44,7 @@ def parts(name):
 
 @functools.cache
 def compiled(name, blocks, block):
-    """All tiles of one thread block, and for each the first row of its first step, in one loop that is compiled once."""
+    """All tiles of one thread block, each with the first row of its first step, in one loop that is compiled once."""
     problem, layout = parts(name)
 
     def call(sizes, first):
@@ -53,7 +53,10 @@ def compiled(name, blocks, block):
         def step(state, _):
             at, place = state
             tile = walk.tile(place, at)
-            return (at + jnp.int32(blocks), walk.seek(place, at + jnp.int32(blocks))), (tile, walk.row(tile, jnp.int32(0)))
+            return (at + jnp.int32(blocks), walk.seek(place, at + jnp.int32(blocks))), (
+                tile,
+                walk.row(tile, jnp.int32(0)),
+            )
 
         start = jnp.int32(block)
         return lax.scan(step, (start, walk.begin(start)), None, length=-(-MOST // blocks))[1]

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.choose import choose, multiplied, obey, tiling_of
-from trencadis.backends.gpu.kernel import PARAMS, call
 from trencadis.backends.gpu.layout import BLOCK, GRAIN, Layout, line
 from trencadis.cards import Card, card_for
 from trencadis.dtypes import accumulator
@@ -28,12 +26,13 @@ from trencadis.epilogue import activated, elementwise, inlined
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
-from trencadis.versions import gpu_interpreter, without_mesh
+from trencadis.versions import apart, gpu_interpreter
 from trencadis.visits import clamped, owned
 
 Array = jax.Array
 
 DTYPES = ("bfloat16", "float16", "float32")
+TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
 
 
 def supports(problem: Problem, target: Target) -> str | None:
@@ -46,7 +45,17 @@ def supports(problem: Problem, target: Target) -> str | None:
         return "its kernels are for Hopper GPUs, and which GPU this is for is not known here"
     if card_for(target) is None:
         return f"its kernels are for Hopper GPUs; the target is {target}"
-    return _arithmetic(problem) or _size(problem)
+    return _arithmetic(problem) or _size(problem) or _missing()
+
+
+@functools.cache
+def _missing() -> str | None:
+    """Why Pallas for GPUs cannot be had here: that of jax < 0.11 wants a package which jax does not bring along."""
+    try:
+        importlib.import_module("trencadis.backends.gpu.kernel")
+    except ImportError as error:
+        return f"Pallas for GPUs does not import: {error}"
+    return None
 
 
 def _arithmetic(problem: Problem) -> str | None:
@@ -57,8 +66,12 @@ def _arithmetic(problem: Problem) -> str | None:
     for name, dtype in dtypes:
         if dtype.name not in DTYPES:
             return f"{name} is {dtype.name}; it takes {', '.join(DTYPES)}"
-    if multiplied(problem) == jnp.float32 and problem.precisions != {lax.Precision.DEFAULT}:
-        return f"precision is {problem.asked}; it multiplies float32 as tf32, which is DEFAULT"
+    if (
+        multiplied(problem) == jnp.float32
+        and problem.asked not in TF32
+        and problem.precisions != {lax.Precision.DEFAULT}
+    ):
+        return f"precision is {problem.asked}; it multiplies float32 as tf32"
     return None
 
 
@@ -66,8 +79,11 @@ def _size(problem: Problem) -> str | None:
     """Why there is no work for the kernels, or too much."""
     if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
         return "there is nothing to multiply"
-    tiles = (-(-problem.rows // BLOCK) + problem.spans) * -((-max(problem.n, problem.k) // BLOCK) ** 2)
-    return None if tiles < 2**31 else f"{tiles} tiles are too many to count"
+    high = -(-problem.rows // BLOCK) + 3 * problem.spans  # at most so many tiles in a column
+    if problem.form is Form.CONTRACTION:
+        high = problem.spans * -(-problem.k // BLOCK)
+    tiles = high * -(-problem.n // BLOCK)
+    return None if tiles < 2**31 else f"{tiles} tiles are too many to count in 32 bits"
 
 
 def tiling(problem: Problem, target: Target) -> Tiling:
@@ -103,6 +119,8 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
         named["bias"] = _fill(bias, (problem.local_groups, inner.n))
     if existing is not None:
         named["existing"] = _fill(existing, out_shape)
+    from trencadis.backends.gpu.kernel import call  # here, so that who has no GPU needs nothing of what it imports
+
     out = call(inner, layout, named, out_shape, interpret)
     return out if out_shape == problem.out_shape else lax.slice(out, (0,) * out.ndim, problem.out_shape)
 
@@ -154,12 +172,19 @@ def _lowers(activation: Any, dtype: Any) -> bool:
     def body(x: Any, out: Any) -> None:
         out[...] = elementwise(inlined(activation))(x[...].astype(dtype)).astype(jnp.float32)
 
-    tile = jax.ShapeDtypeStruct((BLOCK, BLOCK), jnp.float32)
-    mesh = mgpu.Mesh(grid=(1,), grid_names=("block",), num_threads=1, thread_name="role")
-    apply = pl.kernel(body, out_type=tile, mesh=mesh, compiler_params=PARAMS)
+    def lower() -> None:
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as mgpu
+
+        from trencadis.backends.gpu.kernel import PARAMS
+
+        tile = jax.ShapeDtypeStruct((BLOCK, BLOCK), jnp.float32)
+        mesh = mgpu.Mesh(grid=(1,), grid_names=("block",), num_threads=1, thread_name="role")
+        apply = pl.kernel(body, out_type=tile, mesh=mesh, compiler_params=PARAMS)
+        jax.jit(apply).trace(tile).lower(lowering_platforms=("cuda",))
+
     try:
-        with without_mesh():
-            jax.jit(apply).trace(tile).lower(lowering_platforms=("cuda",))
+        apart(lower)
     except Exception:
         return False
     return True

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trencadis.backends.gpu import mail
-from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, LINE, Layout, line
+from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, LINE, TOLD, Layout, line
 from trencadis.cards import Card
 from trencadis.problem import Form, Problem
 from trencadis.tiling import Tiling
@@ -94,5 +93,5 @@ def _besides(problem: Problem, wide: int, slots: int) -> int:
     """Bytes of shared memory that are not stages; each array starts at a multiple of 1024."""
     staged = CONSUMERS * slots * BLOCK * LINE
     bias = 0 if problem.epilogue.bias is None else -(-CONSUMERS * wide * problem.epilogue.bias.itemsize // 1024) * 1024
-    barriers = 8 * (4 * DEEPEST + 2 * mail.SLOTS + (1 + slots) * CONSUMERS + 1)
+    barriers = 8 * (4 * DEEPEST + 2 * TOLD + (1 + slots) * CONSUMERS + 1)
     return staged + bias + 1024 + barriers

@@ -6,7 +6,7 @@ form a fourth blanks what does not belong to the group.
     consumers   half the blocks of a tile each: wait for a stage, multiply, free it; then the epilogue, while the
                 copies of the next tile are under way
 
-Barriers of a stage: `full`, its copies have arrived; `blank`, it is blanked; `free`, both consumers are done with it.
+Barriers of a stage: `full`, its copies have arrived; `blank`, it is blanked; `free`, all others are done with it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def call(
         **stores.scratch(problem, layout),
         **mail.scratch(warpgroups - 1),
         "full": mgpu.Barrier(num_arrivals=2, num_barriers=layout.stages),
-        "free": mgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=layout.stages),
-        "blank": mgpu.Barrier(num_barriers=layout.stages),
+        "free": mgpu.Barrier(num_arrivals=CONSUMERS + form.blanks, num_barriers=layout.stages),
         "go": mgpu.Barrier(),
     }
+    if form.blanks:
+        shared["blank"] = mgpu.Barrier(num_barriers=layout.stages)
     # what the kernel reads and writes is a reference; what it only writes is a result
     inout = {"counter": jnp.zeros((1,), jnp.int32)} if layout.claim else {}
     inout |= {} if existing is None else {"out": existing}
@@ -125,6 +126,8 @@ def _blank(layout: Layout, form: Any, refs: dict[str, Any], walk: Walk, tile: Ti
         def _() -> None:
             form.blank(refs, walk, tile, i, at)
             mgpu.barrier_arrive(refs["blank"].at[at])
+
+        mgpu.barrier_arrive(refs["free"].at[at])  # also where there was nothing to do: no stage may overtake it
 
     lax.fori_loop(i32(0), tile.steps, step, None)
 

@@ -11,6 +11,7 @@ BLOCK = 64  # rows that one instruction multiplies
 GRAIN = 8  # a copy into shared memory starts at a multiple of so many rows
 LINE = 128  # bytes of a row that lie together in shared memory
 CONSUMERS = 2  # warpgroups that multiply
+TOLD = 4  # tiles that the other warpgroups are told of ahead
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

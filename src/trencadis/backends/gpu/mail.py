@@ -15,18 +15,16 @@ from jax.experimental.mosaic.gpu.utils import memref_ptr
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxlib.mlir.dialects import llvm
 
-from trencadis.backends.gpu.layout import GRAIN, Layout
+from trencadis.backends.gpu.layout import GRAIN, TOLD, Layout
 from trencadis.backends.gpu.walk import Tile, Walk, i32
-
-SLOTS = 4  # tiles that are told ahead
 
 
 def scratch(listeners: int) -> dict[str, Any]:
     """The letters, and the barriers of each slot: it holds a letter, all have read it."""
     return {
-        "mail": mgpu.SMEM((SLOTS + 1, len(Tile._fields)), jnp.int32),  # the last row: the tile that was claimed
-        "told": mgpu.Barrier(num_barriers=SLOTS),
-        "heard": mgpu.Barrier(num_arrivals=listeners, num_barriers=SLOTS),
+        "mail": mgpu.SMEM((TOLD + 1, len(Tile._fields)), jnp.int32),  # the last row: the tile that was claimed
+        "told": mgpu.Barrier(num_barriers=TOLD),
+        "heard": mgpu.Barrier(num_arrivals=listeners, num_barriers=TOLD),
     }
 
 
@@ -39,8 +37,8 @@ def tell(walk: Walk, layout: Layout, refs: dict[str, Any], block: Any, copy: Any
     """Walk, tell of each tile, and let its steps be copied; returns how many steps there were."""
 
     def post(tile: Tile, count: Any) -> None:
-        at = slot(count, SLOTS)
-        pl.when(count >= i32(SLOTS))(lambda: mgpu.barrier_wait(refs["heard"].at[at]))
+        at = slot(count, TOLD)
+        pl.when(count >= i32(TOLD))(lambda: mgpu.barrier_wait(refs["heard"].at[at]))
         for i, value in enumerate(tile):
             refs["mail"][at, i] = value
         mgpu.barrier_arrive(refs["told"].at[at])
@@ -55,7 +53,7 @@ def tell(walk: Walk, layout: Layout, refs: dict[str, Any], block: Any, copy: Any
 
     start = (block, walk.begin(block), i32(0), i32(0), i32(0))
     _, _, count, done, _ = lax.while_loop(lambda state: state[4] >= 0, body, start)
-    settle(refs["heard"], count, SLOTS)
+    settle(refs["heard"], count, TOLD)
     return done
 
 
@@ -64,7 +62,7 @@ def listen(refs: dict[str, Any], do: Any) -> None:
 
     def body(state: Any) -> Any:
         count, done, _ = state
-        at = slot(count, SLOTS)
+        at = slot(count, TOLD)
         mgpu.barrier_wait(refs["told"].at[at])
         tile = Tile(*(refs["mail"][at, i] for i in range(len(Tile._fields))))
         mgpu.barrier_arrive(refs["heard"].at[at])
@@ -86,9 +84,10 @@ def settle(barrier: Any, count: Any, slots: int) -> None:
 
 def _claim(refs: dict[str, Any], layout: Layout) -> Any:
     """The next tile that no block has taken. Who takes it does not change what is computed."""
-    _fetch(refs["counter"], refs["mail"].at[SLOTS])
+    mgpu.commit_smem()  # all threads have read what was claimed before
+    _fetch(refs["counter"], refs["mail"].at[TOLD])
     mgpu.commit_smem()
-    return refs["mail"][SLOTS, 0] + i32(layout.blocks)
+    return refs["mail"][TOLD, 0] + i32(layout.blocks)
 
 
 @mgpu.inline_mgpu(arg_types=(mgpu.RefType(), mgpu.RefType()))

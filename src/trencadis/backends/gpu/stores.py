@@ -149,5 +149,5 @@ class Out:
             bias = lax.broadcast_in_dim(run, acc.shape, (1,))
         if epilogue.activation is not None:  # a kernel knows no functions with derivatives of their own
             epilogue = dataclasses.replace(epilogue, activation=inlined(epilogue.activation))
-        done = epilogue.finish(acc, bias, self.problem.out)
+        done = epilogue.finish(acc, bias, self.problem.out).astype(acc.dtype)
         return jnp.where(lax.broadcast(tile.steps, done.shape) > 0, done, jnp.zeros_like(done))

@@ -91,7 +91,7 @@ class Walk:
 
     def _enter(self, span: Scalar, end: Scalar, before: Scalar) -> Place:
         """A span; the one before it ends at `end`."""
-        problem, first = self.problem, i32(0)
+        problem = self.problem
         entry = jnp.minimum(lax.div(span, i32(self.each)), i32(problem.batch - 1)) if problem.batch > 1 else i32(0)
         at = span - entry * i32(self.each)
         base = entry * i32(problem.m)

@@ -1,0 +1,149 @@
+"""A layout fits into the shared memory of the card, and a tile that the caller asks for is rounded to what there is."""
+
+import functools
+import math
+
+import hypothesis
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import trencadis as tr
+from trencadis.api import problem_of
+from trencadis.backends.gpu.choose import choose, multiplied, obey, tiling_of
+from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, line
+from trencadis.cards import CARDS
+from trencadis.epilogue import Epilogue
+from trencadis.plan import plan
+from trencadis.target import Target
+from trencadis.tiling import Pins, Tiling, resolve
+
+from .ahead import H200, kernels, lowered
+
+pytestmark = pytest.mark.core
+
+DTYPES = ["bfloat16", "float16", "float32"]
+
+
+def question(form, m, k, n, g, dtype="bfloat16", **changes):
+    if form == "rows":
+        return problem_of((m, k), (g, k, n), dtype=dtype).replace(**changes)
+    return problem_of((k, m), (m, n), groups=g, dtype=dtype).replace(**changes)
+
+
+def size(limit):
+    """Sizes of all magnitudes."""
+    return st.floats(0, math.log2(limit)).map(lambda x: round(2**x))
+
+
+def shared(problem, layout):
+    """Bytes of shared memory that the kernel of a layout takes, written down again: arrays lie at multiples of 1024."""
+    whole = lambda size: -(-size // 1024) * 1024
+    item = multiplied(problem).itemsize
+    stages = sum(whole(layout.stages * side * layout.deep * item) for side in (layout.tall, layout.wide))
+    staged = whole(CONSUMERS * layout.slots * BLOCK * 128)
+    bias = problem.epilogue.bias
+    biases = 0 if bias is None else whole(CONSUMERS * layout.wide * bias.itemsize)
+    mail = whole(5 * 9 * 4)
+    return stages + staged + biases + mail + 8 * (3 * layout.stages + 2 * 4 + 1 + (1 + layout.slots) * CONSUMERS)
+
+
+def check(problem, layout):
+    assert shared(problem, layout) <= H200.shared
+    assert 2 <= layout.stages <= 8
+    assert layout.deep == line(multiplied(problem))
+    assert layout.flat == (multiplied(problem) == np.float32)
+    assert layout.tall in (128, 256) and layout.wide % BLOCK == 0
+    assert layout.tall * layout.wide <= 256 * 128  # sums in the registers of two warpgroups
+    assert layout.panel >= 1 and layout.blocks == H200.cores
+
+
+@pytest.mark.parametrize("form", ["rows", "contraction"])
+@hypothesis.settings(max_examples=150)
+@hypothesis.given(
+    m=size(2**20), k=size(20000), n=size(20000), g=size(1024), lhs=st.sampled_from(DTYPES), rhs=st.sampled_from(DTYPES),
+    out=st.sampled_from(DTYPES), extra=st.sampled_from(["none", "bfloat16", "float32", "accumulate"]),
+    flip=st.booleans(),
+)  # fmt: skip
+def test_a_layout_fits(form, m, k, n, g, lhs, rhs, out, extra, flip):
+    bias = None if extra in ("none", "accumulate") or form == "contraction" else np.dtype(jnp.dtype(extra))
+    kinds = {name: np.dtype(jnp.dtype(x)) for name, x in (("lhs", lhs), ("rhs", rhs), ("out", out))}
+    flips = {"transpose_rhs": flip} if form == "rows" else {"transpose_lhs": flip}
+    problem = question(form, m, k, n, g, **kinds, **flips)
+    problem = problem.replace(epilogue=Epilogue(bias=bias, accumulate=extra == "accumulate"))
+    layout = choose(problem, H200)
+    check(problem, layout)
+    for tile in ((m, k, n), (1, 1, 1), (128, 64, 256), (10**6, 10**6, 10**6)):
+        check(problem, obey(problem, H200, Tiling(*tile)))
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "tile", "bias"),
+    [
+        ("rows", "bfloat16", (128, 64, 256), True),
+        ("rows", "float32", (256, 32, 128), True),
+        ("contraction", "bfloat16", (64, 256, 64), False),
+        ("contraction", "float32", (32, 128, 256), False),
+    ],
+)
+def test_what_fits_by_arithmetic_fits(form, dtype, tile, bias):
+    """Mosaic adds it up itself, and raises; one stage more would not fit, or would hide nothing."""
+    m, k, n, g = 1024, 512, 512, 4
+    options = dict(preferred_element_type=jnp.float32, backend="gpu", tiling=tile)
+    shapes = [((m, k), dtype), ((g, k, n) if form == "rows" else (m, n), dtype), ((g,), "int32")]
+    if form == "rows":
+        fn = functools.partial(tr.grouped_matmul, **options)
+        if bias:
+            fn, shapes = (
+                (lambda x, w, s, b: tr.grouped_matmul(x, w, s, bias=b, **options)),
+                [*shapes, ((g, n), "float32")],
+            )
+    else:
+        fn = functools.partial(tr.transposed_grouped_matmul, transpose_lhs=True, **options)
+    assert kernels(lowered(fn, *shapes)) == 1
+    problem = question(form, m, k, n, g, dtype, epilogue=Epilogue(bias=np.dtype("float32") if bias else None))
+    layout = obey(problem, H200, Tiling(*tile))
+    more = shared(problem, layout.replace(stages=layout.stages + 1))
+    assert layout.stages == 8 or more > H200.shared - 2048
+
+
+@pytest.mark.parametrize(
+    ("asked", "tall", "wide"),
+    [
+        ((128, 64, 256), 128, 256), ((256, 64, 128), 256, 128), ((256, 64, 256), 256, 128), ((255, 1, 200), 128, 192),
+        ((1, 1, 1), 128, 64), ((1000, 5000, 5000), 256, 128), ((200, 64, 5000), 128, 256), ((512, 64, 100), 256, 64),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["rows", "contraction"])
+def test_a_tile_is_rounded_to_what_the_machine_has(form, asked, tall, wide):
+    problem = question(form, 4096, 1024, 1024, 8)
+    m, k, n = asked
+    tile = Tiling(m, k, n) if form == "rows" else Tiling(k, m, n)
+    layout = obey(problem, H200, tile)
+    assert (layout.tall, layout.wide) == (tall, wide)
+    target = Target(platform="cuda", kind=H200.kind)
+    pinned = plan(problem, target, Pins(backend="gpu", tilings=resolve(tile, problem.m, problem.k, problem.n)))
+    assert pinned.tiling == tile and pinned.backend == "gpu"
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=list(CARDS))
+@pytest.mark.parametrize("form", ["rows", "contraction"])
+def test_the_plan_names_the_tile_of_the_layout(form, card):
+    problem = question(form, 8192, 7168, 2048, 32)
+    layout = choose(problem, card)
+    tile = (layout.tall, layout.deep) if form == "rows" else (layout.deep, layout.tall)
+    want = Tiling(*tile, layout.wide)
+    assert plan(problem, Target(platform="cuda", kind=card.kind)).tiling == want == tiling_of(problem, layout)
+
+
+def test_small_groups_get_wide_tiles_and_large_ones_tall():
+    few, many = (choose(question("rows", m, 4096, 4096, 32), H200) for m in (1024, 32768))
+    assert (few.tall, few.wide) == (128, 256) and (many.tall, many.wide) == (256, 128)
+    assert choose(question("rows", 4096, 4096, 40, 8), H200).wide == 64
+
+
+def test_a_layout_says_what_it_is():
+    layout = choose(question("rows", 16384, 4096, 14336, 8), H200)
+    assert str(layout) == f"256x128x64, {layout.stages} stages, 132 blocks, tiles claimed"
+    assert "tiles dealt" in str(layout.replace(claim=False))

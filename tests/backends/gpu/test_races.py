@@ -1,0 +1,29 @@
+"""No warpgroup reads what another may still be writing, where the interpreter can tell."""
+
+import dataclasses
+
+import pytest
+
+from trencadis.versions import JAX, gpu_interpreter
+
+from .interpreted import check, layout_of, numbers, rows_problem, sum_problem
+
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.skipif(JAX < (0, 11), reason="its interpreter has no clocks for products and for copies out"),
+]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [rows_problem(72, 192, 64, 2, "bf16 bf16 bf16"), sum_problem(200, 64, 64, 2, "bf16 bf16 bf16")],
+    ids=["rows", "contraction"],
+)
+def test_no_races(problem):
+    """Three steps in two stages, and a group that starts in the middle of a grain."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    params = dataclasses.replace(gpu_interpreter(), detect_races=True)
+    layout = layout_of(problem, wide=64, blocks=1)
+    check(problem, layout, *numbers(problem, 0), [21, problem.m - 30], [0], params=params)
+    assert not gpu_callbacks.get_races().races_found
