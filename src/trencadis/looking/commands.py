@@ -28,7 +28,7 @@ class Skew(enum.StrEnum):
 
 
 class Platform(enum.StrEnum):
-    """What to plan for: a platform as JAX names it, or a generation of TPU."""
+    """What to plan for: a platform as JAX names it, a generation of TPU, or a GPU."""
 
     cpu = "cpu"
     cuda = "cuda"
@@ -38,6 +38,8 @@ class Platform(enum.StrEnum):
     v5p = "v5p"
     v6e = "v6e"
     v7x = "v7x"
+    h100 = "h100"
+    h200 = "h200"
 
 
 class OneLineErrors(typer.core.TyperGroup):
