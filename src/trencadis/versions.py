@@ -67,13 +67,6 @@ def result_type(operands: tuple[ShapedArray, ...], shape: tuple[int, ...], dtype
     )
 
 
-def like_varying(shape: tuple[int, ...], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:
-    """The shape of a kernel's result that varies over the manual mesh axes its operands vary over."""
-    varying = frozenset().union(*map(varying_axes, operands))
-    axes = jax.typeof(operands[0]).manual_axis_type.update(varying=varying)
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes)
-
-
 def device(context: Any, platform: str) -> tuple[str | None, int | None]:
     """The kind of device that is lowered for and how many cores it has, where JAX knows it.
 

@@ -25,7 +25,7 @@ from trencadis.epilogue import add
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
-from trencadis.versions import SLICES_WIDEN_NARROW_FLOATS, vary_alike
+from trencadis.versions import SLICES_WIDEN_NARROW_FLOATS
 from trencadis.visits import Spans, spans
 
 Array = jax.Array
@@ -60,7 +60,7 @@ def run(problem: Problem, plan: Any, *operands: Array) -> Array:
     if problem.spans == 0 or problem.rows == 0 or 0 in problem.out_shape:
         return out
     walk = spans(problem, group_sizes, first)
-    carried = vary_alike(_to_bits(out), *operands)[0]
+    carried = _to_bits(out)
     if problem.form is Form.ROWS:
         carried = _rows(problem, plan, lhs, rhs, walk, bias, carried)
     else:
@@ -137,7 +137,7 @@ def _contraction(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Span
             result = add(_from_bits(_slice(out, (i, _0, _0), result.shape), problem.out), result)
         return end, (_update(out, _to_bits(cast(result, problem.out)), (i, _0, _0)), acc)
 
-    acc = vary_alike(jnp.zeros((problem.k, problem.n), problem.acc), lhs, rhs, walk.starts)[0]
+    acc = jnp.zeros((problem.k, problem.n), problem.acc)
     return _each_group(problem, walk, group, (out, acc))[0]
 
 

@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernels import numbers, spans, spoil
 
 from trencadis.epilogue import Epilogue
 
-from .interpreted import check, layout_of, numbers, rows_problem, spans, spoil, sum_problem, tricky
+from .interpreted import check, layout_of, rows_problem, sum_problem, tricky
 
 # the interpreter multiplies in numpy, which warns of Inf times zero; as an error, that would end one of its threads
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")]

@@ -3,10 +3,11 @@
 import dataclasses
 
 import pytest
+from kernels import numbers
 
 from trencadis.versions import JAX, gpu_interpreter
 
-from .interpreted import check, layout_of, numbers, rows_problem, sum_problem
+from .interpreted import check, layout_of, rows_problem, sum_problem
 
 pytestmark = [
     pytest.mark.core,

@@ -6,21 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreted import (
-    STRICT,
-    check,
-    numbers,
-    races_found,
-    rows_layout,
-    rows_problem,
-    spans,
-    spoil,
-    sum_layout,
-    sum_problem,
-    tricky,
-)
+from interpreted import STRICT, check, races_found, rows_layout, sum_layout, tricky
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from kernels import numbers, rows_problem, spans, spoil, sum_problem
 
 from trencadis.epilogue import Epilogue
 

@@ -11,7 +11,8 @@ import oracle
 import pytest
 import strategies
 from hypothesis import strategies as st
-from interpreted import rows_layout, rows_problem, sum_layout, sum_problem
+from interpreted import rows_layout, sum_layout
+from kernels import rows_problem, sum_problem
 
 from trencadis.backends.tpu.layout import heights_table
 from trencadis.backends.tpu.walk import Walk

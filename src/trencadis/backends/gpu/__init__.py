@@ -1,4 +1,4 @@
-"""Pallas kernels for Hopper GPUs: copies, products and stores run beside each other, and no row is computed in vain.
+"""Pallas kernels for Hopper GPUs: copies, products and stores run beside each other, in tiles as tall as a group needs.
 
 run         operands as the kernel wants them; the kernel; the result as the problem wants it
 choose      the layout for a problem
@@ -20,6 +20,7 @@ from jax import lax
 
 from trencadis.backends.gpu.choose import choose, multiplied, obey, tiling_of
 from trencadis.backends.gpu.layout import BLOCK, GRAIN, Layout, line
+from trencadis.backends.storage import filled, flat_sizes, up
 from trencadis.cards import Card, card_for
 from trencadis.dtypes import accumulator
 from trencadis.epilogue import activated, elementwise, inlined
@@ -27,7 +28,7 @@ from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
 from trencadis.versions import apart, gpu_interpreter
-from trencadis.visits import clamped, owned
+from trencadis.visits import owned
 
 Array = jax.Array
 
@@ -112,13 +113,13 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
     if interpret is not None:  # a claim is an atomic operation, which the interpreter does not have
         layout = layout.replace(claim=False, blocks=min(layout.blocks, 2))
     inner, named = _stored(problem, layout, lhs, rhs)
-    named["sizes"] = (sizes if sizes.dtype == jnp.int32 else clamped(sizes, problem.m)).reshape(-1)
+    named["sizes"] = flat_sizes(sizes, problem.m)
     named["first"] = first
     out_shape = (*problem.out_shape[:-1], inner.n)
     if bias is not None:
-        named["bias"] = _fill(bias, (problem.local_groups, inner.n))
+        named["bias"] = filled(bias, (problem.local_groups, inner.n))
     if existing is not None:
-        named["existing"] = _fill(existing, out_shape)
+        named["existing"] = filled(existing, out_shape)
     from trencadis.backends.gpu.kernel import call  # here, so that who has no GPU needs nothing of what it imports
 
     out = call(inner, layout, named, out_shape, interpret)
@@ -140,23 +141,13 @@ def _stored(problem: Problem, layout: Layout, lhs: Array, rhs: Array) -> tuple[P
         rhs = rhs.mT if layout.flat and not problem.transpose_rhs else rhs
         shape = (problem.weights, n, k) if last else (problem.weights, k, n)
         inner = problem.replace(k=k, n=n, transpose_rhs=last)
-        return inner, {"lhs": _fill(lhs, (rows, k)), "rhs": _fill(rhs, shape)}
+        return inner, {"lhs": filled(lhs, (rows, k)), "rhs": filled(rhs, shape)}
     last = problem.transpose_lhs or layout.flat
     lhs = lhs.mT if layout.flat and not problem.transpose_lhs else lhs
     whole = up(problem.rows, run)
-    lhs = _fill(lhs, (up(problem.k, GRAIN), whole) if last else (rows, k))
-    rhs = _fill(rhs.mT, (n, whole)) if layout.flat else _fill(rhs, (rows, n))
+    lhs = filled(lhs, (up(problem.k, GRAIN), whole) if last else (rows, k))
+    rhs = filled(rhs.mT, (n, whole)) if layout.flat else filled(rhs, (rows, n))
     return problem.replace(n=n), {"lhs": lhs, "rhs": rhs}
-
-
-def up(x: int, to: int) -> int:
-    """The next multiple."""
-    return -(-x // to) * to
-
-
-def _fill(x: Array, shape: tuple[int, ...]) -> Array:
-    """The array with zeros after its own entries, up to a shape."""
-    return x if x.shape == shape else jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
 
 
 def _card(target: Target) -> Card:

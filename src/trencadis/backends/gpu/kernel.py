@@ -24,7 +24,6 @@ from trencadis.backends.gpu import contraction, mail, rows, stores
 from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, Layout
 from trencadis.backends.gpu.walk import Tile, Walk, i32
 from trencadis.problem import Form, Problem
-from trencadis.versions import like_varying
 
 FORMS: dict[Form, Any] = {Form.ROWS: rows.Rows, Form.CONTRACTION: contraction.Contraction}
 STAGGER = 2  # steps that the second consumer starts behind the first, so that one stores while the other multiplies
@@ -58,7 +57,7 @@ def call(
         given = dict(zip(names, refs, strict=True))
         pl.run_scoped(lambda **memory: _body(problem, layout, form, given | memory), **shared, collective_axes="role")
 
-    result = like_varying(out_shape, problem.out, *operands.values())
+    result = jax.ShapeDtypeStruct(out_shape, problem.out)
     mesh = mgpu.Mesh(
         grid=(layout.blocks,),
         grid_names=("block",),

@@ -16,17 +16,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from trencadis.backends.storage import filled, flat_sizes, up
 from trencadis.backends.tpu.choose import chip_for, choose, obey, padded
 from trencadis.backends.tpu.kernel import call
-from trencadis.backends.tpu.layout import Layout, up
+from trencadis.backends.tpu.layout import Layout
 from trencadis.chips import CHIPS, Chip
 from trencadis.dtypes import accumulator
 from trencadis.epilogue import elementwise
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
-from trencadis.versions import without_mesh
-from trencadis.visits import clamped
+from trencadis.versions import apart
 
 Array = jax.Array
 
@@ -101,22 +101,22 @@ def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, 
     rows = up(problem.rows, layout.slab)
     k, n = inner.k, inner.n
     out_shape = (rows, n) if problem.form is Form.ROWS else (problem.spans, k, n)
-    lhs = _fill(lhs, (k, rows) if problem.transpose_lhs else (rows, k))
+    lhs = filled(lhs, (k, rows) if problem.transpose_lhs else (rows, k))
     if problem.form is Form.CONTRACTION:
-        rhs = _fill(rhs, (rows, n))
+        rhs = filled(rhs, (rows, n))
     else:
-        rhs = _fill(rhs, (problem.weights, n, k) if problem.transpose_rhs else (problem.weights, k, n))
+        rhs = filled(rhs, (problem.weights, n, k) if problem.transpose_rhs else (problem.weights, k, n))
     named = {
-        "sizes": (sizes if sizes.dtype == jnp.int32 else clamped(sizes, problem.m)).reshape(-1),
+        "sizes": flat_sizes(sizes, problem.m),
         "first": first,
         "table": jnp.asarray(layout.table, jnp.int32),
         "lhs": lhs,
         "rhs": rhs,
     }
     if bias is not None:
-        named["bias"] = _fill(bias, (problem.local_groups, n))[:, None, :]  # [g, 1, n]
+        named["bias"] = filled(bias, (problem.local_groups, n))[:, None, :]  # [g, 1, n]
     if existing is not None:
-        named["existing"] = _fill(existing, out_shape)
+        named["existing"] = filled(existing, out_shape)
     out = call(inner.replace(precision=_precision(problem)), layout, named, out_shape, **options)
     return out if out_shape == problem.out_shape else lax.slice(out, (0,) * out.ndim, problem.out_shape)
 
@@ -132,11 +132,6 @@ def _precision(problem: Problem) -> lax.Precision | None:
     return next(iter(known)) if known in ({lax.Precision.DEFAULT}, {lax.Precision.HIGHEST}) else None
 
 
-def _fill(x: Array, shape: tuple[int, ...]) -> Array:
-    """The array with zeros after its own entries, up to a shape."""
-    return x if x.shape == shape else jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
-
-
 @functools.lru_cache(maxsize=256)
 def _lowers(activation: Any, dtype: Any) -> str | None:
     """None if a kernel can apply the activation to a tile, else what the compiler's front end says."""
@@ -147,8 +142,7 @@ def _lowers(activation: Any, dtype: Any) -> str | None:
     tile = jax.ShapeDtypeStruct((8, 128), dtype)
     apply = pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32))
     try:
-        with without_mesh():
-            jax.jit(apply).trace(tile).lower(lowering_platforms=("tpu",))
+        apart(lambda: jax.jit(apply).trace(tile).lower(lowering_platforms=("tpu",)))
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return None

@@ -9,9 +9,10 @@ from typing import Any
 
 from jax.experimental.pallas import tpu as pltpu
 
+from trencadis.backends.storage import up
 from trencadis.backends.tpu import contraction, rows
 from trencadis.backends.tpu.columns import LANES
-from trencadis.backends.tpu.layout import Layout, heights_table, up
+from trencadis.backends.tpu.layout import Layout, heights_table
 from trencadis.backends.tpu.model import Machine, code, longest, predict
 from trencadis.backends.tpu.products import operand_dtype
 from trencadis.chips import CHIPS, Chip, chip_of

@@ -55,12 +55,3 @@ def heights_table(heights: tuple[int, ...], slab: int, price: Callable[[int], fl
         best.append(cost)
         table.append(height)
     return tuple(table)
-
-
-def up(x: int, unit: int) -> int:
-    """The next multiple of the unit.
-
-    >>> up(130, 128)
-    256
-    """
-    return -(-x // unit) * unit

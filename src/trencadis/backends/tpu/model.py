@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from trencadis.backends.tpu.layout import Layout, up
+from trencadis.backends.storage import up
+from trencadis.backends.tpu.layout import Layout
 from trencadis.chips import Chip
 from trencadis.problem import Form, Problem
 

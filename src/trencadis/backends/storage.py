@@ -1,0 +1,31 @@
+"""How backends with kernels bring operands into the shape that those take."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from trencadis.visits import clamped
+
+
+def up(x: int, unit: int) -> int:
+    """The next multiple of the unit.
+
+    >>> up(130, 128)
+    256
+    """
+    return -(-x // unit) * unit
+
+
+def filled(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The array with zeros after its own entries, up to a shape.
+
+    >>> filled(jnp.ones(2), (3,)).tolist()
+    [1.0, 1.0, 0.0]
+    """
+    return x if x.shape == shape else jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
+
+
+def flat_sizes(sizes: jax.Array, m: int) -> jax.Array:
+    """Group sizes [batch, groups] in a row, as int32: int32 ones as they are, since a kernel clamps them by itself."""
+    return (sizes if sizes.dtype == jnp.int32 else clamped(sizes, m)).reshape(-1)
