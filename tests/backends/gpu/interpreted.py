@@ -3,9 +3,9 @@
 import functools
 
 import jax
-import kernels
 import numpy as np
 import oracle
+import poisoned
 
 from trencadis.backends.gpu import execute
 from trencadis.backends.gpu.layout import Layout
@@ -20,11 +20,11 @@ def layout_of(problem, **changes):
 
 
 def rows_problem(m, k, n, groups, kinds="bf16 bf16 f32", **changes):
-    return kernels.rows_problem(m, k, n, groups, kinds, **changes)
+    return poisoned.rows_problem(m, k, n, groups, kinds, **changes)
 
 
 def sum_problem(m, k, n, groups, kinds="bf16 bf16 f32", **changes):
-    return kernels.sum_problem(m, k, n, groups, kinds, **changes)
+    return poisoned.sum_problem(m, k, n, groups, kinds, **changes)
 
 
 @functools.cache
@@ -38,7 +38,7 @@ def check(problem, layout, lhs, rhs, sizes, first, *extras, **options):
     got = jax.block_until_ready(kernel(problem, layout, **options)(lhs, rhs, sizes, first, *extras))
     assert got.shape == problem.out_shape and got.dtype == problem.out
     with np.errstate(invalid="ignore"):
-        want = kernels.meaning(problem, lhs, rhs, sizes, first, *extras)
+        want = poisoned.meaning(problem, lhs, rhs, sizes, first, *extras)
     finite = want[np.isfinite(want)]
     oracle.check(got, want, scale=max(1.0, float(np.abs(finite).max(initial=0.0))))
     return np.asarray(got)

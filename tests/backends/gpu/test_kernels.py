@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels import numbers, spans, spoil
+from poisoned import numbers, spans, spoil
 
 from trencadis.epilogue import Epilogue
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from kernels import numbers
+from poisoned import numbers
 
 from trencadis.versions import JAX, gpu_interpreter
 

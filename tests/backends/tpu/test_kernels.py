@@ -9,7 +9,7 @@ import pytest
 from interpreted import STRICT, check, races_found, rows_layout, sum_layout, tricky
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from kernels import numbers, rows_problem, spans, spoil, sum_problem
+from poisoned import numbers, rows_problem, spans, spoil, sum_problem
 
 from trencadis.epilogue import Epilogue
 

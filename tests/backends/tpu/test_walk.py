@@ -12,7 +12,7 @@ import pytest
 import strategies
 from hypothesis import strategies as st
 from interpreted import rows_layout, sum_layout
-from kernels import rows_problem, sum_problem
+from poisoned import rows_problem, sum_problem
 
 from trencadis.backends.tpu.layout import heights_table
 from trencadis.backends.tpu.walk import Walk
