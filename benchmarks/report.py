@@ -54,11 +54,17 @@ class Report:
 
 def write_beside(path: pathlib.Path, text: str) -> pathlib.Path:
     """Write to path, or beside it if it is taken: results are never overwritten."""
+    free = beside(path)
+    free.write_text(text)
+    return free
+
+
+def beside(path: pathlib.Path) -> pathlib.Path:
+    """The path, or one beside it if it is taken, in a folder that is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     free, number = path, 2
     while free.exists():
         free, number = path.with_stem(f"{path.stem}-{number}"), number + 1
-    free.write_text(text)
     return free
 
 

@@ -12,7 +12,8 @@ import itertools
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks import problems, timing
@@ -89,22 +90,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     how = How(clock=clock, rounds=asked.rounds, budget_s=asked.budget, memory=asked.memory,
               burst=on_gpu or asked.burst, jobs=asked.jobs)  # fmt: skip
     made = report.Report(environment=report.environment(report.scrubbed(words), clock.name, asked.pin))
+    keep = Keep(made, asked.out)
     try:
-        (run_scaling if asked.scaling else run_problems)(asked, how, made)
+        if asked.scaling:
+            run_scaling(asked, how, made, keep)
+        else:
+            run_problems(asked, how, made, keep, elsewhere)
     except ValueError as mistake:  # a name that does not exist
         parser().error(str(mistake))
-    made.cells = [join(cell, elsewhere) for cell in made.cells]
-    made.environment["load_after"] = report.load()
     tables(made, how.burst)
-    if asked.out != "none":
-        today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-        default = RESULTS / report.device_slug(made.environment) / f"{today}.json"
-        print("written:", made.save(pathlib.Path(asked.out) if asked.out else default))
+    if keep.path is not None:
+        print("written:", keep.path)
     cells = [*made.cells, *itertools.chain(*made.scaling.values())]
     wrong = [cell for cell in cells if BASE in cell.skipped]
     for cell in wrong:
         print(f"OURS {cell.skipped[BASE]} ({cell.problem} {cell.dtype} {cell.which})", file=sys.stderr)
     return 1 if wrong else 0
+
+
+class Keep:
+    """Writes what was measured so far, after each problem: a run that is cut off leaves what it has."""
+
+    def __init__(self, made: Report, out: str | None) -> None:
+        self.made, self.out = made, out
+        self.path: pathlib.Path | None = None
+
+    def __call__(self) -> None:
+        from benchmarks import report
+
+        if self.out == "none":
+            return
+        if self.path is None:
+            today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+            default = RESULTS / report.device_slug(self.made.environment) / f"{today}.json"
+            self.path = report.beside(pathlib.Path(self.out) if self.out else default)
+        self.made.environment["load_after"] = report.load()
+        self.path.write_text(self.made.to_json())
 
 
 def run_elsewhere(asked: argparse.Namespace) -> dict[Key, Outside]:
@@ -126,7 +147,7 @@ def run_elsewhere(asked: argparse.Namespace) -> dict[Key, Outside]:
     return found
 
 
-def join(cell: Cell, elsewhere: dict[Key, Outside]) -> Cell:
+def join(cell: Cell, elsewhere: Mapping[Key, Outside]) -> Cell:
     """The cell with torch's times, if there are any."""
     from benchmarks import cells, torch_peer
 
@@ -134,7 +155,7 @@ def join(cell: Cell, elsewhere: dict[Key, Outside]) -> Cell:
     return cell if found is None else cells.joined(cell, torch_peer.NAME, found.times, found.error, found.why)
 
 
-def run_problems(asked: argparse.Namespace, how: How, made: Report) -> None:
+def run_problems(asked: argparse.Namespace, how: How, made: Report, keep: Keep, elsewhere: dict[Key, Outside]) -> None:
     """Every problem, dtype and pass that was asked for."""
     import jax
 
@@ -147,10 +168,11 @@ def run_problems(asked: argparse.Namespace, how: How, made: Report) -> None:
     contenders = [peer for peer in contenders if not (asked.device == "gpu" and peer.name == "torch")]  # elsewhere
     for problem in chosen:
         print(problem, flush=True)
-        made.cells += measure_problem(problem, dtypes, _passes(asked), contenders, how)
+        made.cells += measure_problem(problem, dtypes, _passes(asked), contenders, how, elsewhere)
+        keep()
 
 
-def run_scaling(asked: argparse.Namespace, how: How, made: Report) -> None:
+def run_scaling(asked: argparse.Namespace, how: How, made: Report, keep: Keep) -> None:
     """The two families of problems that differ in g or in m alone."""
     from benchmarks import peers
 
@@ -160,10 +182,16 @@ def run_scaling(asked: argparse.Namespace, how: How, made: Report) -> None:
             print(problem, flush=True)
             cells = measure_problem(problem, _dtypes(asked), _passes(asked), contenders, how)
             made.scaling.setdefault(axis, []).extend(cells)
+            keep()
 
 
 def measure_problem(
-    problem: problems.BenchProblem, dtypes: Sequence[str], passes: Sequence[str], contenders: Sequence[Peer], how: How
+    problem: problems.BenchProblem,
+    dtypes: Sequence[str],
+    passes: Sequence[str],
+    contenders: Sequence[Peer],
+    how: How,
+    elsewhere: Mapping[Key, Outside] = types.MappingProxyType({}),
 ) -> list[Cell]:
     """The cells of one problem; says who does not take part, and why."""
     from benchmarks import cells, peers
@@ -174,7 +202,7 @@ def measure_problem(
         x = peers.operands(problem, dtype)
         ahead = cells.Ahead(x, passes, contenders, how.jobs) if how.burst else None
         for which in passes:
-            cell = cells.measure(x, dtype, which, contenders, how, ahead)
+            cell = join(cells.measure(x, dtype, which, contenders, how, ahead), elsewhere)
             made.append(cell)
             if how.burst:  # now, and not only in the table: a run that hangs later has said it
                 print(

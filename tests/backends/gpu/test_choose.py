@@ -16,6 +16,7 @@ from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, line
 from trencadis.cards import CARDS
 from trencadis.epilogue import Epilogue
 from trencadis.plan import plan
+from trencadis.problem import Form
 from trencadis.target import Target
 from trencadis.tiling import Pins, Tiling, resolve
 
@@ -55,7 +56,8 @@ def check(problem, layout):
     assert layout.deep == line(multiplied(problem))
     assert layout.flat == (multiplied(problem) == np.float32)
     assert layout.tall in (128, 256) and layout.wide % BLOCK == 0
-    assert layout.tall * layout.wide <= 256 * 128  # sums in the registers of two warpgroups
+    assert layout.tall * layout.wide <= 256 * 192  # sums in the registers of two warpgroups
+    assert layout.wide <= (256 if problem.form is Form.ROWS else 192)  # of one instruction
     assert layout.panel >= 1 and layout.blocks == H200.cores
 
 
@@ -111,12 +113,13 @@ def test_what_fits_by_arithmetic_fits(form, dtype, tile, bias):
 @pytest.mark.parametrize(
     ("asked", "tall", "wide"),
     [
-        ((128, 64, 256), 128, 256), ((256, 64, 128), 256, 128), ((256, 64, 256), 256, 128), ((255, 1, 200), 128, 192),
-        ((1, 1, 1), 128, 64), ((1000, 5000, 5000), 256, 128), ((200, 64, 5000), 128, 256), ((512, 64, 100), 256, 64),
+        ((128, 64, 256), 128, 256), ((256, 64, 128), 256, 128), ((256, 64, 256), 256, 192), ((255, 1, 200), 128, 192),
+        ((1, 1, 1), 128, 64), ((1000, 5000, 5000), 256, 192), ((200, 64, 5000), 128, 256), ((512, 64, 100), 256, 64),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("form", ["rows", "contraction"])
 def test_a_tile_is_rounded_to_what_the_machine_has(form, asked, tall, wide):
+    wide = min(wide, 192) if form == "contraction" else wide
     problem = question(form, 4096, 1024, 1024, 8)
     m, k, n = asked
     tile = Tiling(m, k, n) if form == "rows" else Tiling(k, m, n)
@@ -139,11 +142,11 @@ def test_the_plan_names_the_tile_of_the_layout(form, card):
 
 def test_small_groups_get_wide_tiles_and_large_ones_tall():
     few, many = (choose(question("rows", m, 4096, 4096, 32), H200) for m in (1024, 32768))
-    assert (few.tall, few.wide) == (128, 256) and (many.tall, many.wide) == (256, 128)
+    assert (few.tall, few.wide) == (128, 256) and (many.tall, many.wide) == (256, 192)
     assert choose(question("rows", 4096, 4096, 40, 8), H200).wide == 64
 
 
 def test_a_layout_says_what_it_is():
     layout = choose(question("rows", 16384, 4096, 14336, 8), H200)
-    assert str(layout) == f"256x128x64, {layout.stages} stages, 132 blocks, tiles claimed"
+    assert str(layout) == f"256x192x64, {layout.stages} stages, 132 blocks, tiles claimed"
     assert "tiles dealt" in str(layout.replace(claim=False))

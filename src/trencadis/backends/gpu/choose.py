@@ -1,6 +1,6 @@
 """Which layout: from what a problem is bound by, and what fits into a multiprocessor.
 
-    tall tiles   256 x 128   weights pass through a multiprocessor half as often; for groups of many rows
+    tall tiles   256 x 192   the fewest bytes for each product; for groups of more than a few rows
     wide tiles   128 x 256   twice the bytes of weights under way; where reading them is what takes the time
 
 The figures behind the choice are in docs/performance.md.
@@ -18,12 +18,11 @@ from trencadis.cards import Card
 from trencadis.problem import Form, Problem
 from trencadis.tiling import Tiling
 
-SLOTS = 2  # buffers on the way out: one is filled while the other is copied
-FETCHED = 4  # and where what they are added to is fetched into them first
 DEEPEST = 8  # stages; more of them hide nothing more
-SUMS = 256 * 128  # entries of a tile that the registers of the consumers hold
+TALL = 256  # rows of a tile, and
+WIDE = 192  # columns: the registers of two consumers hold no more sums than that
+WIDEST = {Form.ROWS: 256, Form.CONTRACTION: WIDE}  # columns of one instruction; a blanker leaves registers for fewer
 FEW = 64  # rows of a group that make one block: reading its weights is all there is to do
-BOUND = 192  # rows of a group below which reading its weights takes longer than multiplying by them
 LARGE = 1024  # rows of a group above which it hardly matters how its last tile is cut
 CLAIMS = 10**11  # operations from which on it pays to give out tiles one by one: that costs one small kernel
 
@@ -38,8 +37,9 @@ def obey(problem: Problem, card: Card, tiling: Tiling) -> Layout:
     """The layout nearest to a tile that a caller asks for: no larger, if the machine has one that small."""
     rows = problem.form is Form.ROWS
     tall, wide = (tiling.m, tiling.n) if rows else (tiling.k, tiling.n)
-    tall = 2 * BLOCK * CONSUMERS if tall >= 2 * BLOCK * CONSUMERS else BLOCK * CONSUMERS
-    wide = max(min(wide, SUMS // tall) // BLOCK * BLOCK, BLOCK)
+    tall = TALL if tall >= TALL else BLOCK * CONSUMERS
+    widest = min(WIDEST[problem.form], TALL * WIDE // tall)
+    wide = max(min(wide, widest) // BLOCK * BLOCK, BLOCK)
     return _layout(problem, card, tall, wide)
 
 
@@ -53,15 +53,14 @@ def tiling_of(problem: Problem, layout: Layout) -> Tiling:
 def _tile(problem: Problem) -> tuple[int, int]:
     """Rows and columns of a tile of the result."""
     if problem.n <= 128:
-        return 256, BLOCK if problem.n <= BLOCK else 128
-    if problem.form is Form.CONTRACTION:
-        return 256, 128
+        return TALL, BLOCK if problem.n <= BLOCK else 128
     rows = problem.m / problem.groups
+    if problem.form is Form.CONTRACTION:
+        return TALL, 128 if rows <= FEW else WIDE
     # weights stored with k last come in lines from as many rows as a tile is wide: the more of them, the better
-    wide = rows <= BOUND or rows >= LARGE if problem.transpose_rhs else rows <= FEW
-    if wide:
-        return 128, min((256, 192), key=lambda wide: -(-problem.n // wide) * wide * (1 + (256 - wide) / 2048))
-    return 256, 128
+    if rows <= FEW or (problem.transpose_rhs and rows >= LARGE):
+        return 128, 256
+    return TALL, WIDE
 
 
 def multiplied(problem: Problem) -> np.dtype[Any]:
@@ -73,7 +72,7 @@ def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
     dtype = multiplied(problem)
     deep = line(dtype)
     stage = deep * (tall + wide) * dtype.itemsize
-    slots = FETCHED if problem.epilogue.accumulate else SLOTS
+    slots = _slots(problem, wide)
     stages = min((card.shared - _besides(problem, wide, slots)) // stage, DEEPEST)
     operations = 2 * problem.rows * problem.k * problem.n
     return Layout(
@@ -87,6 +86,13 @@ def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
         flat=dtype.itemsize == 4,
         claim=operations >= CLAIMS,
     )
+
+
+def _slots(problem: Problem, wide: int) -> int:
+    """Buffers on the way out: a row of them, half of one, or two where what they are added to is fetched into them."""
+    most = 4 if problem.epilogue.accumulate else 3
+    lines = wide // line(problem.out)
+    return max(slots for slots in range(1, most + 1) if lines % slots == 0 or slots % lines == 0)
 
 
 def _besides(problem: Problem, wide: int, slots: int) -> int:

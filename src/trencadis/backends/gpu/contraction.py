@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.layout import BLOCK, GRAIN, Layout, line
-from trencadis.backends.gpu.rows import tiled
+from trencadis.backends.gpu.rows import leftmost, tiled
 from trencadis.backends.gpu.walk import Tile, Walk, i32
 from trencadis.problem import Problem
 from trencadis.versions import flipped
@@ -56,12 +56,11 @@ class Contraction:
             source = refs[name].at[columns, rows] if flat else refs[name].at[rows, columns]
             mgpu.copy_gmem_to_smem(source, refs[stage].at[slot], full)
 
-    def factors(self, refs: dict[str, Any], slot: Any, mine: Any) -> tuple[Any, Any]:
-        """What a consumer multiplies."""
+    def factors(self, refs: dict[str, Any], slot: Any, mine: Any, wide: int) -> tuple[Any, Any]:
+        """What a consumer multiplies: its rows of the matrix, by the columns of the tile."""
         flat_a, flat_b = self.flat
         a = refs["a"].at[slot, mine] if flat_a else flipped(refs["a"].at[slot, :, mine])
-        b = refs["b"].at[slot]
-        return a, flipped(b) if flat_b else b
+        return a, leftmost(refs["b"].at[slot], wide, flat_b)
 
     def blank(self, refs: dict[str, Any], walk: Walk, tile: Tile, step: Any, slot: Any) -> None:
         """Zero the rows in a stage that are not the group's."""

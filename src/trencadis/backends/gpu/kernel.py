@@ -12,6 +12,7 @@ Barriers of a stage: `full`, its copies have arrived; `blank`, it is blanked; `f
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -26,9 +27,12 @@ from trencadis.backends.gpu.walk import Tile, Walk, i32
 from trencadis.problem import Form, Problem
 
 FORMS: dict[Form, Any] = {Form.ROWS: rows.Rows, Form.CONTRACTION: contraction.Contraction}
-STAGGER = 2  # steps that the second consumer starts behind the first, so that one stores while the other multiplies
-PARAMS = mgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=0)
-REGISTERS = {3: (232, 40), 4: (208, 40)}  # of a thread, by the number of warpgroups: those that multiply, and others
+PARAMS = mgpu.CompilerParams(
+    lowering_semantics=mgpu.LoweringSemantics.Warpgroup,
+    reduction_scratch_bytes=0,
+    unsafe_no_auto_barriers=True,  # all threads arrive at a barrier, and `commit_smem` is called where they must meet
+)
+REGISTERS = {3: (232, 40), 4: (224, 32)}  # of a thread, by the number of warpgroups: those that multiply, and others
 
 
 def call(
@@ -44,7 +48,6 @@ def call(
         **mail.scratch(warpgroups - 1),
         "full": mgpu.Barrier(num_arrivals=2, num_barriers=layout.stages),
         "free": mgpu.Barrier(num_arrivals=CONSUMERS + form.blanks, num_barriers=layout.stages),
-        "go": mgpu.Barrier(),
     }
     if form.blanks:
         shared["blank"] = mgpu.Barrier(num_barriers=layout.stages)
@@ -139,10 +142,6 @@ def _consume(
     half = lax.div(tile.blocks + i32(1), i32(2))
     top = pl.multiple_of(jnp.where(role == 0, i32(0), half) * i32(BLOCK), BLOCK)
     mine = jnp.where(role == 0, half, tile.blocks - half)
-    begins = (done == 0) & (tile.steps > 0)
-    behind = min(STAGGER, layout.stages - 1)  # further on, the first would wait for stages that the second holds
-    signal = jnp.where(begins & (role == 0), jnp.minimum(i32(behind), tile.steps - i32(1)), i32(-1))
-    pl.when(begins & (role == 1))(lambda: mgpu.barrier_wait(refs["go"]))
 
     def arrived(i: Any) -> Any:
         at = mail.slot(done + i, layout.stages)
@@ -155,24 +154,21 @@ def _consume(
     def free(i: Any) -> None:
         mgpu.barrier_arrive(refs["free"].at[mail.slot(done + i, layout.stages)])
 
-    def multiply(blocks: int) -> None:
-        parts = out.parts(top, blocks)
+    def multiply(wide: int, blocks: int) -> None:
+        parts = out.parts(top, blocks, wide)
         out.prepare(tile, parts)
 
         def summed(acc: Any) -> Any:
             def step(i: Any, _: Any) -> None:
                 at = arrived(i)
-                mgpu.wgmma(acc, *form.factors(refs, at, pl.ds(top, blocks * BLOCK)))
-                mgpu.wgmma_wait(1)  # all but the product just started
-                pl.when(i > 0)(lambda: free(i - i32(1)))
-                pl.when(i == signal)(lambda: mgpu.barrier_arrive(refs["go"]))
+                mgpu.wgmma(acc, *form.factors(refs, at, pl.ds(top, blocks * BLOCK), wide))
+                mgpu.wgmma_wait(0)  # meanwhile the other consumer multiplies: the sooner the stage is free, the better
+                free(i)
 
             lax.fori_loop(i32(0), tile.steps, step, None)
-            mgpu.wgmma_wait(0)
-            pl.when(tile.steps > 0)(lambda: free(tile.steps - i32(1)))
             return acc[...]
 
-        acc = pl.run_scoped(summed, mgpu.ACC((blocks * BLOCK, layout.wide), jnp.float32))
+        acc = pl.run_scoped(summed, mgpu.ACC((blocks * BLOCK, wide), jnp.float32))
         out.store(tile, parts, acc)
 
     def skip() -> None:
@@ -185,4 +181,8 @@ def _consume(
         lax.fori_loop(i32(0), tile.steps, step, None)
 
     most = layout.tall // BLOCK // CONSUMERS
-    lax.switch(mine, [skip, *(functools.partial(multiply, blocks) for blocks in range(1, most + 1))])
+    widths = layout.widths(problem.n)
+    shapes = itertools.product(widths, range(1, most + 1))
+    narrow = (tile.across + i32(layout.wide) > i32(problem.n)) & (mine > 0) & (len(widths) > 1)
+    branch = mine + jnp.where(narrow, i32(most), i32(0))
+    lax.switch(branch, [skip, *(functools.partial(multiply, *shape) for shape in shapes)])

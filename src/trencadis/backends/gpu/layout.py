@@ -32,6 +32,11 @@ class Layout:
         """The same layout with some fields changed."""
         return dataclasses.replace(self, **changes)
 
+    def widths(self, columns: int) -> list[int]:
+        """How wide tiles are in a result of so many columns: as wide as this, and the last of them the rest."""
+        rest = columns % self.wide
+        return [self.wide, rest] if rest else [self.wide]
+
     def __str__(self) -> str:
         order = "claimed" if self.claim else "dealt"
         return f"{self.tall}x{self.wide}x{self.deep}, {self.stages} stages, {self.blocks} blocks, tiles {order}"

@@ -47,8 +47,10 @@ def tell(walk: Walk, layout: Layout, refs: dict[str, Any], block: Any, copy: Any
         at, place, count, done, _ = state
         tile = walk.tile(place, at)
         post(tile, count)
-        after = _claim(refs, layout) if layout.claim else at + i32(layout.blocks)
+        if layout.claim:
+            _ask(refs)
         copy(tile, done)
+        after = _answer(refs, layout) if layout.claim else at + i32(layout.blocks)
         return after, walk.seek(place, after), count + i32(1), done + jnp.maximum(tile.steps, i32(0)), tile.steps
 
     start = (block, walk.begin(block), i32(0), i32(0), i32(0))
@@ -82,25 +84,32 @@ def settle(barrier: Any, count: Any, slots: int) -> None:
     lax.fori_loop(jnp.maximum(count - i32(slots), i32(0)), count, wait, None)
 
 
-def _claim(refs: dict[str, Any], layout: Layout) -> Any:
-    """The next tile that no block has taken. Who takes it does not change what is computed."""
-    mgpu.commit_smem()  # all threads have read what was claimed before
+def _ask(refs: dict[str, Any]) -> None:
+    """Ask for the next tile that no block has taken. Who takes it does not change what is computed."""
+    mgpu.commit_smem()  # all threads have read the last answer
     _fetch(refs["counter"], refs["mail"].at[TOLD])
+
+
+def _answer(refs: dict[str, Any], layout: Layout) -> Any:
+    """The tile that was asked for."""
     mgpu.commit_smem()
     return refs["mail"][TOLD, 0] + i32(layout.blocks)
 
 
 @mgpu.inline_mgpu(arg_types=(mgpu.RefType(), mgpu.RefType()))
 def _fetch(_: Any, counter: Any, claimed: Any) -> None:
-    """Add one to a counter in global memory, and put what it held into shared memory."""
+    """Add one to a counter in global memory, and put what it held into shared memory.
+
+    The last warp does it, so that the first, which starts the copies, need not wait for the answer.
+    """
     text = """{
-        .reg .pred first;
+        .reg .pred last;
         .reg .b32 lane, old;
         mov.u32 lane, %tid.x;
         and.b32 lane, lane, 127;
-        setp.eq.u32 first, lane, 0;
-        @first atom.global.add.u32 old, [$0], 1;
-        @first st.shared.u32 [$1], old;
+        setp.eq.u32 last, lane, 96;
+        @last atom.global.add.u32 old, [$0], 1;
+        @last st.shared.u32 [$1], old;
     }"""
     pointers = [memref_ptr(counter), memref_ptr(claimed)]
     llvm.inline_asm(None, pointers, text, "l,r", has_side_effects=True)

@@ -20,6 +20,13 @@ def tiled(dtype: Any) -> tuple[Any, Any]:
     return mgpu.TilingTransform((GRAIN, line(dtype))), mgpu.SwizzleTransform(LINE)
 
 
+def leftmost(b: Any, wide: int, flat: bool) -> Any:
+    """The first columns of the second factor, which is stored [deep, wide], or flat: [wide, deep]."""
+    if b.shape[0 if flat else 1] > wide:
+        b = b.at[pl.ds(0, wide)] if flat else b.at[:, pl.ds(0, wide)]
+    return flipped(b) if flat else b
+
+
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """What is copied, multiplied and written."""
@@ -53,10 +60,9 @@ class Rows:
 
         lax.switch(tile.blocks - i32(1), [rows(height) for height in range(BLOCK, cut.tall + 1, BLOCK)])
 
-    def factors(self, refs: dict[str, Any], slot: Any, mine: Any) -> tuple[Any, Any]:
-        """What a consumer multiplies."""
-        b = refs["b"].at[slot]  # [deep, wide], or [wide, deep]
-        return refs["a"].at[slot, mine], flipped(b) if self.problem.transpose_rhs else b
+    def factors(self, refs: dict[str, Any], slot: Any, mine: Any, wide: int) -> tuple[Any, Any]:
+        """What a consumer multiplies: its rows, by the columns of the tile."""
+        return refs["a"].at[slot, mine], leftmost(refs["b"].at[slot], wide, self.problem.transpose_rhs)
 
     def place(self, ref: Any, tile: Tile, row: Any, rows: int, columns: Any) -> Any:
         """A part of the tile in an array shaped like the result."""

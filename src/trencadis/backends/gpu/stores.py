@@ -1,6 +1,6 @@
 """The way out: from accumulators through the epilogue and shared memory to the result.
 
-A consumer writes parts of a block of rows by a line of columns, through buffers of its own: it fills all of them,
+A consumer writes parts of a block of rows by a few lines of columns, through buffers of its own: it fills all of them,
 starts their copies, and fills them again when those have read them. Only rows of the span are copied; where these are
 not all 64 of a block, by copies of 32, 16, ..., 1 rows, since the shape of a copy is static.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,19 +26,30 @@ from trencadis.problem import Problem
 
 def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
     """Buffers on the way out, and for what the epilogue adds."""
-    run = line(problem.out)
-    rows = (mgpu.TilingTransform((1, run)), mgpu.SwizzleTransform(LINE))  # a copy may start at any row
-    memory: dict[str, Any] = {"staged": mgpu.SMEM((CONSUMERS, layout.slots, BLOCK, run), problem.out, transforms=rows)}
+    rows = (mgpu.TilingTransform((1, line(problem.out))), mgpu.SwizzleTransform(LINE))  # a copy may start at any row
+    buffers, columns = cut(problem, layout)
+    memory: dict[str, Any] = {"staged": mgpu.SMEM((CONSUMERS, buffers, BLOCK, columns), problem.out, transforms=rows)}
     if problem.epilogue.bias is not None:
         memory["biases"] = mgpu.SMEM((CONSUMERS, layout.wide), problem.epilogue.bias)
         memory["biased"] = mgpu.Barrier(num_barriers=CONSUMERS)
     if problem.epilogue.accumulate:
-        memory["added"] = mgpu.Barrier(num_barriers=CONSUMERS * layout.slots)
+        memory["added"] = mgpu.Barrier(num_barriers=CONSUMERS * buffers)
     return memory
 
 
+def cut(problem: Problem, layout: Layout) -> tuple[int, int]:
+    """How many buffers a consumer has, and their columns: few wide ones, so that there are few copies to start."""
+    run = line(problem.out)
+    across = math.gcd(*layout.widths(problem.n)) // run  # no copy crosses the edge of a tile
+    fit = [lines for lines in range(1, layout.slots + 1) if across % lines == 0]
+    if problem.out.itemsize == 4:  # stores into rows of three lines would meet in the banks of shared memory
+        fit = [lines for lines in fit if lines != 3]
+    lines = max(fit, key=lambda lines: (layout.slots // lines * lines, lines))
+    return layout.slots // lines, lines * run
+
+
 class Part(NamedTuple):
-    """What is written at a time: a block of rows by a line of columns."""
+    """What is written at a time: a block of rows by a few lines of columns."""
 
     top: Any  # where the consumer's rows start in the tile
     down: int  # its first row, counted from there
@@ -55,11 +67,11 @@ class Out:
     refs: dict[str, Any]
     role: Any
 
-    def parts(self, top: Any, blocks: int) -> list[Part]:
+    def parts(self, top: Any, blocks: int, wide: int) -> list[Part]:
         """The parts of a consumer's blocks, those from row `top` of the tile on."""
-        lines = range(0, self.layout.wide, line(self.problem.out))
-        corners = [(down, right) for down in range(0, blocks * BLOCK, BLOCK) for right in lines]
-        return [Part(top, down, right, i % self.layout.slots) for i, (down, right) in enumerate(corners)]
+        buffers, columns = cut(self.problem, self.layout)
+        corners = [(down, right) for down in range(0, blocks * BLOCK, BLOCK) for right in range(0, wide, columns)]
+        return [Part(top, down, right, i % buffers) for i, (down, right) in enumerate(corners)]
 
     def prepare(self, tile: Tile, parts: list[Part]) -> None:
         """Start the copies of what the epilogue will add, while the sums are still being made."""
@@ -73,79 +85,81 @@ class Out:
 
         if self.problem.epilogue.accumulate:
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self._each(tile, parts[: self.layout.slots], self._fetch)
+            buffers, _ = cut(self.problem, self.layout)
+            for part in parts[:buffers]:
+                self._fetch(tile, part)
 
     def store(self, tile: Tile, parts: list[Part], acc: jax.Array) -> None:
         """Write a consumer's blocks of a tile, as many parts at a time as there are buffers."""
-        slots = self.layout.slots
+        buffers, _ = cut(self.problem, self.layout)
         if self.problem.epilogue.bias is not None:
             pl.when(tile.steps > 0)(lambda: mgpu.barrier_wait(self.refs["biased"].at[self.role]))
-        for first in range(0, len(parts), slots):
-            some = parts[first : first + slots]
+        for first in range(0, len(parts), buffers):
+            some = parts[first : first + buffers]
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what the buffers held is read out
             if self.problem.epilogue.accumulate and first:
-                self._each(tile, some, self._fetch)
-            self._each(tile, some, functools.partial(self._fill, acc))
+                for part in some:
+                    self._fetch(tile, part)
+            for part in some:
+                self._fill(tile, part, acc)
             mgpu.commit_smem()
-            self._each(tile, some, self._send)
+            self._send(tile, some)
             mgpu.commit_smem_to_gmem_group()
 
-    def _each(self, tile: Tile, parts: list[Part], do: Any) -> None:
-        """Do something to the parts that lie inside of the result."""
-        for part in parts:
-            if self.problem.n % self.layout.wide:
-                pl.when(tile.across + i32(part.right) < self.problem.n)(functools.partial(do, tile, part))
-            else:
-                do(tile, part)
-
     def _target(self, tile: Tile, part: Part, row: Any, rows: int) -> Any:
-        run = line(self.problem.out)
-        columns = pl.ds(pl.multiple_of(tile.across + i32(part.right), run), run)
+        _, wide = cut(self.problem, self.layout)
+        columns = pl.ds(pl.multiple_of(tile.across + i32(part.right), line(self.problem.out)), wide)
         return self.form.place(self.refs["out"], tile, part.top + i32(part.down) + row, rows, columns)
 
     def _buffer(self, part: Part) -> tuple[Any, Any]:
-        """The buffer of a part [64, run], and its place among the barriers of the buffers."""
-        return self.refs["staged"].at[self.role, part.turn], self.role * i32(self.layout.slots) + i32(part.turn)
+        """The buffer of a part [64, columns], and its place among the barriers of the buffers."""
+        buffers, _ = cut(self.problem, self.layout)
+        return self.refs["staged"].at[self.role, part.turn], self.role * i32(buffers) + i32(part.turn)
 
     def _fetch(self, tile: Tile, part: Part) -> None:
         """Start the copy of what is there into the buffer."""
         staged, at = self._buffer(part)
         mgpu.copy_gmem_to_smem(self._target(tile, part, i32(0), BLOCK), staged, self.refs["added"].at[at])
 
-    def _fill(self, sums: jax.Array, tile: Tile, part: Part) -> None:
+    def _fill(self, tile: Tile, part: Part, sums: jax.Array) -> None:
         """Put a part of the result into its buffer."""
         staged, at = self._buffer(part)
-        block = sums[part.down : part.down + BLOCK, part.right : part.right + line(self.problem.out)]
+        block = sums[part.down : part.down + BLOCK, part.right : part.right + staged.shape[1]]
         acc = self._finished(tile, part.right, block)
         if self.problem.epilogue.accumulate:
             mgpu.barrier_wait(self.refs["added"].at[at])
             acc = acc + staged[...].astype(acc.dtype)
         staged[...] = acc.astype(self.problem.out)
 
-    def _send(self, tile: Tile, part: Part) -> None:
-        """Start the copies of those rows of a buffer that are the span's: all of them at once, mostly."""
-        staged, _ = self._buffer(part)
-        top = part.top + i32(part.down)
-        low, high = (jnp.clip(edge - top, i32(0), i32(BLOCK)) for edge in (tile.low, tile.high))
-        rows = high - low
+    def _send(self, tile: Tile, parts: list[Part]) -> None:
+        """Start the copies of those rows of the buffers that are the span's: all of them at once, mostly."""
 
-        def send(size: int) -> None:
-            row = low + (rows & i32(-2 * size))
-            mgpu.copy_smem_to_gmem(staged.at[pl.ds(row, size)], self._target(tile, part, row, size), commit_group=False)
+        def send(part: Part, row: Any, rows: int) -> None:
+            staged = self._buffer(part)[0].at[pl.ds(row, rows)]
+            mgpu.copy_smem_to_gmem(staged, self._target(tile, part, row, rows), commit_group=False)
+
+        def whole() -> None:
+            for part in parts:
+                send(part, 0, BLOCK)
 
         def some() -> None:
-            for size in (BLOCK >> power for power in range(1, BLOCK.bit_length())):
-                pl.when((rows & size) != 0)(functools.partial(send, size))
+            for part in parts:
+                top = part.top + i32(part.down)
+                low, high = (jnp.clip(edge - top, i32(0), i32(BLOCK)) for edge in (tile.low, tile.high))
+                for size in (BLOCK >> power for power in range(BLOCK.bit_length())):
+                    row = low + ((high - low) & i32(-2 * size))
+                    pl.when(((high - low) & size) != 0)(functools.partial(send, part, row, size))
 
-        lax.cond(rows == BLOCK, lambda: send(BLOCK), some)
+        top, bottom = parts[0].top + i32(parts[0].down), parts[-1].top + i32(parts[-1].down + BLOCK)
+        lax.cond((tile.low <= top) & (tile.high >= bottom), whole, some)
 
     def _finished(self, tile: Tile, right: int, acc: jax.Array) -> jax.Array:
-        """Bias and activation of sums [64, run]; rows that nobody owns stay zero."""
+        """Bias and activation of sums [64, columns]; rows that nobody owns stay zero."""
         epilogue, bias = self.problem.epilogue, None
         if epilogue.bias is None and epilogue.activation is None:
             return acc
         if epilogue.bias is not None:
-            run = self.refs["biases"][self.role, pl.ds(right, acc.shape[1])]  # [run]
+            run = self.refs["biases"][self.role, pl.ds(right, acc.shape[1])]  # [columns]
             bias = lax.broadcast_in_dim(run, acc.shape, (1,))
         if epilogue.activation is not None:  # a kernel knows no functions with derivatives of their own
             epilogue = dataclasses.replace(epilogue, activation=inlined(epilogue.activation))
