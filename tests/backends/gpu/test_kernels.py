@@ -27,7 +27,9 @@ CASES = {
     "rows, tall": (rows_problem(330, 64, 64, 5, "f16 f16 f16"), {"tall": 256, "stages": 3, "blocks": 1}),
     "rows, largest": (rows_problem(330, 64, 384, 4, "bf16 bf16 bf16"), {"tall": 256, "wide": 192, "slots": 3}),
     "rows, float32": (rows_problem(203, 70, 96, 6, "f32 f32 bf16", local=5), {"wide": 64, "stages": 3}),
-    "rows, mixed": (rows_problem(140, 33, 32, 6, "bf16 f32 f16", transpose_rhs=True), {"wide": 64, "blocks": 1}),
+    "rows, mixed": (rows_problem(140, 33, 32, 6, "bf16 f16 f16", transpose_rhs=True), {"wide": 64, "blocks": 1}),
+    "rows, lhs in halves": (rows_problem(140, 100, 72, 6, "f32 bf16 bf16", local=4, transpose_rhs=True), {"stages": 3}),
+    "rows, rhs in halves": (rows_problem(140, 33, 72, 6, "bf16 f32 f32"), {"wide": 64}),
     "rows, bias": (rows_problem(140, 64, 264, 6, "bf16 bf16 bf16", epilogue=BIAS), {"wide": 256}),
     "rows, existing_out": (
         rows_problem(140, 64, 200, 6, "bf16 bf16 f16", local=4, epilogue=MORE), {"wide": 192, "slots": 4},
@@ -43,7 +45,11 @@ CASES = {
     "contraction, wide": (sum_problem(140, 70, 200, 3, "bf16 bf16 f16"), {"wide": 192, "stages": 3}),
     "contraction, largest": (sum_problem(140, 270, 320, 3), {"tall": 256, "wide": 192, "slots": 3}),
     "contraction, float32": (sum_problem(203, 100, 40, 4, "f32 f32 bf16"), {"wide": 64, "stages": 3}),
-    "contraction, mixed": (sum_problem(140, 72, 40, 4, "bf16 f32 f16", transpose_lhs=True), {"wide": 64, "blocks": 1}),
+    "contraction, mixed": (sum_problem(140, 72, 40, 4, "bf16 f16 f16", transpose_lhs=True), {"wide": 64, "blocks": 1}),
+    "contraction, rhs in halves": (sum_problem(203, 72, 72, 4, "bf16 f32 bf16", local=3), {"stages": 3}),
+    "contraction, lhs in halves": (
+        sum_problem(140, 72, 40, 4, "f32 bf16 f32", transpose_lhs=True), {"wide": 64, "blocks": 1},
+    ),
     "contraction, existing_out": (
         sum_problem(140, 72, 72, 5, "bf16 bf16 bf16", local=4, epilogue=MORE), {"wide": 64, "panel": 1},
     ),

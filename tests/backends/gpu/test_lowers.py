@@ -110,6 +110,20 @@ def test_a_training_step_is_three_kernels_and_nothing_else():
     assert not [operation for operation in beside if f"stablehlo.{operation}" in text]
 
 
+def test_a_training_step_by_default_leaves_operands_as_they_are():
+    """A float32 result has a float32 cotangent, which is split in halves; weights are neither widened nor turned."""
+
+    def step(x, w, s, c):
+        out, back = jax.vjp(lambda x, w: tr.grouped_matmul(x, w, s), x, w)
+        return out, *back(c)
+
+    shapes = [((M, K), "bfloat16"), ((G, K, N), "bfloat16"), ((G,), "int32"), ((M, N), "float32")]
+    text = lowered(step, *shapes)
+    assert kernels(text) == 3
+    assert made(text)[0] <= 2 * M * N
+    assert "stablehlo.transpose" not in text and "stablehlo.pad" not in text
+
+
 @pytest.mark.parametrize("form", ["rows", "contraction"])
 def test_64_bits(form, x64):
     """With 64-bit integers and floats about, the kernel's own numbers keep their 32."""

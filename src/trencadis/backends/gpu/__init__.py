@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trencadis.backends.gpu.choose import choose, multiplied, obey, tiling_of
+from trencadis.backends.gpu.choose import choose, multiplied, obey, split, tiling_of
 from trencadis.backends.gpu.layout import BLOCK, GRAIN, Layout, line
 from trencadis.backends.storage import filled, flat_sizes, up
 from trencadis.cards import Card, card_for
@@ -68,7 +68,7 @@ def _arithmetic(problem: Problem) -> str | None:
         if dtype.name not in DTYPES:
             return f"{name} is {dtype.name}; it takes {', '.join(DTYPES)}"
     if (
-        multiplied(problem) == jnp.float32
+        (multiplied(problem) == jnp.float32 or split(problem))
         and problem.asked not in TF32
         and problem.precisions != {lax.Precision.DEFAULT}
     ):
@@ -133,21 +133,35 @@ def _stored(problem: Problem, layout: Layout, lhs: Array, rhs: Array) -> tuple[P
     those. Tensor cores take float32 only with the axis of the sum last.
     """
     dtype = multiplied(problem)
-    lhs, rhs, problem = lhs.astype(dtype), rhs.astype(dtype), problem.replace(lhs=dtype, rhs=dtype)
+    problem = problem.replace(lhs=dtype, rhs=dtype)
     run = line(dtype)
     rows, k, n = up(problem.rows, GRAIN), up(problem.k, run), up(problem.n, max(run, line(problem.out)))
     if problem.form is Form.ROWS:
         last = problem.transpose_rhs or layout.flat
         rhs = rhs.mT if layout.flat and not problem.transpose_rhs else rhs
-        shape = (problem.weights, n, k) if last else (problem.weights, k, n)
+        shapes = (rows, k), (problem.weights, n, k) if last else (problem.weights, k, n)
         inner = problem.replace(k=k, n=n, transpose_rhs=last)
-        return inner, {"lhs": filled(lhs, (rows, k)), "rhs": filled(rhs, shape)}
-    last = problem.transpose_lhs or layout.flat
-    lhs = lhs.mT if layout.flat and not problem.transpose_lhs else lhs
-    whole = up(problem.rows, run)
-    lhs = filled(lhs, (up(problem.k, GRAIN), whole) if last else (rows, k))
-    rhs = filled(rhs.mT, (n, whole)) if layout.flat else filled(rhs, (rows, n))
-    return problem.replace(n=n), {"lhs": lhs, "rhs": rhs}
+    else:
+        last = problem.transpose_lhs or layout.flat
+        lhs = lhs.mT if layout.flat and not problem.transpose_lhs else lhs
+        rhs = rhs.mT if layout.flat else rhs
+        whole = up(problem.rows, run)
+        shapes = (up(problem.k, GRAIN), whole) if last else (rows, k), (n, whole) if layout.flat else (rows, n)
+        inner = problem.replace(n=n)
+    named = {
+        name: _halves(filled(x, shape)) if layout.split == name else filled(x.astype(dtype), shape)
+        for name, x, shape in zip(("lhs", "rhs"), (lhs, rhs), shapes, strict=True)
+    }
+    return inner, named
+
+
+def _halves(x: Array) -> Array:
+    """A float32 array as the sum of two bfloat16 ones, stacked: what it rounds to, and what is left."""
+    limit = float(jnp.finfo(jnp.bfloat16).max)
+    high = lax.reduce_precision(x, 8, 7)  # and not a conversion there and back, which XLA may leave out
+    high = jnp.where(jnp.isfinite(x), jnp.clip(high, -limit, limit), high)
+    low = jnp.where(jnp.isfinite(x), x - high, 0)
+    return jnp.stack([high, low]).astype(jnp.bfloat16)
 
 
 def _card(target: Target) -> Card:

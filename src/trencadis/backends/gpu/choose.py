@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, LINE, TOLD, Layout, line
@@ -64,8 +65,19 @@ def _tile(problem: Problem) -> tuple[int, int]:
 
 
 def multiplied(problem: Problem) -> np.dtype[Any]:
-    """The dtype in which the operands are multiplied: their own, or float32, which holds any two narrow ones."""
+    """The dtype in which the operands are multiplied: their own, or float32, which holds any two narrow ones.
+
+    A float32 operand that meets a bfloat16 one is taken as the sum of two of those (ADR 0026).
+    """
+    if split(problem):
+        return np.dtype(jnp.bfloat16)
     return problem.lhs if problem.lhs == problem.rhs else np.dtype(np.float32)
+
+
+def split(problem: Problem) -> str:
+    """The operand that is taken as a sum of two, if there is one."""
+    kinds = (problem.lhs.name, problem.rhs.name)
+    return {("float32", "bfloat16"): "lhs", ("bfloat16", "float32"): "rhs"}.get(kinds, "")
 
 
 def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
@@ -83,6 +95,7 @@ def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
         panel=2048 // tall,
         blocks=card.cores,
         slots=slots,
+        split=split(problem),
         flat=dtype.itemsize == 4,
         claim=operations >= CLAIMS,
     )

@@ -49,11 +49,13 @@ class Contraction:
     def copy(self, refs: dict[str, Any], walk: Walk, tile: Tile, step: Any, slot: Any) -> None:
         """Start the copies of one step: rows of both operands."""
         cut, full = self.layout, refs["full"].at[slot]
+        second, step, _ = walk.turn(tile, step)
         rows = pl.ds(walk.row(tile, step), cut.deep)
         k = pl.ds(pl.multiple_of(tile.down, BLOCK), cut.tall)
         n = pl.ds(pl.multiple_of(tile.across, cut.wide), cut.wide)
         for name, stage, columns, flat in zip(("lhs", "rhs"), "ab", (k, n), self.flat, strict=True):
-            source = refs[name].at[columns, rows] if flat else refs[name].at[rows, columns]
+            place = (columns, rows) if flat else (rows, columns)
+            source = refs[name].at[(second, *place) if cut.split == name else place]
             mgpu.copy_gmem_to_smem(source, refs[stage].at[slot], full)
 
     def factors(self, refs: dict[str, Any], slot: Any, mine: Any, wide: int) -> tuple[Any, Any]:
@@ -62,9 +64,14 @@ class Contraction:
         a = refs["a"].at[slot, mine] if flat_a else flipped(refs["a"].at[slot, :, mine])
         return a, leftmost(refs["b"].at[slot], wide, flat_b)
 
+    def ends(self, walk: Walk, tile: Tile, step: Any) -> Any:
+        """Whether rows of other groups may be in a step: in the first of a sum, and in the last."""
+        _, step, steps = walk.turn(tile, step)
+        return (step == 0) | (step == steps - 1)
+
     def blank(self, refs: dict[str, Any], walk: Walk, tile: Tile, step: Any, slot: Any) -> None:
         """Zero the rows in a stage that are not the group's."""
-        deep, row = i32(self.layout.deep), walk.row(tile, step)
+        deep, row = i32(self.layout.deep), walk.row(tile, walk.turn(tile, step)[1])
         low, high = jnp.maximum(tile.start - row, i32(0)), jnp.minimum(tile.end - row, deep)
 
         @pl.when((low > 0) | (high < deep))

@@ -87,7 +87,7 @@ def _body(problem: Problem, layout: Layout, form: Any, refs: dict[str, Any]) -> 
 
     def consume() -> None:
         mgpu.set_max_registers(many, action="increase")
-        mail.listen(refs, functools.partial(_consume, problem, layout, form, refs, role))
+        mail.listen(refs, functools.partial(_consume, problem, layout, form, refs, walk, role))
         mgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def copy() -> None:
@@ -118,13 +118,13 @@ def _copy(layout: Layout, form: Any, refs: dict[str, Any], walk: Walk, tile: Til
 
 
 def _blank(layout: Layout, form: Any, refs: dict[str, Any], walk: Walk, tile: Tile, done: Any) -> None:
-    """Blank the first step of a tile and its last."""
+    """Blank the steps that may hold rows of other groups."""
 
     def step(i: Any, _: Any) -> None:
         at = mail.slot(done + i, layout.stages)
         mgpu.barrier_wait(refs["full"].at[at])
 
-        @pl.when((i == 0) | (i == tile.steps - 1))
+        @pl.when(form.ends(walk, tile, i))
         def _() -> None:
             form.blank(refs, walk, tile, i, at)
             mgpu.barrier_arrive(refs["blank"].at[at])
@@ -135,7 +135,7 @@ def _blank(layout: Layout, form: Any, refs: dict[str, Any], walk: Walk, tile: Ti
 
 
 def _consume(
-    problem: Problem, layout: Layout, form: Any, refs: dict[str, Any], role: Any, tile: Tile, done: Any
+    problem: Problem, layout: Layout, form: Any, refs: dict[str, Any], walk: Walk, role: Any, tile: Tile, done: Any
 ) -> None:
     """One consumer's part of a tile: the first half of its blocks, or the second."""
     out = stores.Out(problem, layout, form, refs, role)
@@ -147,8 +147,7 @@ def _consume(
         at = mail.slot(done + i, layout.stages)
         mgpu.barrier_wait(refs["full"].at[at])
         if form.blanks:
-            ends = (i == 0) | (i == tile.steps - 1)
-            pl.when(ends)(lambda: mgpu.barrier_wait(refs["blank"].at[at]))
+            pl.when(form.ends(walk, tile, i))(lambda: mgpu.barrier_wait(refs["blank"].at[at]))
         return at
 
     def free(i: Any) -> None:

@@ -25,6 +25,7 @@ class Layout:
     panel: int  # tiles that are taken downwards before the next column
     blocks: int  # thread blocks: one for each multiprocessor
     slots: int = 2  # buffers of a consumer on the way out
+    split: str = ""  # the operand that comes as two bfloat16 arrays, of which it is the sum
     flat: bool = False  # both operands are stored with the axis of the sum last
     claim: bool = False  # a block takes the next tile when it is done with one; otherwise every `blocks`-th is its own
 

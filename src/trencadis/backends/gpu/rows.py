@@ -47,15 +47,18 @@ class Rows:
     def copy(self, refs: dict[str, Any], walk: Walk, tile: Tile, step: Any, slot: Any) -> None:
         """Start the copies of one step: as many blocks of rows as the tile has, and columns of the group's weights."""
         problem, cut = self.problem, self.layout
+        second, step, _ = walk.turn(tile, step)
         k = pl.ds(pl.multiple_of(step * i32(cut.deep), cut.deep), cut.deep)
         n = pl.ds(pl.multiple_of(tile.across, cut.wide), cut.wide)
         full = refs["full"].at[slot]
         group = tile.group if problem.weights == problem.spans else lax.rem(tile.group, i32(problem.weights))
-        rhs = refs["rhs"].at[group, n, k] if problem.transpose_rhs else refs["rhs"].at[group, k, n]
+        place = (group, n, k) if problem.transpose_rhs else (group, k, n)
+        rhs = refs["rhs"].at[(second, *place) if cut.split == "rhs" else place]
         mgpu.copy_gmem_to_smem(rhs, refs["b"].at[slot], full)
 
         def rows(height: int) -> Any:
-            lhs = refs["lhs"].at[pl.ds(pl.multiple_of(tile.down, GRAIN), height), k]
+            place = (pl.ds(pl.multiple_of(tile.down, GRAIN), height), k)
+            lhs = refs["lhs"].at[(second, *place) if cut.split == "lhs" else place]
             return lambda: mgpu.copy_gmem_to_smem(lhs, refs["a"].at[slot, pl.ds(0, height)], full)
 
         lax.switch(tile.blocks - i32(1), [rows(height) for height in range(BLOCK, cut.tall + 1, BLOCK)])

@@ -154,16 +154,24 @@ class Walk:
             high=end - top,
         )
 
+    def turn(self, tile: Tile, step: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+        """Of an operand that comes in two arrays: which one, the step of its sum, and how many those are."""
+        if not self.layout.split:
+            return i32(0), step, tile.steps
+        each = lax.div(tile.steps, i32(2))
+        second = (step >= each).astype(jnp.int32)
+        return second, step - second * each, each
+
     def row(self, tile: Tile, step: Scalar) -> Scalar:
         """Contraction: the first row of a step."""
         return pl.multiple_of(aligned(tile.start, self.grain) + step * i32(self.layout.deep), self.grain)
 
     def _steps(self, place: Place) -> Scalar:
-        deep = self.layout.deep
+        deep, times = self.layout.deep, 2 if self.layout.split else 1
         if self.ragged:
-            return i32(-(-self.problem.k // deep))
+            return i32(-(-self.problem.k // deep) * times)
         rows = place.end - aligned(place.start, self.grain)
-        return jnp.where(place.end > place.start, lax.div(rows + i32(deep - 1), i32(deep)), i32(0))
+        return jnp.where(place.end > place.start, lax.div(rows + i32(deep - 1), i32(deep)) * i32(times), i32(0))
 
     def _extent(self, place: Place) -> tuple[Scalar, Scalar]:
         """The rows of the result that are a span's."""
