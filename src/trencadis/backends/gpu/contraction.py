@@ -49,7 +49,7 @@ class Contraction:
     def copy(self, refs: dict[str, Any], walk: Walk, tile: Tile, step: Any, slot: Any) -> None:
         """Start the copies of one step: rows of both operands."""
         cut, full = self.layout, refs["full"].at[slot]
-        second, step, _ = walk.turn(tile, step)
+        second, step, _ = walk.half(tile, step)
         rows = pl.ds(walk.row(tile, step), cut.deep)
         k = pl.ds(pl.multiple_of(tile.down, BLOCK), cut.tall)
         n = pl.ds(pl.multiple_of(tile.across, cut.wide), cut.wide)
@@ -66,12 +66,12 @@ class Contraction:
 
     def ends(self, walk: Walk, tile: Tile, step: Any) -> Any:
         """Whether rows of other groups may be in a step: in the first of a sum, and in the last."""
-        _, step, steps = walk.turn(tile, step)
+        _, step, steps = walk.half(tile, step)
         return (step == 0) | (step == steps - 1)
 
     def blank(self, refs: dict[str, Any], walk: Walk, tile: Tile, step: Any, slot: Any) -> None:
         """Zero the rows in a stage that are not the group's."""
-        deep, row = i32(self.layout.deep), walk.row(tile, walk.turn(tile, step)[1])
+        deep, row = i32(self.layout.deep), walk.row(tile, walk.half(tile, step)[1])
         low, high = jnp.maximum(tile.start - row, i32(0)), jnp.minimum(tile.end - row, deep)
 
         @pl.when((low > 0) | (high < deep))

@@ -47,7 +47,7 @@ class Rows:
     def copy(self, refs: dict[str, Any], walk: Walk, tile: Tile, step: Any, slot: Any) -> None:
         """Start the copies of one step: as many blocks of rows as the tile has, and columns of the group's weights."""
         problem, cut = self.problem, self.layout
-        second, step, _ = walk.turn(tile, step)
+        second, step, _ = walk.half(tile, step)
         k = pl.ds(pl.multiple_of(step * i32(cut.deep), cut.deep), cut.deep)
         n = pl.ds(pl.multiple_of(tile.across, cut.wide), cut.wide)
         full = refs["full"].at[slot]

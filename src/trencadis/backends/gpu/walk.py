@@ -154,7 +154,7 @@ class Walk:
             high=end - top,
         )
 
-    def turn(self, tile: Tile, step: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+    def half(self, tile: Tile, step: Scalar) -> tuple[Scalar, Scalar, Scalar]:
         """Of an operand that comes in two arrays: which one, the step of its sum, and how many those are."""
         if not self.layout.split:
             return i32(0), step, tile.steps
