@@ -41,10 +41,8 @@ def cut(problem: Problem, layout: Layout) -> tuple[int, int]:
     """How many buffers a consumer has, and their columns: few wide ones, so that there are few copies to start."""
     run = line(problem.out)
     across = math.gcd(*layout.widths(problem.n)) // run  # no copy crosses the edge of a tile
-    fit = [lines for lines in range(1, layout.slots + 1) if across % lines == 0]
-    if problem.out.itemsize == 4:  # stores into rows of three lines would meet in the banks of shared memory
-        fit = [lines for lines in fit if lines != 3]
-    lines = max(fit, key=lambda lines: (layout.slots // lines * lines, lines))
+    # rows that are an even number of lines apart meet in the banks of shared memory, and so do three lines of float32
+    lines = 3 if problem.out.itemsize == 2 and across % 3 == 0 and layout.slots >= 3 else 1
     return layout.slots // lines, lines * run
 
 
