@@ -125,7 +125,9 @@ class Keep:
             default = RESULTS / report.device_slug(self.made.environment) / f"{today}.json"
             self.path = report.beside(pathlib.Path(self.out) if self.out else default)
         self.made.environment["load_after"] = report.load()
-        self.path.write_text(self.made.to_json())
+        whole = self.path.with_suffix(".part")  # first beside it: a write may be cut off, too
+        whole.write_text(self.made.to_json())
+        whole.replace(self.path)
 
 
 def run_elsewhere(asked: argparse.Namespace) -> dict[Key, Outside]:

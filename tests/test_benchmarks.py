@@ -294,6 +294,19 @@ def test_a_report_survives_json(made, tmp_path):
         report.Report.from_json("{}")
 
 
+def test_a_run_keeps_what_it_has_measured_so_far(made, tmp_path):
+    """One file, whole after each problem, beside those of other runs."""
+    (tmp_path / "day.json").write_text("an older run")
+    keep = run.Keep(made, str(tmp_path / "day.json"))
+    for _ in range(2):
+        keep()
+        assert report.Report.from_json(keep.path.read_text()) == made
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["day-2.json", "day.json"]
+    nowhere = run.Keep(made, "none")
+    nowhere()
+    assert nowhere.path is None
+
+
 def test_a_report_says_where_and_not_who(made):
     text = made.to_json()
     assert {"cpu", "clock", "versions", "command", "load_before"} <= set(made.environment)

@@ -223,7 +223,11 @@ def _copies(problem: Problem, chosen: Plan) -> Iterator[str]:
         source, made = equation.invars[0].aval, equation.outvars[0].aval
         size = made.size * made.dtype.itemsize
         if size >= SMALL:
-            yield f"{equation.primitive.name} {source.str_short()} -> {made.str_short()}, {size / 1e6:.3g} MB"
+            name = equation.params["name"] if "jaxpr" in equation.params else equation.primitive.name
+            yield f"{name} {source.str_short()} -> {made.str_short()}, {size / 1e6:.3g} MB"
+
+
+FUSED = ("halves",)  # functions that are one loop for XLA, whatever they consist of
 
 
 def _plain(jaxpr: Any) -> Iterator[Any]:
@@ -232,7 +236,7 @@ def _plain(jaxpr: Any) -> Iterator[Any]:
         if "pallas" in equation.primitive.name or "mpmd" in equation.primitive.name:
             continue
         inner = equation.params.get("jaxpr")
-        if inner is not None:
+        if inner is not None and equation.params.get("name") not in FUSED:
             yield from _plain(getattr(inner, "jaxpr", inner))
         elif equation.outvars and hasattr(equation.outvars[0].aval, "dtype") and equation.invars:
             yield equation

@@ -122,6 +122,10 @@ def test_a_training_step_by_default_leaves_operands_as_they_are():
     assert kernels(text) == 3
     assert made(text)[0] <= 2 * M * N
     assert "stablehlo.transpose" not in text and "stablehlo.pad" not in text
+    large = [jax.ShapeDtypeStruct((64 * shape[0], *shape[1:]), dtype) for shape, dtype in shapes[:2]]
+    passes = tr.why(*large, jnp.zeros((64 * G,), jnp.int32), target="h200").passes
+    assert [len(each.copies) for each in passes] == [0, 1, 1]
+    assert all(each.copies[0].startswith("halves float32[65536,384]") for each in passes[1:])
 
 
 @pytest.mark.parametrize("form", ["rows", "contraction"])

@@ -60,7 +60,7 @@ def cuda(kind):
         (but(precision=jax.lax.Precision.HIGH), H200, "precision is HIGH; it multiplies float32 as tf32"),
         (but(precision=("highest", "default")), H200, r"precision is \('highest', 'default'\); it multiplies float32"),
         (but(SUM, precision="highest"), H200, "precision is highest; it multiplies float32 as tf32"),
-        (but(HALF, rhs="float32", precision="highest"), H200, "precision is highest; it multiplies float32 as tf32"),
+        (but(HALF, rhs="float32", precision="highest"), H200, "precision is highest; it multiplies float32 as two"),
         (but(m=0), H200, "there is nothing to multiply"),
         (but(k=0), H200, "there is nothing to multiply"),
         (but(n=0), H200, "there is nothing to multiply"),

@@ -72,7 +72,8 @@ def _arithmetic(problem: Problem) -> str | None:
         and problem.asked not in TF32
         and problem.precisions != {lax.Precision.DEFAULT}
     ):
-        return f"precision is {problem.asked}; it multiplies float32 as tf32"
+        how = "two bfloat16 numbers" if split(problem) else "tf32"
+        return f"precision is {problem.asked}; it multiplies float32 as {how}"
     return None
 
 
@@ -149,13 +150,14 @@ def _stored(problem: Problem, layout: Layout, lhs: Array, rhs: Array) -> tuple[P
         shapes = (up(problem.k, GRAIN), whole) if last else (rows, k), (n, whole) if layout.flat else (rows, n)
         inner = problem.replace(n=n)
     named = {
-        name: _halves(filled(x, shape)) if layout.split == name else filled(x.astype(dtype), shape)
+        name: halves(filled(x, shape)) if layout.split == name else filled(x.astype(dtype), shape)
         for name, x, shape in zip(("lhs", "rhs"), (lhs, rhs), shapes, strict=True)
     }
     return inner, named
 
 
-def _halves(x: Array) -> Array:
+@jax.jit
+def halves(x: Array) -> Array:
     """A float32 array as the sum of two bfloat16 ones, stacked: what it rounds to, and what is left."""
     limit = float(jnp.finfo(jnp.bfloat16).max)
     high = lax.reduce_precision(x, 8, 7)  # and not a conversion there and back, which XLA may leave out

@@ -2,7 +2,7 @@
 form a fourth blanks what does not belong to the group.
 
     copier      walks the tiles and tells the others; waits for a free stage, starts the copies of one step
-    blanker     contraction: zeroes the rows of other groups in the first step and in the last of a tile
+    blanker     contraction: zeroes the rows of other groups in the first step and in the last of a sum
     consumers   half the blocks of a tile each: wait for a stage, multiply, free it; then the epilogue, while the
                 copies of the next tile are under way
 
