@@ -47,10 +47,6 @@ class Report:
             scaling={axis: [Cell.from_json(cell) for cell in cells] for axis, cells in found["scaling"].items()},
         )
 
-    def save(self, path: pathlib.Path) -> pathlib.Path:
-        """Write to path, or beside it if it is taken."""
-        return write_beside(path, self.to_json())
-
 
 def write_beside(path: pathlib.Path, text: str) -> pathlib.Path:
     """Write to path, or beside it if it is taken: results are never overwritten."""

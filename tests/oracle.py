@@ -55,3 +55,13 @@ def check(got, want, *, dtype=None, scale=None):
         return
     scale = scale if scale is not None else max(1.0, float(np.max(np.abs(want), initial=0.0)))
     np.testing.assert_allclose(got, want, rtol=TOLERANCE[name], atol=TOLERANCE[name] * scale)
+
+
+def check_adjoints(x, w, sizes, c, dx, dw):
+    """<f(x, w), c> = <x, dx> = <w, dw>, and each gradient equals its formula."""
+    inner = np.vdot(rows(x, w, sizes), wide(c))
+    scale = max(1.0, np.abs(inner))
+    np.testing.assert_allclose(np.vdot(wide(x), wide(dx)), inner, atol=2e-4 * scale)
+    np.testing.assert_allclose(np.vdot(wide(w), wide(dw)), inner, atol=2e-4 * scale)
+    check(dx, rows(c, w, sizes, transpose_rhs=True))
+    check(dw, contraction(x, c, sizes))

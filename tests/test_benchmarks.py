@@ -288,7 +288,7 @@ def test_a_report_survives_json(made, tmp_path):
     again = report.Report.from_json(made.to_json())
     assert again == made
     assert again.to_json() == made.to_json()
-    first, second = (made.save(tmp_path / "x" / "day.json") for _ in range(2))
+    first, second = (report.write_beside(tmp_path / "x" / "day.json", made.to_json()) for _ in range(2))
     assert (first.name, second.name) == ("day.json", "day-2.json")
     with pytest.raises(ValueError, match="schema: None"):
         report.Report.from_json("{}")

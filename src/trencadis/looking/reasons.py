@@ -28,6 +28,7 @@ from trencadis.tiling import Pins, Tiling
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 SMALL = 1 << 16  # bytes of an array that is not worth a word
+FUSED = ("halves",)  # functions that count as one operation, whatever they consist of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,9 +226,6 @@ def _copies(problem: Problem, chosen: Plan) -> Iterator[str]:
         if size >= SMALL:
             name = equation.params["name"] if "jaxpr" in equation.params else equation.primitive.name
             yield f"{name} {source.str_short()} -> {made.str_short()}, {size / 1e6:.3g} MB"
-
-
-FUSED = ("halves",)  # functions that are one loop for XLA, whatever they consist of
 
 
 def _plain(jaxpr: Any) -> Iterator[Any]:
