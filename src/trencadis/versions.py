@@ -188,7 +188,8 @@ def gpu_interpreter() -> Any:
 def _teach_gpu_interpreter() -> None:
     """What the interpreter of jax < 0.11 does not know and later ones do.
 
-    It has no products of transposed factors and no casts of layouts, and it compiles a kernel anew for every warpgroup.
+    It has no products of transposed factors, no stores into a transposed reference and no casts of layouts, and it
+    compiles a kernel anew for every warpgroup.
     """
     from jax._src.pallas.mosaic.interpret import thread_map
     from jax._src.pallas.mosaic.interpret.utils import to_range
@@ -216,6 +217,20 @@ def _teach_gpu_interpreter() -> None:
         memory.store_buffer_content(*at("acc")[:2], total, thread)
         return token
 
+    def turning(plain: Any) -> Any:
+        """A load or a store, of a reference whose last transform may be a transposition; copies name all arguments."""
+
+        def turned(*args: Any, **options: Any) -> Any:
+            transforms = gpu_callbacks._remove_noop_transforms(args[5]) if args else ()
+            if not (transforms and hasattr(transforms[-1], "permutation")):
+                return plain(*args, **options)
+            stored = (x if x is None else x.T for x in args[6:])
+            token, value = plain(*args[:5], transforms[:-1], *stored, **options)
+            return token, value.T
+
+        return turned
+
+    gpu_callbacks._get, gpu_callbacks._swap = turning(gpu_callbacks._get), turning(gpu_callbacks._swap)
     lock = threading.Lock()
 
     @functools.lru_cache(maxsize=32)

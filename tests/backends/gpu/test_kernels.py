@@ -20,6 +20,8 @@ def relu(z):
 BIAS = Epilogue(bias=np.dtype("float32"), activation=relu)
 MORE = Epilogue(accumulate=True)
 
+TURNED = {"turned": True, "tall": 96, "wide": 128, "slots": 1}
+
 CASES = {
     # a window; the last column of tiles is narrower than the others; m and k are multiples of nothing
     "rows": (rows_problem(203, 100, 136, 6, "bf16 bf16 bf16", local=4), {}),
@@ -36,6 +38,17 @@ CASES = {
     ),
     "rows, batch": (rows_problem(75, 64, 64, 5, "bf16 bf16 bf16", local=4, batch=2, rhs_batch=2), {"wide": 64}),
     "rows, batch that shares weights": (rows_problem(75, 64, 32, 5, "f16 f16 f32", local=3, batch=2), {"wide": 64}),
+    # rows as columns of the products; two columns of tiles, the last narrower
+    "rows, turned": (rows_problem(203, 100, 136, 6, "bf16 bf16 bf16", local=4), TURNED),
+    "rows, turned, stored [n, k]": (
+        rows_problem(203, 70, 128, 6, "f16 f16 bf16", transpose_rhs=True), {**TURNED, "wide": 256, "stages": 3},
+    ),
+    "rows, turned, bias": (rows_problem(140, 64, 200, 6, "bf16 bf16 bf16", epilogue=BIAS), {**TURNED, "tall": 64}),
+    "rows, turned, existing_out": (
+        rows_problem(140, 64, 200, 6, "bf16 bf16 f16", local=4, epilogue=MORE), {**TURNED, "slots": 2, "blocks": 1},
+    ),
+    "rows, turned, float32": (rows_problem(140, 33, 64, 6, "f32 f32 bf16", local=5), TURNED),
+    "rows, turned, batch": (rows_problem(75, 64, 64, 5, "bf16 bf16 bf16", local=4, batch=2, rhs_batch=2), TURNED),
     # two tiles of k, the last smaller; a tile and a bit of n
     "contraction": (sum_problem(203, 140, 136, 4, "bf16 bf16 bf16", local=3), {}),
     "contraction, stored [k, m]": (

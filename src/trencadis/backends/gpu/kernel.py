@@ -139,9 +139,10 @@ def _consume(
 ) -> None:
     """One consumer's part of a tile: the first half of its blocks, or the second."""
     out = stores.Out(problem, layout, form, refs, role)
-    half = lax.div(tile.blocks + i32(1), i32(2))
+    blocks, width = form.extent(tile)
+    half = lax.div(blocks + i32(1), i32(2))
     top = pl.multiple_of(jnp.where(role == 0, i32(0), half) * i32(BLOCK), BLOCK)
-    mine = jnp.where(role == 0, half, tile.blocks - half)
+    mine = jnp.where(role == 0, half, blocks - half)
 
     def arrived(i: Any) -> Any:
         at = mail.slot(done + i, layout.stages)
@@ -179,9 +180,7 @@ def _consume(
 
         lax.fori_loop(i32(0), tile.steps, step, None)
 
-    most = layout.tall // BLOCK // CONSUMERS
-    widths = layout.widths(problem.n)
-    shapes = itertools.product(widths, range(1, most + 1))
-    narrow = (tile.across + i32(layout.wide) > i32(problem.n)) & (mine > 0) & (len(widths) > 1)
-    branch = mine + jnp.where(narrow, i32(most), i32(0))
-    lax.switch(branch, [skip, *(functools.partial(multiply, *shape) for shape in shapes)])
+    shapes = itertools.product(form.widths, form.heights)
+    branch = width * i32(len(form.heights)) + mine - i32(form.heights[0] - 1)
+    branches = [skip, *(functools.partial(multiply, *shape) for shape in shapes)]
+    lax.switch(jnp.where(mine > 0, branch, i32(0)), branches)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu.layout import BLOCK, GRAIN, LINE, Layout, line
+from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, GRAIN, LINE, Layout, line
 from trencadis.backends.gpu.walk import Tile, Walk, i32
 from trencadis.problem import Problem
 from trencadis.versions import flipped
@@ -61,11 +62,36 @@ class Rows:
             lhs = refs["lhs"].at[(second, *place) if cut.split == "lhs" else place]
             return lambda: mgpu.copy_gmem_to_smem(lhs, refs["a"].at[slot, pl.ds(0, height)], full)
 
-        lax.switch(tile.blocks - i32(1), [rows(height) for height in range(BLOCK, cut.tall + 1, BLOCK)])
+        heights = range(cut.unit, cut.tall + 1, cut.unit)
+        lax.switch(tile.blocks - i32(1), [rows(height) for height in heights])
+
+    @property
+    def widths(self) -> list[int]:
+        """How wide products are."""
+        cut = self.layout
+        return list(range(cut.unit, cut.tall + 1, cut.unit)) if cut.turned else cut.widths(self.problem.n)
+
+    @property
+    def heights(self) -> range:
+        """How many blocks of 64 a consumer may have, one below the other."""
+        cut = self.layout
+        most = (cut.wide if cut.turned else cut.tall) // BLOCK // CONSUMERS
+        return range(most if cut.turned and len(cut.widths(self.problem.n)) == 1 else 1, most + 1)
+
+    def extent(self, tile: Tile) -> tuple[Any, Any]:
+        """Blocks of 64 in the products of a tile, one below the other, and which of the widths they have."""
+        left = jnp.minimum(i32(self.problem.n) - tile.across, i32(self.layout.wide))
+        if self.layout.turned:
+            return lax.div(left, i32(BLOCK)), tile.blocks - i32(1)
+        return tile.blocks, (left < i32(self.layout.wide)).astype(jnp.int32)
 
     def factors(self, refs: dict[str, Any], slot: Any, mine: Any, wide: int) -> tuple[Any, Any]:
-        """What a consumer multiplies: its rows, by the columns of the tile."""
-        return refs["a"].at[slot, mine], leftmost(refs["b"].at[slot], wide, self.problem.transpose_rhs)
+        """What a consumer multiplies: its rows, by the columns of the tile; turned, columns by rows."""
+        last = self.problem.transpose_rhs
+        if self.layout.turned:
+            weights = refs["b"].at[slot, mine] if last else flipped(refs["b"].at[slot, :, mine])
+            return weights, leftmost(refs["a"].at[slot], wide, True)
+        return refs["a"].at[slot, mine], leftmost(refs["b"].at[slot], wide, last)
 
     def place(self, ref: Any, tile: Tile, row: Any, rows: int, columns: Any) -> Any:
         """A part of the tile in an array shaped like the result."""

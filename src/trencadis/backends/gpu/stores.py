@@ -22,13 +22,14 @@ from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, LINE, Layout, line
 from trencadis.backends.gpu.walk import Tile, i32
 from trencadis.epilogue import inlined
 from trencadis.problem import Problem
+from trencadis.versions import flipped
 
 
 def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
     """Buffers on the way out, and for what the epilogue adds."""
     rows = (mgpu.TilingTransform((1, line(problem.out))), mgpu.SwizzleTransform(LINE))  # a copy may start at any row
-    buffers, columns = cut(problem, layout)
-    memory: dict[str, Any] = {"staged": mgpu.SMEM((CONSUMERS, buffers, BLOCK, columns), problem.out, transforms=rows)}
+    buffers, *shape = cut(problem, layout)
+    memory: dict[str, Any] = {"staged": mgpu.SMEM((CONSUMERS, buffers, *shape), problem.out, transforms=rows)}
     if problem.epilogue.bias is not None:
         memory["biases"] = mgpu.SMEM((CONSUMERS, layout.wide), problem.epilogue.bias)
         memory["biased"] = mgpu.Barrier(num_barriers=CONSUMERS)
@@ -37,21 +38,26 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
     return memory
 
 
-def cut(problem: Problem, layout: Layout) -> tuple[int, int]:
-    """How many buffers a consumer has, and their columns: few wide ones, so that there are few copies to start."""
+def cut(problem: Problem, layout: Layout) -> tuple[int, int, int]:
+    """How many buffers a consumer has, their rows and columns: few wide ones, so that there are few copies to start."""
     run = line(problem.out)
+    if layout.turned:
+        return layout.slots, layout.tall, BLOCK
     across = math.gcd(*layout.widths(problem.n)) // run  # no copy crosses the edge of a tile
     # rows that are an even number of lines apart meet in the banks of shared memory, and so do three lines of float32
     lines = 3 if problem.out.itemsize == 2 and across % 3 == 0 and layout.slots >= 3 else 1
-    return layout.slots // lines, lines * run
+    return layout.slots // lines, BLOCK, lines * run
 
 
 class Part(NamedTuple):
-    """What is written at a time: a block of rows by a few lines of columns."""
+    """What is written at a time."""
 
-    top: Any  # where the consumer's rows start in the tile
-    down: int  # its first row, counted from there
-    right: int  # its first column, counted from that of the tile
+    down: int  # where its sums are among those of the consumer
+    right: int
+    row: Any  # where it is in the tile
+    column: Any
+    rows: int
+    columns: int
     turn: int  # the buffer it goes through
 
 
@@ -66,10 +72,16 @@ class Out:
     role: Any
 
     def parts(self, top: Any, blocks: int, wide: int) -> list[Part]:
-        """The parts of a consumer's blocks, those from row `top` of the tile on."""
-        buffers, columns = cut(self.problem, self.layout)
-        corners = [(down, right) for down in range(0, blocks * BLOCK, BLOCK) for right in range(0, wide, columns)]
-        return [Part(top, down, right, i % buffers) for i, (down, right) in enumerate(corners)]
+        """The parts of a consumer's products, those from row `top` of all of the tile on."""
+        buffers, _, columns = cut(self.problem, self.layout)
+        downs = range(0, blocks * BLOCK, BLOCK)
+        if self.layout.turned:
+            return [Part(x, 0, 0, top + i32(x), wide, BLOCK, i % buffers) for i, x in enumerate(downs)]
+        corners = [(down, right) for down in downs for right in range(0, wide, columns)]
+        return [
+            Part(down, right, top + i32(down), right, BLOCK, columns, i % buffers)
+            for i, (down, right) in enumerate(corners)
+        ]
 
     def prepare(self, tile: Tile, parts: list[Part]) -> None:
         """Start the copies of what the epilogue will add, while the sums are still being made."""
@@ -83,13 +95,13 @@ class Out:
 
         if self.problem.epilogue.accumulate:
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            buffers, _ = cut(self.problem, self.layout)
+            buffers, *_ = cut(self.problem, self.layout)
             for part in parts[:buffers]:
                 self._fetch(tile, part)
 
     def store(self, tile: Tile, parts: list[Part], acc: jax.Array) -> None:
         """Write a consumer's blocks of a tile, as many parts at a time as there are buffers."""
-        buffers, _ = cut(self.problem, self.layout)
+        buffers, *_ = cut(self.problem, self.layout)
         if self.problem.epilogue.bias is not None:
             pl.when(tile.steps > 0)(lambda: mgpu.barrier_wait(self.refs["biased"].at[self.role]))
         for first in range(0, len(parts), buffers):
@@ -105,60 +117,76 @@ class Out:
             mgpu.commit_smem_to_gmem_group()
 
     def _target(self, tile: Tile, part: Part, row: Any, rows: int) -> Any:
-        _, wide = cut(self.problem, self.layout)
-        columns = pl.ds(pl.multiple_of(tile.across + i32(part.right), line(self.problem.out)), wide)
-        return self.form.place(self.refs["out"], tile, part.top + i32(part.down) + row, rows, columns)
+        columns = pl.ds(pl.multiple_of(tile.across + part.column, line(self.problem.out)), part.columns)
+        return self.form.place(self.refs["out"], tile, part.row + row, rows, columns)
 
-    def _buffer(self, part: Part) -> tuple[Any, Any]:
-        """The buffer of a part [64, columns], and its place among the barriers of the buffers."""
-        buffers, _ = cut(self.problem, self.layout)
-        return self.refs["staged"].at[self.role, part.turn], self.role * i32(buffers) + i32(part.turn)
+    def _buffer(self, part: Part, row: Any, rows: int) -> Any:
+        """Some rows of the buffer of a part."""
+        return self.refs["staged"].at[self.role, part.turn, pl.ds(row, rows)]
+
+    def _added(self, part: Part) -> Any:
+        """The barrier of what is fetched into the buffer of a part."""
+        buffers, *_ = cut(self.problem, self.layout)
+        return self.refs["added"].at[self.role * i32(buffers) + i32(part.turn)]
 
     def _fetch(self, tile: Tile, part: Part) -> None:
         """Start the copy of what is there into the buffer."""
-        staged, at = self._buffer(part)
-        mgpu.copy_gmem_to_smem(self._target(tile, part, i32(0), BLOCK), staged, self.refs["added"].at[at])
+        there = self._target(tile, part, 0, part.rows)
+        mgpu.copy_gmem_to_smem(there, self._buffer(part, 0, part.rows), self._added(part))
 
     def _fill(self, tile: Tile, part: Part, sums: jax.Array) -> None:
         """Put a part of the result into its buffer."""
-        staged, at = self._buffer(part)
-        block = sums[part.down : part.down + BLOCK, part.right : part.right + staged.shape[1]]
-        acc = self._finished(tile, part.right, block)
         if self.problem.epilogue.accumulate:
-            mgpu.barrier_wait(self.refs["added"].at[at])
-            acc = acc + staged[...].astype(acc.dtype)
-        staged[...] = acc.astype(self.problem.out)
+            mgpu.barrier_wait(self._added(part))
+        if not self.layout.turned:
+            self._put(self._buffer(part, 0, BLOCK), tile, part, sums, part.right, part.columns)
+            return
+        for row in range(0, part.rows, BLOCK):  # as few registers at a time as can be
+            rows = min(BLOCK, part.rows - row)
+            self._put(flipped(self._buffer(part, row, rows)), tile, part, sums, row, rows)
+
+    def _put(self, staged: Any, tile: Tile, part: Part, sums: jax.Array, right: int, wide: int) -> None:
+        """Finish sums [64, wide], and put them into a buffer of that shape, or the transpose of one."""
+        acc = self._finished(tile, part, sums[part.down : part.down + BLOCK, right : right + wide])
+
+        def laid(x: Any) -> Any:
+            return mgpu.layout_cast(x, mgpu.Layout.WGMMA_TRANSPOSED) if self.layout.turned else x
+
+        if self.problem.epilogue.accumulate:
+            acc = laid(acc) + laid(staged[...]).astype(acc.dtype)
+            staged[...] = acc.astype(self.problem.out)
+        else:
+            staged[...] = laid(acc.astype(self.problem.out))
 
     def _send(self, tile: Tile, parts: list[Part]) -> None:
         """Start the copies of those rows of the buffers that are the span's: all of them at once, mostly."""
 
         def send(part: Part, row: Any, rows: int) -> None:
-            staged = self._buffer(part)[0].at[pl.ds(row, rows)]
-            mgpu.copy_smem_to_gmem(staged, self._target(tile, part, row, rows), commit_group=False)
+            target = self._target(tile, part, row, rows)
+            mgpu.copy_smem_to_gmem(self._buffer(part, row, rows), target, commit_group=False)
 
         def whole() -> None:
             for part in parts:
-                send(part, 0, BLOCK)
+                send(part, 0, part.rows)
 
         def some() -> None:
             for part in parts:
-                top = part.top + i32(part.down)
-                low, high = (jnp.clip(edge - top, i32(0), i32(BLOCK)) for edge in (tile.low, tile.high))
-                for size in (BLOCK >> power for power in range(BLOCK.bit_length())):
+                low, high = (jnp.clip(edge - part.row, i32(0), i32(part.rows)) for edge in (tile.low, tile.high))
+                for size in (1 << power for power in reversed(range(part.rows.bit_length()))):
                     row = low + ((high - low) & i32(-2 * size))
                     pl.when(((high - low) & size) != 0)(functools.partial(send, part, row, size))
 
-        top, bottom = parts[0].top + i32(parts[0].down), parts[-1].top + i32(parts[-1].down + BLOCK)
-        lax.cond((tile.low <= top) & (tile.high >= bottom), whole, some)
+        first, last = parts[0], parts[-1]
+        lax.cond((tile.low <= first.row) & (tile.high >= last.row + i32(last.rows)), whole, some)
 
-    def _finished(self, tile: Tile, right: int, acc: jax.Array) -> jax.Array:
-        """Bias and activation of sums [64, columns]; rows that nobody owns stay zero."""
+    def _finished(self, tile: Tile, part: Part, acc: jax.Array) -> jax.Array:
+        """Bias and activation of sums [64, wide]; rows that nobody owns stay zero."""
         epilogue, bias = self.problem.epilogue, None
         if epilogue.bias is None and epilogue.activation is None:
             return acc
         if epilogue.bias is not None:
-            run = self.refs["biases"][self.role, pl.ds(right, acc.shape[1])]  # [columns]
-            bias = lax.broadcast_in_dim(run, acc.shape, (1,))
+            run = self.refs["biases"][self.role, pl.ds(part.column, part.columns)]  # [columns]
+            bias = lax.broadcast_in_dim(run, acc.shape, (0 if self.layout.turned else 1,))
         if epilogue.activation is not None:  # a kernel knows no functions with derivatives of their own
             epilogue = dataclasses.replace(epilogue, activation=inlined(epilogue.activation))
         done = epilogue.finish(acc, bias, self.problem.out).astype(acc.dtype)

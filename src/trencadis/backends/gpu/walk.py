@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from trencadis.backends.gpu.layout import BLOCK, GRAIN, Layout
+from trencadis.backends.gpu.layout import GRAIN, Layout
 from trencadis.problem import Form, Problem
 
 Scalar = jax.Array  # i32[]
@@ -138,7 +138,7 @@ class Walk:
         each = lax.div(blocks, jnp.maximum(high, i32(1)))  # blocks of a tile; the first few have one more
         more = blocks - each * high
         start, end = self._extent(place)
-        top = aligned(start, GRAIN) + (down * each + jnp.minimum(down, more)) * i32(BLOCK)
+        top = aligned(start, GRAIN) + (down * each + jnp.minimum(down, more)) * i32(self.layout.unit)
         entry = lax.div(place.span, i32(self.each)) if self.problem.batch > 1 else i32(0)
         local = place.span - entry * i32(self.each) - i32(self.ragged)
         steps = jnp.where(self._local(local), self._steps(place), i32(0))
@@ -180,10 +180,11 @@ class Walk:
     def _blocks(self, place: Place) -> Scalar:
         """Blocks of a span in one column of tiles."""
         start, end = self._extent(place)
-        blocks = lax.div(end - aligned(start, GRAIN) + i32(BLOCK - 1), i32(BLOCK))
+        unit = self.layout.unit
+        blocks = lax.div(end - aligned(start, GRAIN) + i32(unit - 1), i32(unit))
         return jnp.where(end > start, blocks, i32(0))
 
     def _high(self, place: Place) -> Scalar:
         """Tiles of a span in one column."""
-        most = self.layout.tall // BLOCK
+        most = self.layout.tall // self.layout.unit
         return lax.div(self._blocks(place) + i32(most - 1), i32(most))
