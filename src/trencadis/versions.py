@@ -175,6 +175,18 @@ def flipped(ref: Any) -> Any:
     return mosaic_gpu.transpose_ref(ref, (1, 0))
 
 
+def turnable(x: Any) -> Any:
+    """Sums in registers, so that they can be stored into the transpose of a matrix in shared memory.
+
+    jax >= 0.11 has an instruction for it, if they are left as they are.
+    """
+    if JAX >= (0, 11):
+        return x
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu.layout_cast(x, mosaic_gpu.Layout.WGMMA_TRANSPOSED)
+
+
 @functools.cache
 def gpu_interpreter() -> Any:
     """How a GPU kernel is interpreted: memory that nobody wrote, or that lies outside of an array, holds NaN."""

@@ -22,7 +22,7 @@ from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, LINE, Layout, line
 from trencadis.backends.gpu.walk import Tile, i32
 from trencadis.epilogue import inlined
 from trencadis.problem import Problem
-from trencadis.versions import flipped
+from trencadis.versions import flipped, turnable
 
 
 def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Out:
         acc = self._finished(tile, part, sums[part.down : part.down + BLOCK, right : right + wide])
 
         def laid(x: Any) -> Any:
-            return mgpu.layout_cast(x, mgpu.Layout.WGMMA_TRANSPOSED) if self.layout.turned else x
+            return turnable(x) if self.layout.turned else x
 
         if self.problem.epilogue.accumulate:
             acc = laid(acc) + laid(staged[...]).astype(acc.dtype)
