@@ -98,7 +98,8 @@ def _row(result: dict[str, Any]) -> str:
     name = f"{result['problem']:<18}{result['pass']:<9}{result['layout']:<44}"
     if "error" in result:
         return f"{name}{result['error']}"
-    return f"{name}{result['ms']:9.4f} ms {result['tflops']:7.1f} TFLOP/s"
+    apart = f"  apart by {result['apart']:.1e}" if result["apart"] else ""
+    return f"{name}{result['ms']:9.4f} ms {result['tflops']:7.1f} TFLOP/s{apart}"
 
 
 def _measure(name: str, which: str, fields: str) -> dict[str, Any]:
@@ -107,10 +108,28 @@ def _measure(name: str, which: str, fields: str) -> dict[str, Any]:
     try:
         call, operands, layout = _dense(problem) if which == "dense" else _kernel(problem, which, fields)
         milliseconds = _burst(call, operands)
+        apart = _apart((name, which), call(*operands))
     except Exception as error:  # the next case may do
         return {"problem": name, "pass": which, "layout": fields, "error": f"{type(error).__name__}: {error}"[:300]}
     tflops = problem.flops / milliseconds / 1e9
-    return {"problem": name, "pass": which, "layout": fields or layout, "ms": milliseconds, "tflops": tflops}
+    figures = {"ms": milliseconds, "tflops": tflops, "apart": apart}
+    return {"problem": name, "pass": which, "layout": fields or layout, **figures}
+
+
+def _apart(case: tuple[str, str], result: Any) -> float:
+    """How far a result is from that of the first layout of its case, which is kept."""
+    import jax
+    import jax.numpy as jnp
+
+    if case not in _first:
+        _first.clear()
+        _first[case] = result
+    norms = jax.jit(lambda a, b: (jnp.linalg.norm((a - b).ravel()), jnp.linalg.norm(b.ravel())))
+    difference, whole = norms(result.astype(jnp.float32), _first[case].astype(jnp.float32))
+    return float(difference / whole)
+
+
+_first: dict[tuple[str, str], Any] = {}
 
 
 def _burst(call: Any, operands: Any) -> float:
