@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 BLOCK = 64  # rows that one instruction multiplies
-UNIT = 32  # columns by which instructions grow, where rows of the operand are their columns
 GRAIN = 8  # a copy into shared memory starts at a multiple of so many rows
 LINE = 128  # bytes of a row that lie together in shared memory
 CONSUMERS = 2  # warpgroups that multiply
@@ -27,7 +26,7 @@ class Layout:
     blocks: int  # thread blocks: one for each multiprocessor
     slots: int = 2  # buffers of a consumer on the way out
     split: str = ""  # the operand that comes as two bfloat16 arrays, of which it is the sum
-    turned: bool = False  # rows of the operand are the columns of instructions: there may be fewer than 64
+    turned: int = 0  # rows of the operand are the columns of instructions: there may be fewer than 64
     flat: bool = False  # both operands are stored with the axis of the sum last
     claim: bool = False  # a block takes the next tile when it is done with one; otherwise every `blocks`-th is its own
 
@@ -38,7 +37,7 @@ class Layout:
     @property
     def unit(self) -> int:
         """Rows by which a tile grows."""
-        return UNIT if self.turned else BLOCK
+        return self.turned or BLOCK
 
     def widths(self, columns: int) -> list[int]:
         """How wide tiles are in a result of so many columns: as wide as this, and the last of them the rest."""
