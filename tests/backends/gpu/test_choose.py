@@ -43,7 +43,7 @@ def shared(problem, layout):
     whole = lambda size: -(-size // 1024) * 1024
     item = multiplied(problem).itemsize
     stages = sum(whole(layout.stages * side * layout.deep * item) for side in (layout.tall, layout.wide))
-    staged = whole(CONSUMERS * layout.slots * BLOCK * 128)
+    staged = whole(CONSUMERS * layout.slots * (layout.tall if layout.turned else BLOCK) * 128)
     bias = problem.epilogue.bias
     biases = 0 if bias is None else whole(CONSUMERS * layout.wide * bias.itemsize)
     mail = whole(5 * 9 * 4)
@@ -55,7 +55,10 @@ def check(problem, layout):
     assert 2 <= layout.stages <= 8
     assert layout.deep == line(multiplied(problem))
     assert layout.flat == (multiplied(problem) == np.float32)
-    assert layout.tall in (128, 256) and layout.wide % BLOCK == 0
+    if layout.turned:
+        assert layout.tall in (64, 128, 192) and layout.wide == 256  # half the columns to each consumer, in blocks
+        assert problem.form is Form.ROWS and problem.out.itemsize == 2
+    assert layout.turned or (layout.tall in (128, 256) and layout.wide % BLOCK == 0)
     assert layout.tall * layout.wide <= 256 * 192  # sums in the registers of two warpgroups
     assert layout.wide <= (256 if problem.form is Form.ROWS else 192)  # of one instruction
     assert layout.panel >= 1 and layout.blocks == H200.cores
@@ -81,18 +84,19 @@ def test_a_layout_fits(form, m, k, n, g, lhs, rhs, out, extra, flip):
 
 
 @pytest.mark.parametrize(
-    ("form", "dtype", "tile", "bias"),
+    ("form", "dtype", "out", "tile", "bias"),
     [
-        ("rows", "bfloat16", (128, 64, 256), True),
-        ("rows", "float32", (256, 32, 128), True),
-        ("contraction", "bfloat16", (64, 256, 64), False),
-        ("contraction", "float32", (32, 128, 256), False),
+        ("rows", "bfloat16", "float32", (128, 64, 256), True),
+        ("rows", "bfloat16", "bfloat16", (192, 64, 256), True),
+        ("rows", "float32", "float32", (256, 32, 128), True),
+        ("contraction", "bfloat16", "float32", (64, 256, 64), False),
+        ("contraction", "float32", "float32", (32, 128, 256), False),
     ],
 )
-def test_what_fits_by_arithmetic_fits(form, dtype, tile, bias):
+def test_what_fits_by_arithmetic_fits(form, dtype, out, tile, bias):
     """Mosaic adds it up itself, and raises; one stage more would not fit, or would hide nothing."""
     m, k, n, g = 1024, 512, 512, 4
-    options = dict(preferred_element_type=jnp.float32, backend="gpu", tiling=tile)
+    options = dict(preferred_element_type=out, backend="gpu", tiling=tile)
     shapes = [((m, k), dtype), ((g, k, n) if form == "rows" else (m, n), dtype), ((g,), "int32")]
     if form == "rows":
         fn = functools.partial(tr.grouped_matmul, **options)
@@ -104,7 +108,8 @@ def test_what_fits_by_arithmetic_fits(form, dtype, tile, bias):
     else:
         fn = functools.partial(tr.transposed_grouped_matmul, transpose_lhs=True, **options)
     assert kernels(lowered(fn, *shapes)) == 1
-    problem = question(form, m, k, n, g, dtype, epilogue=Epilogue(bias=np.dtype("float32") if bias else None))
+    epilogue = Epilogue(bias=np.dtype("float32") if bias else None)
+    problem = question(form, m, k, n, g, dtype, out=np.dtype(jnp.dtype(out)), epilogue=epilogue)
     layout = obey(problem, H200, Tiling(*tile))
     more = shared(problem, layout.replace(stages=layout.stages + 1))
     assert layout.stages == 8 or more > H200.shared - 2048
@@ -114,13 +119,19 @@ def test_what_fits_by_arithmetic_fits(form, dtype, tile, bias):
     ("asked", "tall", "wide"),
     [
         ((128, 64, 256), 128, 256), ((256, 64, 128), 256, 128), ((256, 64, 256), 256, 192), ((255, 1, 200), 128, 192),
-        ((1, 1, 1), 128, 64), ((1000, 5000, 5000), 256, 192), ((200, 64, 5000), 128, 256), ((512, 64, 100), 256, 64),
+        ((1, 1, 1), 128, 64), ((1000, 5000, 5000), 256, 192), ((200, 64, 5000), 192, 256), ((512, 64, 100), 256, 64),
+        ((100, 64, 300), 64, 256), ((20, 64, 256), 64, 256),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("form", ["rows", "contraction"])
+@pytest.mark.parametrize("form", ["turned", "rows", "contraction"])
 def test_a_tile_is_rounded_to_what_the_machine_has(form, asked, tall, wide):
-    wide = min(wide, 192) if form == "contraction" else wide
-    problem = question(form, 4096, 1024, 1024, 8)
+    """Turned tiles, of groups that are not large, may be of any number of blocks; others of two or four."""
+    if form != "turned":
+        tall = 256 if tall >= 256 else 128
+        wide = min(wide, 192) if form == "contraction" else wide
+    m = 16384 if form == "rows" else 4096
+    form = "rows" if form == "turned" else form
+    problem = question(form, m, 1024, 1024, 8)
     m, k, n = asked
     tile = Tiling(m, k, n) if form == "rows" else Tiling(k, m, n)
     layout = obey(problem, H200, tile)
@@ -140,13 +151,21 @@ def test_the_plan_names_the_tile_of_the_layout(form, card):
     assert plan(problem, Target(platform="cuda", kind=card.kind)).tiling == want == tiling_of(problem, layout)
 
 
-def test_small_groups_get_wide_tiles_and_large_ones_tall():
-    few, many = (choose(question("rows", m, 4096, 4096, 32), H200) for m in (1024, 32768))
-    assert (few.tall, few.wide) == (128, 256) and (many.tall, many.wide) == (256, 192)
+def test_the_larger_the_groups_the_taller_the_tiles():
+    layouts = [choose(question("rows", 32 * rows, 4096, 4096, 32), H200) for rows in (4, 60, 500, 4000)]
+    assert [(x.tall, x.wide, x.turned) for x in layouts] == [
+        (64, 256, True), (128, 256, True), (192, 256, True), (256, 192, False),
+    ]  # fmt: skip
     assert choose(question("rows", 4096, 4096, 40, 8), H200).wide == 64
+
+
+def test_float32_results_are_not_turned():
+    small = question("rows", 4096, 4096, 4096, 32, out=np.dtype(np.float32))
+    assert not choose(small, H200).turned and choose(small.replace(out=np.dtype(np.float16)), H200).turned
 
 
 def test_a_layout_says_what_it_is():
     layout = choose(question("rows", 16384, 4096, 14336, 8), H200)
     assert str(layout) == f"256x192x64, {layout.stages} stages, 132 blocks, tiles claimed"
     assert "tiles dealt" in str(layout.replace(claim=False))
+    assert "192x256x64 turned" in str(choose(question("rows", 16384, 4096, 4096, 32), H200))

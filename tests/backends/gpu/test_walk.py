@@ -28,6 +28,7 @@ WALKS = {
     "rows": (rows_problem(M, 100, 300, G, local=4), {"tall": 256, "panel": 2}),
     "rows of a batch": (rows_problem(M, 64, 130, G, local=3, batch=3), SHORT),
     "rows, accumulated": (rows_problem(M, 64, 130, G, local=4, epilogue=MORE), SHORT),
+    "rows, turned": (rows_problem(M, 64, 300, G, local=4), {"tall": 96, "turned": True, "panel": 3}),
     "all groups": (rows_problem(M, 1, 64, G), {"tall": 128, "wide": 64, "panel": 8}),
     "contraction": (sum_problem(M, 650, 300, G, local=4), {"tall": 256, "panel": 2}),
     "contraction, accumulated": (sum_problem(M, 300, 130, G, local=4, epilogue=MORE), SHORT),
@@ -100,9 +101,10 @@ def twin_spans(problem, sizes, first):
 
 
 def twin(name, sizes, first):
-    """(steps, group or None, first row, first column, blocks, rows of the result that are written), tile by tile."""
+    """(steps, group or None, first row, first column, units, rows of the result that are written), tile by tile."""
     problem, layout = parts(name)
-    most, tiles = layout.tall // 64, []
+    unit = 16 if layout.turned else 64
+    most, tiles = layout.tall // unit, []
     ragged = problem.form is Form.ROWS
     for group, start, end in twin_spans(problem, sizes, first):
         if (ragged or problem.epilogue.accumulate) and start == end:
@@ -111,12 +113,12 @@ def twin(name, sizes, first):
         rows = end - start // grain * grain if end > start else 0
         steps = 0 if group is None else -(-(problem.k if ragged else rows) // layout.deep)
         low, high = (start, end) if ragged else (0, problem.k)
-        heights = split(-(-(high - low // 8 * 8) // 64), most)
-        tops = [low // 8 * 8 + 64 * sum(heights[:i]) for i in range(len(heights))]
+        heights = split(-(-(high - low // 8 * 8) // unit), most)
+        tops = [low // 8 * 8 + unit * sum(heights[:i]) for i in range(len(heights))]
         for panel in range(0, len(heights), layout.panel):
             down = range(panel, min(panel + layout.panel, len(heights)))
             for across, i in itertools.product(range(0, problem.n, layout.wide), down):
-                edges = max(tops[i], low), min(tops[i] + 64 * heights[i], high)
+                edges = max(tops[i], low), min(tops[i] + unit * heights[i], high)
                 tiles.append((steps, group, tops[i], across, heights[i], edges))
     return tiles
 
@@ -124,8 +126,8 @@ def twin(name, sizes, first):
 def told(problem, tile):
     """A tile as the twin says it; a tile of nobody's has no group."""
     nobody = problem.form is Form.ROWS and tile.steps == 0
-    edges = tuple(tile.down + min(max(edge, 0), 64 * tile.blocks) for edge in (tile.low, tile.high))
-    return tile.steps, None if nobody else tile.group, tile.down, tile.across, tile.blocks, edges
+    edges = tile.down + max(tile.low, 0), tile.down + tile.high
+    return tile.steps, None if nobody else tile.group, tile.down, tile.across, tile.units, edges
 
 
 def drawn(data, problem):
@@ -139,7 +141,7 @@ def check(name, sizes, first):
     found = walked(name, sizes, first)
     assert [told(problem, tile) for tile, _ in found] == twin(name, sizes, first)
     for tile, row in found:
-        assert 1 <= tile.blocks <= layout.tall // 64
+        assert 1 <= tile.units <= layout.tall // layout.unit
         if problem.form is Form.CONTRACTION and tile.steps:  # the steps hold all rows of the group
             assert row <= tile.start and row % 8 == 0 and row + tile.steps * layout.deep >= tile.end
     return found
@@ -152,7 +154,7 @@ def test_equals_its_slow_twin(name, data):
     check(name, *drawn(data, parts(name)[0]))
 
 
-@pytest.mark.parametrize("name", ["rows", "rows of a batch", "all groups"])
+@pytest.mark.parametrize("name", ["rows", "rows of a batch", "rows, turned", "all groups"])
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(data=st.data())
 def test_every_row_is_written_once_and_by_its_owner(name, data):
@@ -172,17 +174,17 @@ def test_every_row_is_written_once_and_by_its_owner(name, data):
     np.testing.assert_array_equal(written, np.repeat(owner.reshape(-1, 1), columns, axis=1))
 
 
-@pytest.mark.parametrize("name", ["rows", "contraction"])
+@pytest.mark.parametrize("name", ["rows", "rows, turned", "contraction"])
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(data=st.data())
 def test_tiles_that_follow_each_other_are_as_tall(name, data):
-    """But for one block; and within a panel the next tile lies below."""
+    """But for one unit; and within a panel the next tile lies below."""
     layout = parts(name)[1]
     tiles = [tile for tile, _ in walked(name, *drawn(data, parts(name)[0]))]
     for one, next in itertools.pairwise(tiles):
         if (one.group, one.start) == (next.group, next.start):
-            assert abs(one.blocks - next.blocks) <= 1
-            assert next.across != one.across or next.down == one.down + 64 * one.blocks
+            assert abs(one.units - next.units) <= 1
+            assert next.across != one.across or next.down == one.down + layout.unit * one.units
     for _, panel in itertools.groupby(tiles, lambda tile: (tile.group, tile.start, tile.across)):
         assert len(list(panel)) <= layout.panel or layout.wide >= parts(name)[0].n
 

@@ -1,7 +1,8 @@
 """Which layout: from what a problem is bound by, and what fits into a multiprocessor.
 
-    tall tiles   256 x 192   the fewest bytes for each product; for groups of more than a few rows
-    wide tiles   128 x 256   twice the bytes of weights under way; where reading them is what takes the time
+    turned tiles   192 x 256   rows as columns of instructions: the least padding (ADR 0027)
+    small ones      64 x 256   the most bytes of weights under way; where reading them is what takes the time
+    tall tiles     256 x 192   where there is no padding to speak of, or the result is float32; contraction
 
 The figures behind the choice are in docs/performance.md.
 """
@@ -21,9 +22,10 @@ from trencadis.tiling import Tiling
 
 DEEPEST = 8  # stages; more of them hide nothing more
 TALL = 256  # rows of a tile, and
-WIDE = 192  # columns: the registers of two consumers hold no more sums than that
+WIDE = 192  # columns, or in turned tiles the other way round: the registers of two consumers hold no more sums than that
 WIDEST = {Form.ROWS: 256, Form.CONTRACTION: WIDE}  # columns of one instruction; a blanker leaves registers for fewer
 FEW = 64  # rows of a group that make one block: reading its weights is all there is to do
+FEWER = 16  # rows that make one unit
 LARGE = 1024  # rows of a group above which it hardly matters how its last tile is cut
 CLAIMS = 10**11  # operations from which on it pays to give out tiles one by one: that costs one small kernel
 
@@ -36,10 +38,12 @@ def choose(problem: Problem, card: Card) -> Layout:
 
 def obey(problem: Problem, card: Card, tiling: Tiling) -> Layout:
     """The layout nearest to a tile that a caller asks for: no larger, if the machine has one that small."""
-    rows = problem.form is Form.ROWS
-    tall, wide = (tiling.m, tiling.n) if rows else (tiling.k, tiling.n)
+    widest = WIDEST[problem.form]
+    tall, wide = (tiling.m if problem.form is Form.ROWS else tiling.k), tiling.n
+    if _turned(problem) and tall < TALL and wide >= widest:
+        return _layout(problem, card, max(tall // BLOCK * BLOCK, BLOCK), widest)
     tall = TALL if tall >= TALL else BLOCK * CONSUMERS
-    widest = min(WIDEST[problem.form], TALL * WIDE // tall)
+    widest = min(widest, TALL * WIDE // tall)
     wide = max(min(wide, widest) // BLOCK * BLOCK, BLOCK)
     return _layout(problem, card, tall, wide)
 
@@ -58,10 +62,18 @@ def _tile(problem: Problem) -> tuple[int, int]:
     rows = problem.m / problem.groups
     if problem.form is Form.CONTRACTION:
         return TALL, 128 if rows <= FEW else WIDE
+    if _turned(problem):
+        return BLOCK if rows <= FEWER else 128 if rows <= FEW else WIDE, WIDEST[Form.ROWS]
     # weights stored with k last come in lines from as many rows as a tile is wide: the more of them, the better
     if rows <= FEW or (problem.transpose_rhs and rows >= LARGE):
         return 128, 256
     return TALL, WIDE
+
+
+def _turned(problem: Problem) -> bool:
+    """Whether padding is worth avoiding, and the result is of a width that an instruction transposes on its way out."""
+    rows = problem.m / problem.groups
+    return problem.form is Form.ROWS and problem.out.itemsize == 2 and problem.n > 128 and rows < LARGE
 
 
 def multiplied(problem: Problem) -> np.dtype[Any]:
@@ -84,8 +96,9 @@ def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
     dtype = multiplied(problem)
     deep = line(dtype)
     stage = deep * (tall + wide) * dtype.itemsize
-    slots = _slots(problem, wide)
-    stages = min((card.shared - _besides(problem, wide, slots)) // stage, DEEPEST)
+    turned = _turned(problem) and wide == WIDEST[Form.ROWS]
+    slots, buffer = (1, tall) if turned else (_slots(problem, wide), BLOCK)
+    stages = min((card.shared - _besides(problem, wide, slots, buffer)) // stage, DEEPEST)
     operations = 2 * problem.rows * problem.k * problem.n
     return Layout(
         tall=tall,
@@ -96,6 +109,7 @@ def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
         blocks=card.cores,
         slots=slots,
         split=split(problem),
+        turned=turned,
         flat=dtype.itemsize == 4,
         claim=operations >= CLAIMS,
     )
@@ -108,9 +122,9 @@ def _slots(problem: Problem, wide: int) -> int:
     return max(slots for slots in range(1, most + 1) if lines % slots == 0 or slots % lines == 0)
 
 
-def _besides(problem: Problem, wide: int, slots: int) -> int:
-    """Bytes of shared memory that are not stages; each array starts at a multiple of 1024."""
-    staged = CONSUMERS * slots * BLOCK * LINE
+def _besides(problem: Problem, wide: int, slots: int, rows: int) -> int:
+    """Bytes of shared memory that are not stages; buffers have so many rows, each array starts at a multiple of 1024."""
+    staged = CONSUMERS * slots * rows * LINE
     bias = 0 if problem.epilogue.bias is None else -(-CONSUMERS * wide * problem.epilogue.bias.itemsize // 1024) * 1024
     barriers = 8 * (4 * DEEPEST + 2 * TOLD + (1 + slots) * CONSUMERS + 1)
     return staged + bias + 1024 + barriers

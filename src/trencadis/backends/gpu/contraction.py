@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, GRAIN, Layout, line
+from trencadis.backends.gpu.layout import BLOCK, GRAIN, Layout, line
 from trencadis.backends.gpu.rows import leftmost, tiled
 from trencadis.backends.gpu.walk import Tile, Walk, i32
 from trencadis.problem import Problem
@@ -57,21 +57,6 @@ class Contraction:
             place = (columns, rows) if flat else (rows, columns)
             source = refs[name].at[(second, *place) if cut.split == name else place]
             mgpu.copy_gmem_to_smem(source, refs[stage].at[slot], full)
-
-    @property
-    def widths(self) -> list[int]:
-        """How wide products are."""
-        return self.layout.widths(self.problem.n)
-
-    @property
-    def heights(self) -> range:
-        """How many blocks of 64 a consumer may have, one below the other."""
-        return range(1, self.layout.tall // BLOCK // CONSUMERS + 1)
-
-    def extent(self, tile: Tile) -> tuple[Any, Any]:
-        """Blocks of 64 in the products of a tile, one below the other, and which of the widths they have."""
-        narrow = tile.across + i32(self.layout.wide) > i32(self.problem.n)
-        return tile.blocks, narrow.astype(jnp.int32)
 
     def factors(self, refs: dict[str, Any], slot: Any, mine: Any, wide: int) -> tuple[Any, Any]:
         """What a consumer multiplies: its rows of the matrix, by the columns of the tile."""

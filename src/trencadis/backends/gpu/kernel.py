@@ -12,7 +12,6 @@ Barriers of a stage: `full`, its copies have arrived; `blank`, it is blanked; `f
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu import contraction, mail, rows, stores
 from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, Layout
+from trencadis.backends.gpu.shapes import Shape, shapes
 from trencadis.backends.gpu.walk import Tile, Walk, i32
 from trencadis.problem import Form, Problem
 
@@ -139,7 +139,8 @@ def _consume(
 ) -> None:
     """One consumer's part of a tile: the first half of its blocks, or the second."""
     out = stores.Out(problem, layout, form, refs, role)
-    blocks, width = form.extent(tile)
+    kinds = shapes(layout, problem.n)
+    blocks = kinds.blocks(tile)
     half = lax.div(blocks + i32(1), i32(2))
     top = pl.multiple_of(jnp.where(role == 0, i32(0), half) * i32(BLOCK), BLOCK)
     mine = jnp.where(role == 0, half, blocks - half)
@@ -154,21 +155,21 @@ def _consume(
     def free(i: Any) -> None:
         mgpu.barrier_arrive(refs["free"].at[mail.slot(done + i, layout.stages)])
 
-    def multiply(wide: int, blocks: int) -> None:
-        parts = out.parts(top, blocks, wide)
+    def multiply(shape: Shape) -> None:
+        parts = out.parts(top, shape)
         out.prepare(tile, parts)
 
         def summed(acc: Any) -> Any:
             def step(i: Any, _: Any) -> None:
                 at = arrived(i)
-                mgpu.wgmma(acc, *form.factors(refs, at, pl.ds(top, blocks * BLOCK), wide))
+                mgpu.wgmma(acc, *form.factors(refs, at, pl.ds(top, shape.blocks * BLOCK), shape.columns))
                 mgpu.wgmma_wait(0)  # meanwhile the other consumer multiplies: the sooner the stage is free, the better
                 free(i)
 
             lax.fori_loop(i32(0), tile.steps, step, None)
             return acc[...]
 
-        acc = pl.run_scoped(summed, mgpu.ACC((blocks * BLOCK, wide), jnp.float32))
+        acc = pl.run_scoped(summed, mgpu.ACC((shape.blocks * BLOCK, shape.columns), jnp.float32))
         out.store(tile, parts, acc)
 
     def skip() -> None:
@@ -180,7 +181,5 @@ def _consume(
 
         lax.fori_loop(i32(0), tile.steps, step, None)
 
-    shapes = itertools.product(form.widths, form.heights)
-    branch = width * i32(len(form.heights)) + mine - i32(form.heights[0] - 1)
-    branches = [skip, *(functools.partial(multiply, *shape) for shape in shapes)]
-    lax.switch(jnp.where(mine > 0, branch, i32(0)), branches)
+    branches = [skip, *(functools.partial(multiply, shape) for shape in kinds.all)]
+    lax.switch(jnp.where(mine > 0, kinds.branch(tile, mine) + i32(1), i32(0)), branches)

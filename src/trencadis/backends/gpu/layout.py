@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 BLOCK = 64  # rows that one instruction multiplies
+UNIT = 16  # columns of instructions by which turned tiles grow
 GRAIN = 8  # a copy into shared memory starts at a multiple of so many rows
 LINE = 128  # bytes of a row that lie together in shared memory
 CONSUMERS = 2  # warpgroups that multiply
@@ -26,7 +27,7 @@ class Layout:
     blocks: int  # thread blocks: one for each multiprocessor
     slots: int = 2  # buffers of a consumer on the way out
     split: str = ""  # the operand that comes as two bfloat16 arrays, of which it is the sum
-    turned: int = 0  # rows of the operand are the columns of instructions: there may be fewer than 64
+    turned: bool = False  # rows of a tile are columns of instructions
     flat: bool = False  # both operands are stored with the axis of the sum last
     claim: bool = False  # a block takes the next tile when it is done with one; otherwise every `blocks`-th is its own
 
@@ -37,7 +38,16 @@ class Layout:
     @property
     def unit(self) -> int:
         """Rows by which a tile grows."""
-        return self.turned or BLOCK
+        return UNIT if self.turned else BLOCK
+
+    @property
+    def heights(self) -> list[int]:
+        """Rows that are copied and multiplied for a tile: what it has, or a bit more if it is small.
+
+        A group is cut evenly, so that most tiles are more than half as tall as can be.
+        """
+        every = range(self.unit, self.tall + 1, self.unit)
+        return [rows for rows in every if not self.turned or rows > self.tall // 2 or rows % (2 * UNIT) == 0]
 
     def widths(self, columns: int) -> list[int]:
         """How wide tiles are in a result of so many columns: as wide as this, and the last of them the rest."""
@@ -46,7 +56,8 @@ class Layout:
 
     def __str__(self) -> str:
         order = "claimed" if self.claim else "dealt"
-        return f"{self.tall}x{self.wide}x{self.deep}, {self.stages} stages, {self.blocks} blocks, tiles {order}"
+        turned = " turned" if self.turned else ""
+        return f"{self.tall}x{self.wide}x{self.deep}{turned}, {self.stages} stages, {self.blocks} blocks, tiles {order}"
 
 
 def line(dtype: np.dtype[Any]) -> int:

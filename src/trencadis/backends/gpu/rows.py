@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, GRAIN, LINE, Layout, line
+from trencadis.backends.gpu.layout import GRAIN, LINE, Layout, line
+from trencadis.backends.gpu.shapes import fit
 from trencadis.backends.gpu.walk import Tile, Walk, i32
 from trencadis.problem import Problem
 from trencadis.versions import flipped
@@ -46,7 +46,7 @@ class Rows:
         }
 
     def copy(self, refs: dict[str, Any], walk: Walk, tile: Tile, step: Any, slot: Any) -> None:
-        """Start the copies of one step: as many blocks of rows as the tile has, and columns of the group's weights."""
+        """Start the copies of one step: as many rows as the tile has, and columns of the group's weights."""
         problem, cut = self.problem, self.layout
         second, step, _ = walk.half(tile, step)
         k = pl.ds(pl.multiple_of(step * i32(cut.deep), cut.deep), cut.deep)
@@ -62,31 +62,10 @@ class Rows:
             lhs = refs["lhs"].at[(second, *place) if cut.split == "lhs" else place]
             return lambda: mgpu.copy_gmem_to_smem(lhs, refs["a"].at[slot, pl.ds(0, height)], full)
 
-        heights = range(cut.unit, cut.tall + 1, cut.unit)
-        lax.switch(tile.blocks - i32(1), [rows(height) for height in heights])
-
-    @property
-    def widths(self) -> list[int]:
-        """How wide products are."""
-        cut = self.layout
-        return list(range(cut.unit, cut.tall + 1, cut.unit)) if cut.turned else cut.widths(self.problem.n)
-
-    @property
-    def heights(self) -> range:
-        """How many blocks of 64 a consumer may have, one below the other."""
-        cut = self.layout
-        most = (cut.wide if cut.turned else cut.tall) // BLOCK // CONSUMERS
-        return range(most if cut.turned and len(cut.widths(self.problem.n)) == 1 else 1, most + 1)
-
-    def extent(self, tile: Tile) -> tuple[Any, Any]:
-        """Blocks of 64 in the products of a tile, one below the other, and which of the widths they have."""
-        left = jnp.minimum(i32(self.problem.n) - tile.across, i32(self.layout.wide))
-        if self.layout.turned:
-            return lax.div(left, i32(BLOCK)), tile.blocks - i32(1)
-        return tile.blocks, (left < i32(self.layout.wide)).astype(jnp.int32)
+        lax.switch(fit(cut, tile, cut.heights), [rows(height) for height in cut.heights])
 
     def factors(self, refs: dict[str, Any], slot: Any, mine: Any, wide: int) -> tuple[Any, Any]:
-        """What a consumer multiplies: its rows, by the columns of the tile; turned, columns by rows."""
+        """What a consumer multiplies: its rows, by the columns of the tile; turned, its columns by the rows."""
         last = self.problem.transpose_rhs
         if self.layout.turned:
             weights = refs["b"].at[slot, mine] if last else flipped(refs["b"].at[slot, :, mine])

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, LINE, Layout, line
+from trencadis.backends.gpu.shapes import Shape
 from trencadis.backends.gpu.walk import Tile, i32
 from trencadis.epilogue import inlined
 from trencadis.problem import Problem
@@ -71,13 +72,13 @@ class Out:
     refs: dict[str, Any]
     role: Any
 
-    def parts(self, top: Any, blocks: int, wide: int) -> list[Part]:
+    def parts(self, top: Any, shape: Shape) -> list[Part]:
         """The parts of a consumer's products, those from row `top` of all of the tile on."""
         buffers, _, columns = cut(self.problem, self.layout)
-        downs = range(0, blocks * BLOCK, BLOCK)
+        downs = range(0, shape.blocks * BLOCK, BLOCK)
         if self.layout.turned:
-            return [Part(x, 0, 0, top + i32(x), wide, BLOCK, i % buffers) for i, x in enumerate(downs)]
-        corners = [(down, right) for down in downs for right in range(0, wide, columns)]
+            return [Part(x, 0, 0, top + i32(x), shape.columns, BLOCK, i % buffers) for i, x in enumerate(downs)]
+        corners = [(down, right) for down in downs for right in range(0, shape.columns, columns)]
         return [
             Part(down, right, top + i32(down), right, BLOCK, columns, i % buffers)
             for i, (down, right) in enumerate(corners)

@@ -56,8 +56,8 @@ class Tile(NamedTuple):
     end: Scalar
     down: Scalar  # its first row: of the result (rows form), of one matrix (contraction)
     across: Scalar  # its first column
-    blocks: Scalar  # how many blocks of rows it has
-    low: Scalar  # the rows of the result that are the span's, counted from `down`
+    units: Scalar  # its height: blocks of rows, or in turned tiles less
+    low: Scalar  # its rows that are the span's, counted from `down`
     high: Scalar
 
 
@@ -129,14 +129,15 @@ class Walk:
         """What is to be done at a place."""
         panel, columns = i32(self.layout.panel), i32(self.columns)
         at = at - place.before
-        blocks, high = self._blocks(place), self._high(place)
+        total, high = self._units(place), self._high(place)
         passed = lax.div(at, panel * columns) * panel  # tiles in the panels above
         at = at - passed * columns
         height = jnp.maximum(jnp.minimum(panel, high - passed), i32(1))
         across = lax.div(at, height)
         down = passed + at - across * height
-        each = lax.div(blocks, jnp.maximum(high, i32(1)))  # blocks of a tile; the first few have one more
-        more = blocks - each * high
+        each = lax.div(total, jnp.maximum(high, i32(1)))  # units of a tile; the first few have one more
+        more = total - each * high
+        units = each + (down < more).astype(jnp.int32)
         start, end = self._extent(place)
         top = aligned(start, GRAIN) + (down * each + jnp.minimum(down, more)) * i32(self.layout.unit)
         entry = lax.div(place.span, i32(self.each)) if self.problem.batch > 1 else i32(0)
@@ -149,9 +150,9 @@ class Walk:
             end=place.end,
             down=top,
             across=across * i32(self.layout.wide),
-            blocks=each + (down < more).astype(jnp.int32),
+            units=units,
             low=start - top,
-            high=end - top,
+            high=jnp.minimum(end - top, units * i32(self.layout.unit)),
         )
 
     def half(self, tile: Tile, step: Scalar) -> tuple[Scalar, Scalar, Scalar]:
@@ -177,14 +178,14 @@ class Walk:
         """The rows of the result that are a span's."""
         return (place.start, place.end) if self.ragged else (i32(0), i32(self.problem.k))
 
-    def _blocks(self, place: Place) -> Scalar:
-        """Blocks of a span in one column of tiles."""
+    def _units(self, place: Place) -> Scalar:
+        """Units of a span in one column of tiles."""
         start, end = self._extent(place)
         unit = self.layout.unit
-        blocks = lax.div(end - aligned(start, GRAIN) + i32(unit - 1), i32(unit))
-        return jnp.where(end > start, blocks, i32(0))
+        units = lax.div(end - aligned(start, GRAIN) + i32(unit - 1), i32(unit))
+        return jnp.where(end > start, units, i32(0))
 
     def _high(self, place: Place) -> Scalar:
         """Tiles of a span in one column."""
         most = self.layout.tall // self.layout.unit
-        return lax.div(self._blocks(place) + i32(most - 1), i32(most))
+        return lax.div(self._units(place) + i32(most - 1), i32(most))
