@@ -337,6 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ask = argparse.ArgumentParser(description="Check the GPU kernels by value.")
     ask.add_argument("--quick", action="store_true", help="leave out the large cases")
     ask.add_argument("--only", default="", metavar="WORDS", help="cases whose names contain this")
+    ask.add_argument("--part", default="0/1", metavar="I/N", help="every Nth case from the Ith on: for N processes")
     ask.add_argument("--backend", default="gpu", help="another one, to try the script itself (default: %(default)s)")
     ask.add_argument("--jobs", type=int, default=4, help="compiles at a time (default: %(default)s)")
     ask.add_argument("--json", type=pathlib.Path, metavar="PATH", help="write the table there")
@@ -345,7 +346,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {device.device_kind}, backend {asked.backend}", flush=True)
     chosen = [case for case in cases() if asked.only in case.name and not (asked.quick and case.large)]
-    rows = list(check(chosen, asked.backend, asked.jobs))
+    part, parts = (int(number) for number in asked.part.split("/"))
+    rows = list(check(chosen[part::parts], asked.backend, asked.jobs))
     print(f"\n{'case':56} {'error':>9} {'limit':>9}", *rows, sep="\n")
     failed = [row for row in rows if not row.ok]
     print(f"{len(rows) - len(failed)} of {len(rows)} right, {time.perf_counter() - start:.0f} s")

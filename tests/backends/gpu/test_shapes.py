@@ -52,4 +52,4 @@ def test_covers_every_tile(fields, columns):
             assert down == wide
             assert rows <= min(right) and max(right) <= layout.tall
             if wide == layout.wide:  # hardly any padding, where most of the work is
-                assert right == {copied} and copied - rows <= (0 if rows > layout.tall // 2 else 16)
+                assert right == {copied} and (copied == rows or (rows <= layout.tall // 2 and copied - rows < 64))

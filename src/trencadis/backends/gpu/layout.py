@@ -42,12 +42,12 @@ class Layout:
 
     @property
     def heights(self) -> list[int]:
-        """Rows that are copied and multiplied for a tile: what it has, or a bit more if it is small.
+        """Rows that are copied and multiplied for a tile: what it has, or more if that is less than half of a tall one.
 
-        A group is cut evenly, so that most tiles are more than half as tall as can be.
+        Each height is a branch of the kernel, to be compiled; and a group is cut evenly, so that most tiles are tall.
         """
         every = range(self.unit, self.tall + 1, self.unit)
-        return [rows for rows in every if not self.turned or rows > self.tall // 2 or rows % (2 * UNIT) == 0]
+        return [rows for rows in every if rows > self.tall // 2 or rows % BLOCK == 0]
 
     def widths(self, columns: int) -> list[int]:
         """How wide tiles are in a result of so many columns: as wide as this, and the last of them the rest."""

@@ -60,7 +60,7 @@ class Turned:
     def __init__(self, layout: Layout, columns: int) -> None:
         self.layout, self.columns = layout, columns
         self.most = layout.wide // BLOCK // CONSUMERS
-        self.coarse = [rows for rows in layout.heights if rows % BLOCK == 0 or rows == layout.tall]
+        self.coarse = [rows for rows in layout.heights if rows % (2 * BLOCK) == 0 or rows == layout.tall]
         fewer = range(1, self.most) if columns % layout.wide else ()  # in the last column of tiles, by few branches
         self.all = [Shape(self.most, rows) for rows in layout.heights]
         self.all += [Shape(blocks, rows) for blocks in fewer for rows in self.coarse]
