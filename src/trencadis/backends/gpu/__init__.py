@@ -3,6 +3,7 @@
 run         operands as the kernel wants them; the kernel; the result as the problem wants it
 choose      the layout for a problem
 kernel      the roles of the warpgroups of a block; what the form does in each (rows, contraction)
+shapes      what a warpgroup multiplies at a time
 walk, mail  the order of tiles, and how the warpgroups hear of it
 stores      the epilogue, and the way out
 """

@@ -105,7 +105,7 @@ def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
         wide=wide,
         deep=deep,
         stages=stages,
-        panel=2048 // tall,
+        panel=8 if tall > 128 else 16,
         blocks=card.cores,
         slots=slots,
         split=split(problem),
