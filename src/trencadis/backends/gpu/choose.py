@@ -22,7 +22,7 @@ from trencadis.tiling import Tiling
 
 DEEPEST = 8  # stages; more of them hide nothing more
 TALL = 256  # rows of a tile, and
-WIDE = 192  # columns, or in turned tiles the other way round: the registers of two consumers hold no more sums than that
+WIDE = 192  # columns, or in turned tiles the other way round: two consumers have registers for no more sums
 WIDEST = {Form.ROWS: 256, Form.CONTRACTION: WIDE}  # columns of one instruction; a blanker leaves registers for fewer
 FEW = 64  # rows of a group that make one block: reading its weights is all there is to do
 FEWER = 16  # rows that make one unit
@@ -123,7 +123,7 @@ def _slots(problem: Problem, wide: int) -> int:
 
 
 def _besides(problem: Problem, wide: int, slots: int, rows: int) -> int:
-    """Bytes of shared memory that are not stages; buffers have so many rows, each array starts at a multiple of 1024."""
+    """Bytes of shared memory that are not stages. Buffers have so many rows; arrays start at multiples of 1024."""
     staged = CONSUMERS * slots * rows * LINE
     bias = 0 if problem.epilogue.bias is None else -(-CONSUMERS * wide * problem.epilogue.bias.itemsize // 1024) * 1024
     barriers = 8 * (4 * DEEPEST + 2 * TOLD + (1 + slots) * CONSUMERS + 1)

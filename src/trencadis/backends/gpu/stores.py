@@ -25,6 +25,8 @@ from trencadis.epilogue import inlined
 from trencadis.problem import Problem
 from trencadis.versions import flipped, turnable
 
+STRIDE = 32  # rows that are copied out at once, where some of a buffer are not to be written
+
 
 def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
     """Buffers on the way out, and for what the epilogue adds."""
@@ -173,10 +175,17 @@ class Out:
         def some() -> None:
             for part in parts:
                 low, high = (jnp.clip(edge - part.row, i32(0), i32(part.rows)) for edge in (tile.low, tile.high))
-                for size in (1 << power for power in reversed(range(part.rows.bit_length()))):
+                strides(part, low, lax.div(high - low, i32(STRIDE)))
+                for size in (STRIDE >> power for power in range(1, STRIDE.bit_length())):
                     row = low + ((high - low) & i32(-2 * size))
                     pl.when(((high - low) & size) != 0)(functools.partial(send, part, row, size))
 
+        def strides(part: Part, low: Any, count: Any) -> None:
+            lax.fori_loop(i32(0), count, lambda i, _: send(part, low + i * i32(STRIDE), STRIDE), None)
+
+        if self.layout.turned:  # hardly any tile is a span's from its first row to its last
+            some()
+            return
         first, last = parts[0], parts[-1]
         lax.cond((tile.low <= first.row) & (tile.high >= last.row + i32(last.rows)), whole, some)
 
