@@ -4,10 +4,12 @@ from trencadis.api import GroupMetadata, grouped_matmul, make_group_metadata, tr
 from trencadis.debug import debug_checks
 from trencadis.looking import show, why
 from trencadis.ragged import ragged_dot, ragged_dot_general
+from trencadis.tensors import GroupedTensor
 from trencadis.tiling import Tiling, Tilings
 
 __all__ = [
     "GroupMetadata",
+    "GroupedTensor",
     "Tiling",
     "Tilings",
     "debug_checks",
