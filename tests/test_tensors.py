@@ -16,7 +16,9 @@ sizes = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 
 def matrices(first, last, dtype=np.float32):
     """One matrix for each pair, with numbers that tell them apart."""
-    return [np.arange(a * b, dtype=dtype).reshape(a, b) + 100 * i for i, (a, b) in enumerate(zip(first, last, strict=True))]
+    return [
+        np.arange(a * b, dtype=dtype).reshape(a, b) + 100 * i for i, (a, b) in enumerate(zip(first, last, strict=True))
+    ]
 
 
 def same(got, want):
@@ -59,7 +61,9 @@ def test_the_shapes_of_a_list_say_what_is_ragged(shapes, want):
 
 
 def test_many_groups_print_as_a_few():
-    assert repr(GroupedTensor.ragged_rows(jnp.ones((9, 1)), [1] * 9)).endswith("9 groups of 1, 1, 1, 1, 1, 1, 1, 1, ... rows)")
+    assert repr(GroupedTensor.ragged_rows(jnp.ones((9, 1)), [1] * 9)).endswith(
+        "9 groups of 1, 1, 1, 1, 1, 1, 1, 1, ... rows)"
+    )
 
 
 def test_goes_through_transformations():

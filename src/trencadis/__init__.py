@@ -2,6 +2,7 @@
 
 from trencadis.api import GroupMetadata, grouped_matmul, make_group_metadata, transposed_grouped_matmul
 from trencadis.debug import debug_checks
+from trencadis.grouped import grouped_dense, grouped_gemm
 from trencadis.looking import show, why
 from trencadis.ragged import ragged_dot, ragged_dot_general
 from trencadis.tensors import GroupedTensor
@@ -13,6 +14,8 @@ __all__ = [
     "Tiling",
     "Tilings",
     "debug_checks",
+    "grouped_dense",
+    "grouped_gemm",
     "grouped_matmul",
     "make_group_metadata",
     "ragged_dot",

@@ -2,8 +2,8 @@
 
     out_i[m_i, n_i] = lhs_i[m_i, k_i] @ rhs_i[k_i, n_i]
 
-A tensor has two of the dimensions. None of them ragged: a stack `[g, ., .]`. One: an array `[rows of all groups, .]`. Both:
-a flat buffer, one matrix after the other. Derivatives exchange m, k and n, so that they are such GEMMs again.
+A tensor has two of the dimensions. None of them ragged: a stack `[g, ., .]`. One: an array `[rows of all groups, .]`.
+Both: a flat buffer, one matrix after the other. Derivatives exchange m, k and n, so that they are such GEMMs again.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis import problem as what
+from trencadis.visits import offsets
 
 Array = jax.Array
 Shape = tuple[int, ...]
@@ -59,7 +60,7 @@ class GroupedTensor:
             if getattr(getattr(self, name), "shape", None) == (0,):
                 object.__setattr__(self, name, None)
 
-    # -- constructors ---------------------------------------------------------------------------------------------------
+    # -- constructors --------------------------------------------------------------------------------------------------
 
     @classmethod
     def ragged_rows(cls, x: Any, sizes: Any) -> GroupedTensor:
@@ -110,9 +111,7 @@ class GroupedTensor:
             raise ValueError(f"flat: want 1 dimension [c]; got shape {flat.shape}")
         first, last = _dims("first_dims", first_dims, None, ""), _dims("last_dims", last_dims, None, "")
         if first.shape != last.shape:
-            raise ValueError(
-                f"last_dims: want as many groups as first_dims; got {last.shape[0]} and {first.shape[0]}"
-            )
+            raise ValueError(f"last_dims: want as many groups as first_dims; got {last.shape[0]} and {first.shape[0]}")
         rows, columns = what.concrete(first), what.concrete(last)
         if rows is not None and columns is not None:
             need = sum(int(r) * int(c) for r, c in zip(rows, columns, strict=True))
@@ -155,7 +154,7 @@ class GroupedTensor:
             return cls.ragged_cols(jnp.concatenate(arrays, axis=-1), last)
         return cls.fully_ragged(jnp.concatenate([x.ravel() for x in arrays]), first, last)
 
-    # -- what it is -----------------------------------------------------------------------------------------------------
+    # -- what it is ----------------------------------------------------------------------------------------------------
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -185,7 +184,9 @@ class GroupedTensor:
         if first is not None and last is not None:
             shapes = list(zip(first, last, strict=True))
             ends = list(itertools.accumulate((math.prod(shape) for shape in shapes), initial=0))
-            return [self.data[a:b].reshape(shape) for (a, b), shape in zip(itertools.pairwise(ends), shapes, strict=True)]
+            return [
+                self.data[a:b].reshape(shape) for (a, b), shape in zip(itertools.pairwise(ends), shapes, strict=True)
+            ]
         sizes, axis = (first, 0) if last is None else (last, self.ndim - 1)
         assert sizes is not None
         ends = list(itertools.accumulate(sizes, initial=0))
@@ -212,8 +213,9 @@ class GroupedTensor:
         shape = ",".join(map(str, self.shape))
         said = [_said(x, axis) for x, axis in ((self.first_dims, "rows"), (self.last_dims, "columns")) if x is not None]
         dims = self.first_dims if self.first_dims is not None else self.last_dims
-        count = (self.shape if dims is None else getattr(dims, "shape", ())) or ("?",)  # transformations put in what they like
-        return f"GroupedTensor({dtype}[{shape}], {count[-1 if dims is not None else 0]} groups{' of ' * bool(said)}{' by '.join(said)})"
+        known = self.shape[:1] if dims is None else getattr(dims, "shape", ())  # transformations put in what they like
+        count = f"{known[-1] if known else '?'} groups"
+        return f"GroupedTensor({dtype}[{shape}], {' of '.join([count, ' by '.join(said)] if said else [count])})"
 
 
 def _said(dims: Any, axis: str) -> str:
@@ -230,7 +232,7 @@ def _alike(shapes: Sequence[Shape], start: int, stop: int | None) -> bool:
     return len({(len(shape), shape[start:stop]) for shape in shapes}) == 1
 
 
-_FITS = {
+_FITS: dict[str, Callable[[Sequence[Shape]], bool]] = {
     "none": lambda shapes: len(set(shapes)) == 1,
     "rows": lambda shapes: min(map(len, shapes)) >= 1 and _alike(shapes, 1, None),
     "columns": lambda shapes: min(map(len, shapes)) >= 2 and _alike(shapes, 0, -1),
@@ -261,3 +263,12 @@ def _dims(name: str, sizes: Any, limit: int | None, of: str) -> Any:
     if limit is not None and total > limit:
         raise ValueError(f"{name}: must sum to at most {limit}, the {of} of x; got a sum of {total}")
     return sizes.astype(np.int32)
+
+
+def flat_places(rows: Any, columns: Any, capacity: int) -> tuple[Array, Array]:
+    """Where the matrices of a flat buffer start, and how many rows of each lie inside."""
+    rows, columns = (jnp.maximum(jnp.asarray(x), 0) for x in (rows, columns))
+    wide = jnp.maximum(columns, 1)
+    bounds = offsets(jnp.minimum(rows, np.int32(capacity) // wide) * columns, capacity)  # no product passes 2**31
+    inside = jnp.minimum(rows, (bounds[1:] - bounds[:-1]) // wide)
+    return bounds[:-1], jnp.where(columns > 0, inside, rows)

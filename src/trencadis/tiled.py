@@ -1,7 +1,7 @@
 """The calculus of a general grouped GEMM: its adjoints exchange m, k and n, and are such GEMMs again.
 
-Operands are lhs, rhs, where each group lies in lhs, in rhs and in the result, and its sizes m, k and n: all i32[g]. Groups
-may lie anywhere, so that a batch of GEMMs is one with more groups.
+Operands are lhs, rhs, where each group lies in lhs, in rhs and in the result, and its sizes m, k and n: all i32[g].
+Groups may lie anywhere, so that a batch of GEMMs is one with more groups.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def _jvp(primals: Any, tangents: Any, *, gemm: Gemm) -> tuple[Array, Any]:
     return out, functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
-def _transpose(ct: Any, lhs: Any, rhs: Any, a: Any, b: Any, c: Any, m: Any, k: Any, n: Any, *, gemm: Gemm) -> Any:
+def _transpose(ct: Any, lhs: Any, rhs: Any, *places: Any, gemm: Gemm) -> Any:
+    a, b, c, m, k, n = places
     rest = [None] * 6
     if type(ct) is ad.Zero:
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in (lhs, rhs)] + rest

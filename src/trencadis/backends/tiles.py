@@ -1,11 +1,10 @@
-"""Any grouped GEMM in XLA's own operations: loops over groups and over tiles of m, n and k; exact work, on any platform.
+"""Any grouped GEMM in XLA's own operations, on any platform: loops over groups, and over tiles of m, n and k.
 
 A tile that reaches past its group holds what lies behind it: what is read is masked, what is written is merged.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +29,9 @@ class Side(NamedTuple):
     base: Array  # i32[g]: its place in a stack, its first row, or its first entry in a flat buffer
 
 
-def run(gemm: Gemm, lhs: Array, rhs: Array, bases: tuple[Array, Array, Array], sizes: tuple[Array, Array, Array]) -> Array:
+def run(
+    gemm: Gemm, lhs: Array, rhs: Array, bases: tuple[Array, Array, Array], sizes: tuple[Array, Array, Array]
+) -> Array:
     """The result; bases of the groups in lhs, rhs and out, and sizes m, k and n of each, all i32[g]."""
     m, k, n = gemm.m, gemm.k, gemm.n
     tm, tk, tn = (max(min(TILE, dim.size), 1) for dim in (m, k, n))

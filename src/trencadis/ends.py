@@ -1,0 +1,118 @@
+"""What comes after the product of a grouped GEMM: `alpha * product + bias + beta * out`, by groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trencadis.sides import Side
+from trencadis.tensors import GroupedTensor, flat_places
+from trencadis.visits import offsets
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ends:
+    """What comes after the product."""
+
+    bias: Any
+    alpha: Any
+    beta: Any
+    out: Any
+
+    @property
+    def any(self) -> bool:
+        """Whether anything does."""
+        return any(x is not None for x in (self.bias, self.alpha, self.beta, self.out))
+
+
+def check_ends(a: Side, b: Side, ends: Ends, ragged: str) -> None:
+    """Alpha and beta are [g]; bias is [g, n] where n is the same in all groups; beta needs out."""
+    groups = b.tensor.num_groups
+    for name in ("alpha", "beta"):
+        x = getattr(ends, name)
+        if x is None:
+            continue
+        if jnp.shape(x) != (groups,):
+            raise ValueError(f"{name}: want one number for each group, shape ({groups},); got {jnp.shape(x)}")
+        if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            raise TypeError(f"{name}: want a float dtype; got {jnp.result_type(x)}")
+    if isinstance(ends.out, GroupedTensor) and ragged in ("", "k"):
+        raise TypeError("out: want an array, since the result is not ragged; got a GroupedTensor")
+    if ends.out is not None and ragged not in ("", "k") and not isinstance(ends.out, GroupedTensor):
+        raise TypeError(f"out: want a GroupedTensor, ragged as the result is; got {type(ends.out).__name__}")
+    if ends.beta is not None and ends.out is None:
+        raise ValueError("beta: scales what is in out; want out, too")
+    if ends.bias is not None:
+        if "n" in ragged:
+            raise ValueError("bias: is [g, n], and n is ragged here; want it the same in all groups")
+        want = (groups, *(b.tensor.shape[axis] for axis in b.free))
+        if jnp.shape(ends.bias) != want:
+            raise ValueError(f"bias: want shape {want}, groups and free axes of {b.name}; got {jnp.shape(ends.bias)}")
+
+
+def finished(product: GroupedTensor, ends: Ends, dtype: Any) -> GroupedTensor | Array:
+    """Alpha * product + bias + beta * out, where groups own it; what nobody owns keeps what out holds, or is 0."""
+    data = product.data
+    if ends.any:
+        mine = _spread(jnp.ones((product.num_groups,), bool), product, False)
+        if ends.alpha is not None:
+            data = data * _spread(jnp.asarray(ends.alpha), product, 1).astype(data.dtype)
+        if ends.bias is not None:
+            data = data + jnp.where(mine, _bias_of(jnp.asarray(ends.bias).astype(data.dtype), product), 0)
+        if ends.out is not None:
+            old = _same_kind(ends.out, product, dtype)
+            scale = 1 if ends.beta is None else _spread(jnp.asarray(ends.beta), product, 1)
+            data = jnp.where(mine, data + (old * scale).astype(data.dtype), old.astype(data.dtype))
+    data = data.astype(dtype)
+    if product.first_dims is None and product.last_dims is None:
+        return data
+    return GroupedTensor(data, product.first_dims, product.last_dims, product.shape)
+
+
+def _same_kind(out: Any, product: GroupedTensor, dtype: Any) -> Array:
+    """The data of out, which is as the result is."""
+    data = out.data if isinstance(out, GroupedTensor) else out
+    if jnp.shape(data) != product.shape or data.dtype != dtype:
+        raise ValueError(
+            f"out: want {np.dtype(dtype).name}{list(product.shape)}; got {data.dtype.name}{list(jnp.shape(data))}"
+        )
+    if isinstance(out, GroupedTensor) and (out.first_dims is None, out.last_dims is None) != (
+        product.first_dims is None,
+        product.last_dims is None,
+    ):
+        raise ValueError(f"out: want a tensor that is ragged as the result, {product!r}; got {out!r}")
+    return data
+
+
+def _bias_of(bias: Array, product: GroupedTensor) -> Array:
+    """The bias of each row [m, ..., n] or of each group [g, 1, n]."""
+    if product.first_dims is None:
+        return bias.reshape(bias.shape[0], *(1,) * (product.ndim - bias.ndim), *bias.shape[1:])
+    rows = jnp.take(bias, _owner(product.first_dims, product.shape[0]), axis=0, mode="clip")
+    return rows.reshape(rows.shape[0], *(1,) * (product.ndim - bias.ndim), *bias.shape[1:])
+
+
+def _owner(sizes: Any, total: int) -> Array:
+    """The group of each position: i32[total]; g where there is none."""
+    ends = offsets(jnp.asarray(sizes), total)[1:]
+    return jnp.searchsorted(ends, jnp.arange(total, dtype=jnp.int32), side="right").astype(jnp.int32)
+
+
+def _spread(values: Array, tensor: GroupedTensor, fill: Any) -> Array:
+    """A value of each group at each of its entries, in a shape that broadcasts against the data."""
+    values = jnp.append(values, jnp.full((1,), fill, values.dtype))
+    first, last, shape = tensor.first_dims, tensor.last_dims, tensor.shape
+    if first is None and last is None:
+        return values[:-1].reshape(-1, *(1,) * (len(shape) - 1))
+    if first is not None and last is not None:
+        _, rows = flat_places(first, last, shape[0])
+        return values[_owner(rows * jnp.maximum(jnp.asarray(last), 0), shape[0])]
+    if last is None:
+        return values[_owner(first, shape[0])].reshape(-1, *(1,) * (len(shape) - 1))
+    return values[_owner(last, shape[-1])]

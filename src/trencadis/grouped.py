@@ -1,0 +1,223 @@
+"""The general door: one GEMM for each group, over tensors that carry their own raggedness."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trencadis import problem as what
+from trencadis.api import grouped_matmul, transposed_grouped_matmul
+from trencadis.dtypes import accumulator
+from trencadis.ends import Ends, check_ends, finished
+from trencadis.epilogue import Activation
+from trencadis.general import general
+from trencadis.plan import check_backend
+from trencadis.sides import Side, arranged, laid, sides, times
+from trencadis.tensors import GroupedTensor
+
+Array = jax.Array
+
+
+def grouped_gemm(
+    lhs: GroupedTensor,
+    rhs: GroupedTensor,
+    *,
+    contracting_dims: tuple[Sequence[int], Sequence[int]],
+    bias: Any = None,
+    alpha: Any = None,
+    beta: Any = None,
+    out: GroupedTensor | Array | None = None,
+    preferred_element_type: Any = None,
+    group_offset: Any = None,
+    precision: Any = None,
+    backend: str | None = None,
+) -> GroupedTensor | Array:
+    """Multiply group by group: `out_i = alpha_i * (lhs_i @ rhs_i) + bias_i + beta_i * out_i`.
+
+    What is ragged in lhs and rhs, and which axes are summed over, says what the result is: groups that differ in an
+    axis that is summed over, in both operands, give one matrix each; groups that differ in a free axis give a result
+    that differs in it. The passes of a layer are one call each:
+
+        forward    x ragged rows [m, k]    w stacked [g, k, n]     ((1,), (1,))    ragged rows [m, n]
+        d x        y ragged rows [m, n]    w stacked [g, k, n]     ((1,), (2,))    ragged rows [m, k]
+        d w        x ragged rows [m, k]    y ragged rows [m, n]    ((0,), (0,))    [g, k, n]
+
+    With one ragged dimension the kernels of `grouped_matmul` and `transposed_grouped_matmul` do the work; with more,
+    loops over tiles. What no group owns is exactly 0, or what `out` holds there. Differentiable in all but sizes.
+
+    Args:
+      lhs: the left operand; axes are those of its `shape`, of which the first is that of the groups in a stack.
+      rhs: the right operand, of as many groups.
+      contracting_dims: the axes of lhs, and those of rhs, that are summed over together.
+      bias: `[g, ...]` with the free axes of rhs, added to the product of each group.
+      alpha: `[g]`, what the product of each group is multiplied with.
+      beta: `[g]`, what `out` is multiplied with, group by group; 1 by default.
+      out: what the product is added to: of the shape, the dtype and the raggedness of the result.
+        Where both m and n are ragged, or one of them comes from a tensor that is fully ragged, it also says how large
+        the result is: needed if sizes are traced.
+      preferred_element_type: the dtype of the result; by default that of the operands, promoted.
+      group_offset: the first group that a stack holds, or that is computed, as in `grouped_matmul`.
+      precision: as in `grouped_matmul`.
+      backend: as in `grouped_matmul`.
+
+    Returns:
+      A `GroupedTensor` whose axes are the free ones of lhs, then those of rhs; or, where no free axis is ragged, an
+      array with these axes after that of the groups.
+
+    >>> x = GroupedTensor.ragged_rows(jnp.ones((3, 2)), [1, 2])
+    >>> w = GroupedTensor.stacked(jnp.stack([jnp.eye(2), 2 * jnp.eye(2)]))
+    >>> grouped_gemm(x, w, contracting_dims=((1,), (1,))).data.tolist()
+    [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
+    >>> grouped_gemm(x, x, contracting_dims=((0,), (0,))).tolist()
+    [[[1.0, 1.0], [1.0, 1.0]], [[2.0, 2.0], [2.0, 2.0]]]
+    """
+    a, b = sides(lhs, rhs, contracting_dims)
+    dtype = jnp.result_type(lhs.dtype, rhs.dtype) if preferred_element_type is None else preferred_element_type
+    dtype = what.result_dtype(dtype, lhs, rhs)
+    ends = Ends(bias=bias, alpha=alpha, beta=beta, out=out)
+    options = {"precision": precision, "backend": check_backend(backend)}
+    differ = {"m": a.ragged(a.free), "k": a.ragged(a.summed), "n": b.ragged(b.free)}
+    ragged = "".join(name for name, sizes in differ.items() if sizes is not None)
+    _check_groups(a, b, group_offset, ragged, ends)
+    check_ends(a, b, ends, ragged)
+    fused, ends = _fused(a, b, ragged, ends)
+    kept = dtype if not ends.any else accumulator(lhs.dtype, rhs.dtype)
+    if ragged == "":
+        product = _stacked(a, b, kept, precision)
+    elif ragged == "m":
+        product = _rows(a, b, kept, group_offset=group_offset, **options, **fused)
+    elif ragged == "n":
+        product = _rows(b, a, kept, group_offset=group_offset, **options)
+    elif ragged == "k":
+        product = _summed(a, b, kept, group_offset=group_offset, **options, **fused)
+    else:
+        product = general(a, b, kept, ends.out, **options)
+    return finished(product, ends, dtype)
+
+
+def grouped_dense(
+    x: Any,
+    kernel: Any,
+    group_sizes: Any,
+    *,
+    contracting_dims: tuple[Sequence[int], Sequence[int]] = ((-1,), (1,)),
+    bias: Any = None,
+    activation: Activation | None = None,
+    preferred_element_type: Any = None,
+    group_offset: Any = None,
+    precision: Any = None,
+    backend: str | None = None,
+) -> Array:
+    """A dense layer for each group of rows: `activation(x_i @ kernel_i + bias_i)`.
+
+    Args:
+      x: `[m, ...]`, rows sorted by group.
+      kernel: `[g, ...]`, one for each group.
+      group_sizes: as in `grouped_matmul`.
+      contracting_dims: the axes of x, and those of kernel, that are summed over together.
+      bias: `[g, ...]` with the free axes of kernel. Its gradient is summed in float32, over rows that a group owns.
+      activation: as in `grouped_matmul`.
+      preferred_element_type: the dtype of the result; by default that of x and kernel, promoted.
+      group_offset: as in `grouped_matmul`.
+      precision: as in `grouped_matmul`.
+      backend: as in `grouped_matmul`.
+
+    Returns:
+      `[m, ...]`, the free axes of x, then those of kernel.
+
+    >>> grouped_dense(jnp.ones((3, 2)), jnp.ones((2, 2, 1)), [1, 1], bias=jnp.array([[1.0], [-3.0]])).ravel()
+    Array([ 3., -1.,  0.], dtype=float32)
+    """
+    rows, weights = GroupedTensor.ragged_rows(x, group_sizes), GroupedTensor.stacked(kernel)
+    a, b = sides(rows, weights, contracting_dims, names=("x", "kernel"))
+    if 0 not in a.free:
+        raise ValueError("contracting_dims: axis 0 of x is that of the rows; want it free")
+    dtype = jnp.result_type(rows.dtype, weights.dtype) if preferred_element_type is None else preferred_element_type
+    dtype = what.result_dtype(dtype, rows, weights)
+    ends = Ends(bias=bias, alpha=None, beta=None, out=None)
+    _check_groups(a, b, group_offset, "m", ends)
+    check_ends(a, b, ends, "m")
+    fused, _ = _fused(a, b, "m", ends)
+    options = {"precision": precision, "backend": backend, "group_offset": group_offset, "activation": activation}
+    return _rows(a, b, dtype, **options, **fused).data
+
+
+def _check_groups(a: Side, b: Side, group_offset: Any, ragged: str, ends: Ends) -> None:
+    """As many groups in both; or, with group_offset, a stack that holds some of them."""
+    counts = a.tensor.num_groups, b.tensor.num_groups
+    if group_offset is not None and (len(ragged) != 1 or ends.alpha is not None or ends.beta is not None):
+        raise ValueError(
+            "group_offset: says which groups a stack holds, where one of m, k and n is ragged and there is no alpha or "
+            f"beta; got {ragged or 'none'} ragged"
+        )
+    if counts[0] != counts[1] and (group_offset is None or ragged == "k"):
+        raise ValueError(f"{b.name}: want as many groups as {a.name}; got {counts[1]} and {counts[0]}")
+
+
+def _fused(a: Side, b: Side, ragged: str, ends: Ends) -> tuple[dict[str, Any], Ends]:
+    """What a kernel does itself after the product, and what is left."""
+    given = [name for name in ("bias", "alpha", "beta", "out") if getattr(ends, name) is not None]
+    nothing = Ends(bias=None, alpha=None, beta=None, out=None)
+    if given == ["bias"] and ragged == "m":
+        return {"bias": jnp.reshape(ends.bias, (-1, b.extent(b.free)))}, nothing
+    if given == ["out"] and ragged in ("m", "k"):
+        held = ends.out.data if isinstance(ends.out, GroupedTensor) else ends.out
+        free = [side.tensor.shape[axis] for side in (a, b) for axis in side.free]
+        if list(jnp.shape(held)[ragged == "k" :]) != free:
+            raise ValueError(f"out: want the free axes {free} of {a.name} and {b.name}; got shape {jnp.shape(held)}")
+        if ragged == "k":
+            return {"existing_out": jnp.reshape(held, (-1, a.extent(a.free), b.extent(b.free)))}, nothing
+        if a.ordered(a.free) == a.free:
+            return {"existing_out": jnp.reshape(held, (a.extent(a.free), b.extent(b.free)))}, nothing
+    return {}, ends
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The forms that kernels know, and a stack of both
+
+
+def _stacked(a: Side, b: Side, dtype: Any, precision: Any) -> GroupedTensor:
+    """Nothing is ragged: XLA's own batched product."""
+    acc = accumulator(a.tensor.dtype, b.tensor.dtype)
+    x, y = a.tensor.data, b.tensor.data
+    if x.dtype != y.dtype:
+        x, y = x.astype(acc), y.astype(acc)
+    dims = ((a.summed, b.summed), ((0,), (0,)))
+    out = lax.dot_general(x, y, dims, precision=precision, preferred_element_type=acc).astype(dtype)
+    return GroupedTensor(out, None, None, out.shape)
+
+
+def _rows(side: Side, stack: Side, dtype: Any, **options: Any) -> GroupedTensor:
+    """The ragged side's rows, each times a matrix of the stack."""
+    free = side.ordered(side.free)
+    x, other = laid(side, free, side.summed)
+    x = x.T if other else x
+    w, turned = laid(stack, stack.summed, stack.free)
+    sizes = times(side.ragged(side.free), side.inner(side.free), x.shape[0])
+    out = grouped_matmul(x, w, sizes, dtype, transpose_rhs=turned, **options)
+    shape = [side.tensor.shape[axis] for axis in free] + [stack.tensor.shape[axis] for axis in stack.free]
+    return arranged(
+        side,
+        stack,
+        out.reshape(shape),
+        [(side.name, axis) for axis in free] + [(stack.name, axis) for axis in stack.free],
+    )
+
+
+def _summed(a: Side, b: Side, dtype: Any, **options: Any) -> GroupedTensor:
+    """A sum over the rows of each group."""
+    order = sorted(range(len(a.summed)), key=lambda i: a.summed[i] not in a.sizes)
+    left, right = (tuple(side.summed[i] for i in order) for side in (a, b))
+    x, turned = laid(a, left, a.free)
+    y, other = laid(b, right, b.free)
+    y = y.T if other else y
+    sizes = times(a.ragged(a.summed), a.inner(a.summed), y.shape[0])
+    held = options.get("existing_out")
+    count = None if held is None else held.shape[0]
+    out = transposed_grouped_matmul(x, y, sizes, dtype, transpose_lhs=not turned, num_actual_groups=count, **options)
+    shape = [out.shape[0]] + [side.tensor.shape[axis] for side in (a, b) for axis in side.free]
+    return GroupedTensor(out.reshape(shape), None, None, tuple(shape))
