@@ -134,8 +134,6 @@ def grouped_dense(
     """
     rows, weights = GroupedTensor.ragged_rows(x, group_sizes), GroupedTensor.stacked(kernel)
     a, b = sides(rows, weights, contracting_dims, names=("x", "kernel"))
-    if 0 not in a.free:
-        raise ValueError("contracting_dims: axis 0 of x is that of the rows; want it free")
     dtype = jnp.result_type(rows.dtype, weights.dtype) if preferred_element_type is None else preferred_element_type
     dtype = what.result_dtype(dtype, rows, weights)
     ends = Ends(bias=bias, alpha=None, beta=None, out=None)

@@ -2,6 +2,7 @@
 
 - `trencadis.compat.megablox`: `jax.experimental.pallas.ops.tpu.megablox`, and the megablox of MaxText.
 - `trencadis.compat.ejkernel`: ejkernel's `grouped_matmul` family.
+- `trencadis.compat.transformer_engine`: TransformerEngine's grouped tensors and GEMMs for JAX.
 """
 
 from __future__ import annotations
