@@ -60,7 +60,7 @@ def finished(product: GroupedTensor, ends: Ends, dtype: Any) -> GroupedTensor | 
     """Alpha * product + bias + beta * out, where groups own it; what nobody owns keeps what out holds, or is 0."""
     data = product.data
     if ends.any:
-        mine = _spread(jnp.ones((product.num_groups,), bool), product, False)
+        mine = _owned(product)
         if ends.alpha is not None:
             data = data * _spread(jnp.asarray(ends.alpha), product, 1).astype(data.dtype)
         if ends.bias is not None:
@@ -98,21 +98,36 @@ def _bias_of(bias: Array, product: GroupedTensor) -> Array:
     return rows.reshape(rows.shape[0], *(1,) * (product.ndim - bias.ndim), *bias.shape[1:])
 
 
+def _along(tensor: GroupedTensor) -> tuple[Any, int]:
+    """How much of the axis that groups lie along belongs to each, and which axis that is."""
+    first, last = tensor.first_dims, tensor.last_dims
+    if first is not None and last is not None:
+        _, rows = flat_places(first, last, tensor.shape[0])
+        return rows * jnp.maximum(jnp.asarray(last), 0), 0
+    return (last, tensor.ndim - 1) if first is None else (first, 0)
+
+
+def _owned(tensor: GroupedTensor) -> Array:
+    """Whether a group owns an entry, in a shape that broadcasts against the data. Groups lie one after the other."""
+    sizes, axis = _along(tensor)
+    if sizes is None:
+        return jnp.ones((1,) * tensor.ndim, bool)
+    end = offsets(jnp.asarray(sizes), tensor.shape[axis])[-1]
+    shape = [length if i == axis else 1 for i, length in enumerate(tensor.shape)]
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < end
+
+
 def _owner(sizes: Any, total: int) -> Array:
     """The group of each position: i32[total]; g where there is none."""
-    ends = offsets(jnp.asarray(sizes), total)[1:]
-    return jnp.searchsorted(ends, jnp.arange(total, dtype=jnp.int32), side="right").astype(jnp.int32)
+    bounds = offsets(jnp.asarray(sizes), total)
+    lengths = jnp.append(bounds[1:] - bounds[:-1], total - bounds[-1])
+    return jnp.repeat(jnp.arange(lengths.shape[0], dtype=jnp.int32), lengths, total_repeat_length=total)
 
 
 def _spread(values: Array, tensor: GroupedTensor, fill: Any) -> Array:
     """A value of each group at each of its entries, in a shape that broadcasts against the data."""
-    values = jnp.append(values, jnp.full((1,), fill, values.dtype))
-    first, last, shape = tensor.first_dims, tensor.last_dims, tensor.shape
-    if first is None and last is None:
-        return values[:-1].reshape(-1, *(1,) * (len(shape) - 1))
-    if first is not None and last is not None:
-        _, rows = flat_places(first, last, shape[0])
-        return values[_owner(rows * jnp.maximum(jnp.asarray(last), 0), shape[0])]
-    if last is None:
-        return values[_owner(first, shape[0])].reshape(-1, *(1,) * (len(shape) - 1))
-    return values[_owner(last, shape[-1])]
+    sizes, axis = _along(tensor)
+    if sizes is None:
+        return values.reshape(-1, *(1,) * (tensor.ndim - 1))
+    values = jnp.append(values, jnp.full((1,), fill, values.dtype))[_owner(sizes, tensor.shape[axis])]
+    return values.reshape([-1 if i == axis else 1 for i in range(tensor.ndim)])
