@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trencadis import problem as what
 from trencadis.sides import Side
 from trencadis.tensors import GroupedTensor, flat_places
 from trencadis.visits import offsets
@@ -66,7 +67,7 @@ def finished(product: GroupedTensor, ends: Ends, dtype: Any) -> GroupedTensor | 
         if ends.bias is not None:
             data = data + jnp.where(mine, _bias_of(jnp.asarray(ends.bias).astype(data.dtype), product), 0)
         if ends.out is not None:
-            old = _same_kind(ends.out, product, dtype)
+            old = held(ends.out, product.shape, (product.first_dims is not None, product.last_dims is not None), dtype)
             scale = 1 if ends.beta is None else _spread(jnp.asarray(ends.beta), product, 1)
             data = jnp.where(mine, data + (old * scale).astype(data.dtype), old.astype(data.dtype))
     data = data.astype(dtype)
@@ -75,18 +76,14 @@ def finished(product: GroupedTensor, ends: Ends, dtype: Any) -> GroupedTensor | 
     return GroupedTensor(data, product.first_dims, product.last_dims, product.shape)
 
 
-def _same_kind(out: Any, product: GroupedTensor, dtype: Any) -> Array:
-    """The data of out, which is as the result is."""
-    data = out.data if isinstance(out, GroupedTensor) else out
-    if jnp.shape(data) != product.shape or data.dtype != dtype:
-        raise ValueError(
-            f"out: want {np.dtype(dtype).name}{list(product.shape)}; got {data.dtype.name}{list(jnp.shape(data))}"
-        )
-    if isinstance(out, GroupedTensor) and (out.first_dims is None, out.last_dims is None) != (
-        product.first_dims is None,
-        product.last_dims is None,
-    ):
-        raise ValueError(f"out: want a tensor that is ragged as the result, {product!r}; got {out!r}")
+def held(out: Any, shape: tuple[int, ...], ragged: tuple[bool, bool], dtype: Any) -> Array:
+    """The data of out, if it is as the result is: of its shape and dtype, and ragged in the same of first and last."""
+    data = out.data if isinstance(out, GroupedTensor) else what.as_array("out", out)
+    if jnp.shape(data) != tuple(shape) or data.dtype != dtype:
+        raise ValueError(f"out: want {np.dtype(dtype).name}{list(shape)}; got {data.dtype.name}{list(jnp.shape(data))}")
+    if isinstance(out, GroupedTensor) and (out.first_dims is not None, out.last_dims is not None) != ragged:
+        axes = " and ".join(name for name, on in zip(("first", "last"), ragged, strict=True) if on)
+        raise ValueError(f"out: want a tensor that is ragged in its {axes} axis, as the result is; got {out!r}")
     return data
 
 

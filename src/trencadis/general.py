@@ -12,7 +12,7 @@ import numpy as np
 from trencadis import problem as what
 from trencadis import tiled
 from trencadis.gemm import Dim, Gemm, Kind, Store, kind
-from trencadis.sides import Axes, Side, arranged, laid, times
+from trencadis.sides import Axes, Side, arranged, laid, paired, times
 from trencadis.tensors import GroupedTensor, flat_places
 from trencadis.visits import offsets
 
@@ -23,8 +23,7 @@ def general(a: Side, b: Side, dtype: Any, out: Any, *, precision: Any, backend: 
     """The product of each group."""
     if backend not in (None, "xla"):
         raise ValueError(f"backend: {backend!r} has no kernel for more than one ragged dimension; want None or 'xla'")
-    order = sorted(range(len(a.summed)), key=lambda i: a.summed[i] not in a.sizes)
-    left, right = (tuple(side.summed[i] for i in order) for side in (a, b))
+    left, right = paired(a, b)
     (x, lhs, at_a, m, k_a), (y, rhs, at_b, k_b, n) = (
         _view(a, a.ordered(a.free), left),
         _view(b, right, b.ordered(b.free)),

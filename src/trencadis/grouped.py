@@ -12,11 +12,11 @@ from jax import lax
 from trencadis import problem as what
 from trencadis.api import grouped_matmul, transposed_grouped_matmul
 from trencadis.dtypes import accumulator
-from trencadis.ends import Ends, check_ends, finished
+from trencadis.ends import Ends, check_ends, finished, held
 from trencadis.epilogue import Activation
 from trencadis.general import general
 from trencadis.plan import check_backend
-from trencadis.sides import Side, arranged, laid, sides, times
+from trencadis.sides import Side, arranged, laid, paired, sides, times
 from trencadis.tensors import GroupedTensor
 
 Array = jax.Array
@@ -76,15 +76,14 @@ def grouped_gemm(
     [[[1.0, 1.0], [1.0, 1.0]], [[2.0, 2.0], [2.0, 2.0]]]
     """
     a, b = sides(lhs, rhs, contracting_dims)
-    dtype = jnp.result_type(lhs.dtype, rhs.dtype) if preferred_element_type is None else preferred_element_type
-    dtype = what.result_dtype(dtype, lhs, rhs)
+    dtype = _dtype(preferred_element_type, lhs, rhs)
     ends = Ends(bias=bias, alpha=alpha, beta=beta, out=out)
     options = {"precision": precision, "backend": check_backend(backend)}
     differ = {"m": a.ragged(a.free), "k": a.ragged(a.summed), "n": b.ragged(b.free)}
     ragged = "".join(name for name, sizes in differ.items() if sizes is not None)
     _check_groups(a, b, group_offset, ragged, ends)
     check_ends(a, b, ends, ragged)
-    fused, ends = _fused(a, b, ragged, ends)
+    fused, ends = _fused(a, b, ragged, ends, dtype, window=group_offset is not None)
     kept = dtype if not ends.any else accumulator(lhs.dtype, rhs.dtype)
     if ragged == "":
         product = _stacked(a, b, kept, precision)
@@ -134,14 +133,18 @@ def grouped_dense(
     """
     rows, weights = GroupedTensor.ragged_rows(x, group_sizes), GroupedTensor.stacked(kernel)
     a, b = sides(rows, weights, contracting_dims, names=("x", "kernel"))
-    dtype = jnp.result_type(rows.dtype, weights.dtype) if preferred_element_type is None else preferred_element_type
-    dtype = what.result_dtype(dtype, rows, weights)
+    dtype = _dtype(preferred_element_type, rows, weights)
     ends = Ends(bias=bias, alpha=None, beta=None, out=None)
     _check_groups(a, b, group_offset, "m", ends)
     check_ends(a, b, ends, "m")
-    fused, _ = _fused(a, b, "m", ends)
+    fused, _ = _fused(a, b, "m", ends, dtype)
     options = {"precision": precision, "backend": backend, "group_offset": group_offset, "activation": activation}
     return _rows(a, b, dtype, **options, **fused).data
+
+
+def _dtype(asked: Any, lhs: GroupedTensor, rhs: GroupedTensor) -> Any:
+    """The dtype of the result: as asked, or that of the operands, promoted."""
+    return what.result_dtype(jnp.result_type(lhs.dtype, rhs.dtype) if asked is None else asked, lhs, rhs)
 
 
 def _check_groups(a: Side, b: Side, group_offset: Any, ragged: str, ends: Ends) -> None:
@@ -156,21 +159,21 @@ def _check_groups(a: Side, b: Side, group_offset: Any, ragged: str, ends: Ends) 
         raise ValueError(f"{b.name}: want as many groups as {a.name}; got {counts[1]} and {counts[0]}")
 
 
-def _fused(a: Side, b: Side, ragged: str, ends: Ends) -> tuple[dict[str, Any], Ends]:
+def _fused(a: Side, b: Side, ragged: str, ends: Ends, dtype: Any, window: bool = False) -> tuple[dict[str, Any], Ends]:
     """What a kernel does itself after the product, and what is left."""
     given = [name for name in ("bias", "alpha", "beta", "out") if getattr(ends, name) is not None]
     nothing = Ends(bias=None, alpha=None, beta=None, out=None)
+    free = [side.tensor.shape[axis] for side in (a, b) if not side.flat for axis in side.free]
+    merged = a.extent(a.free), b.extent(b.free)
     if given == ["bias"] and ragged == "m":
-        return {"bias": jnp.reshape(ends.bias, (-1, b.extent(b.free)))}, nothing
-    if given == ["out"] and ragged in ("m", "k"):
-        held = ends.out.data if isinstance(ends.out, GroupedTensor) else ends.out
-        free = [side.tensor.shape[axis] for side in (a, b) for axis in side.free]
-        if list(jnp.shape(held)[ragged == "k" :]) != free:
-            raise ValueError(f"out: want the free axes {free} of {a.name} and {b.name}; got shape {jnp.shape(held)}")
-        if ragged == "k":
-            return {"existing_out": jnp.reshape(held, (-1, a.extent(a.free), b.extent(b.free)))}, nothing
-        if a.ordered(a.free) == a.free:
-            return {"existing_out": jnp.reshape(held, (a.extent(a.free), b.extent(b.free)))}, nothing
+        return {"bias": jnp.reshape(ends.bias, (-1, merged[1]))}, nothing
+    if given == ["out"] and ragged == "k":
+        # with a window, it is out that says of how many groups
+        groups = jnp.shape(ends.out)[:1] if window else (a.tensor.num_groups,)
+        data = held(ends.out, (*groups, *free), (False, False), dtype)
+        return {"existing_out": data.reshape(*groups, *merged)}, nothing
+    if given == ["out"] and ragged == "m" and a.ordered(a.free) == a.free:
+        return {"existing_out": held(ends.out, tuple(free), (True, False), dtype).reshape(merged)}, nothing
     return {}, ends
 
 
@@ -208,8 +211,7 @@ def _rows(side: Side, stack: Side, dtype: Any, **options: Any) -> GroupedTensor:
 
 def _summed(a: Side, b: Side, dtype: Any, **options: Any) -> GroupedTensor:
     """A sum over the rows of each group."""
-    order = sorted(range(len(a.summed)), key=lambda i: a.summed[i] not in a.sizes)
-    left, right = (tuple(side.summed[i] for i in order) for side in (a, b))
+    left, right = paired(a, b)
     x, turned = laid(a, left, a.free)
     y, other = laid(b, right, b.free)
     y = y.T if other else y

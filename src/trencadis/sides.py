@@ -22,6 +22,7 @@ class Side:
     """An operand: which of its axes are summed over and which are free, and which are ragged with what sizes."""
 
     name: str
+    first: bool  # whether it is the left one
     tensor: GroupedTensor
     summed: Axes
     free: Axes
@@ -73,7 +74,7 @@ def sides(lhs: Any, rhs: Any, contracting_dims: Any, names: tuple[str, str] = ("
         left, right = (tuple(int(axis) for axis in axes) for axes in contracting_dims)
     except (TypeError, ValueError):
         raise ValueError(f"contracting_dims: want two sequences of axes; got {contracting_dims!r}") from None
-    a, b = _side(names[0], lhs, left), _side(names[1], rhs, right)
+    a, b = _side(names[0], True, lhs, left), _side(names[1], False, rhs, right)
     if len(left) != len(right):
         raise ValueError(f"contracting_dims: want as many axes of {a.name} as of {b.name}; got {left} and {right}")
     for x, y in zip(a.summed, b.summed, strict=True):
@@ -105,7 +106,7 @@ def _check_pair(a: Side, x: int, b: Side, y: int) -> None:
         )
 
 
-def _side(name: str, tensor: GroupedTensor, axes: tuple[int, ...]) -> Side:
+def _side(name: str, first: bool, tensor: GroupedTensor, axes: Axes) -> Side:
     """One operand, checked by itself."""
     if jnp.shape(tensor.data) != tensor.shape:
         raise ValueError(
@@ -122,7 +123,7 @@ def _side(name: str, tensor: GroupedTensor, axes: tuple[int, ...]) -> Side:
             raise ValueError(f"contracting_dims: {name} has no axis {axis} to sum over, {why}")
     if len(set(summed)) < len(summed):
         raise ValueError(f"contracting_dims: want each axis of {name} once; got {axes}")
-    side = Side(name, tensor, summed, tuple(axis for axis in mine if axis not in summed))
+    side = Side(name, first, tensor, summed, tuple(axis for axis in mine if axis not in summed))
     for axis, sizes in side.sizes.items():
         if not flat:
             what.check_sizes(sizes, tensor.shape[axis])
@@ -142,6 +143,12 @@ def laid(side: Side, first: Axes, second: Axes) -> tuple[Array, bool]:
     return data.reshape(shape), turned
 
 
+def paired(a: Side, b: Side) -> tuple[Axes, Axes]:
+    """The axes that are summed over, in one order for both, the ragged one first."""
+    order = sorted(range(len(a.summed)), key=lambda i: a.summed[i] not in a.sizes)
+    return tuple(a.summed[i] for i in order), tuple(b.summed[i] for i in order)
+
+
 def times(sizes: Any, inner: int, total: int) -> Any:
     """Sizes of merged axes: the ragged one's, times the others; none reaches past the total."""
     return sizes if inner == 1 else jnp.clip(sizes, 0, total // max(inner, 1)) * np.int32(inner)
@@ -149,7 +156,7 @@ def times(sizes: Any, inner: int, total: int) -> Any:
 
 def arranged(side: Side, other: Side, out: Array, labels: list[tuple[str, int]]) -> GroupedTensor:
     """With the axes of lhs before those of rhs; the ragged one must come first or last."""
-    a, b = (side, other) if side.name in ("lhs", "x") else (other, side)
+    a, b = (side, other) if side.first else (other, side)
     want = [(each.name, axis) for each in (a, b) for axis in each.free]
     out = out.transpose([labels.index(label) for label in want])
     at = next(i for i, label in enumerate(want) if label[0] == side.name and label[1] in side.sizes)

@@ -150,4 +150,6 @@ def _tensor(name: str, x: Any) -> GroupedTensor:
 
 def _unscaled(quantizer_set: Any) -> None:
     if quantizer_set is not noop_quantizer_set and quantizer_set is not None:
-        raise NotImplementedError(f"quantizer_set: tensors with scales are not supported yet; got {quantizer_set!r}")
+        raise ValueError(
+            f"quantizer_set: want the one that does nothing: scales are not supported; got {quantizer_set!r}"
+        )
