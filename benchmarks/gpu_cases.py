@@ -26,6 +26,7 @@ class Call:
     bias: bool = False
     activation: str = ""
     grad: bool = False  # of sum(out * c), with respect to both operands
+    tile: tuple[int, int, int] | None = None  # instead of the plan's own, which is small where there is little to do
 
     @property
     def local(self) -> int:
@@ -103,7 +104,8 @@ def _vary(name: str, call: Call, *kinds: str, **more: Any) -> list[Case]:
 def _both(form: str) -> list[Case]:
     """What both forms have."""
     call = functools.partial(Call, form=form)
-    plain, flipped = call(), call(out="bf16", flipped=True)
+    tile = (64, 256, 192) if form == "contraction" else (256, 64, 192)
+    plain, flipped = call(tile=tile), call(out="bf16", flipped=True, tile=tile if form == "contraction" else None)
     odd = {"m": 1001, "k": 257, "n": 129}
     window = call(out="bf16", g=12, window=4, flipped=form == "contraction")
     wide = call(m=4096, k=64, n=128, g=1024, out="bf16", flipped=form == "contraction")
@@ -116,6 +118,9 @@ def _both(form: str) -> list[Case]:
         *_vary(f"{form} poison unowned flipped", flipped, "short", "short1", poison="unowned"),
         *_vary(f"{form} poison groups", plain, "random", "empties", poison="groups"),
         *_vary(f"{form} poison groups flipped", flipped, "random", "short", poison="groups"),
+        *_vary(f"{form} small tiles", call(tile=(128, 128, 128)), *every[3:], poison="unowned"),
+        *_vary(f"{form} narrow tiles", call(out="bf16", tile=(256, 256, 128)), "random", "short", poison="unowned"),
+        *_vary(f"{form} low tiles", call(out="bf16", tile=(128, 128, 192)), "random", "short", poison="unowned"),
         *_vary(f"{form} f16 f16", call(dtype="f16", out="f16"), "random", "short"),
         *_vary(f"{form} f32 f32", call(dtype="f32"), "random", "empties", "short"),
         *_vary(f"{form} odd", call(**odd, out="bf16"), "random", "empties", "short", poison="unowned"),

@@ -51,7 +51,8 @@ def door(call: Call, backend: str) -> Callable[..., Any]:
     """The function of a call, of the arguments that it has."""
 
     def product(given: dict[str, Any]) -> Any:
-        extras = {"group_offset": given.get("first"), "existing_out": given.get("existing"), "backend": backend}
+        extras = {"group_offset": given.get("first"), "existing_out": given.get("existing")}
+        extras |= {"backend": backend, "tiling": call.tile if backend == "gpu" else None}
         operands = (given["lhs"], given["rhs"], given["sizes"], DTYPES[call.out])
         if call.form == "rows":
             activation = ACTIVATIONS[call.activation][0] if call.activation else None
@@ -317,19 +318,28 @@ def watched(name: str) -> threading.Timer:
 
 
 def check(chosen: Sequence[Case], backend: str, jobs: int) -> Iterator[Row]:
-    """Judge each case; calls are compiled ahead, several at a time."""
+    """Judge each case, after all calls are compiled: tracing them takes the interpreter that the judge needs."""
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         calls = {call: pool.submit(compiled, call, backend) for call in dict.fromkeys(case.call for case in chosen)}
-        for case in chosen:
-            timer, start = watched(case.name), time.perf_counter()
-            try:
-                row = judge(case, calls[case.call].result(), backend)
-            except Exception as failure:  # the other cases are worth knowing, too
-                why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:400]}"
-                row = Row(name=case.name, error=float("nan"), limit=0.0, why=why)
-            timer.cancel()
-            print(f"{time.perf_counter() - start:6.2f} s  {row}", flush=True)
-            yield row
+    for case in chosen:
+        timer, start = watched(case.name), time.perf_counter()
+        try:
+            row = judge(case, calls[case.call].result(), backend)
+        except Exception as failure:  # the other cases are worth knowing, too
+            why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:400]}"
+            row = Row(name=case.name, error=float("nan"), limit=0.0, why=why)
+        timer.cancel()
+        print(f"{time.perf_counter() - start:6.2f} s  {row}", flush=True)
+        yield row
+
+
+def part_of(chosen: Sequence[Case], part: str) -> list[Case]:
+    """The cases of every Nth call from the Ith on, for "I/N": no two processes compile the same."""
+    at, parts = (int(number) for number in part.split("/"))
+    if not 0 <= at < parts:
+        raise SystemExit(f"--part is {part}: I counts from 0 to N - 1")
+    mine = set(list(dict.fromkeys(case.call for case in chosen))[at::parts])
+    return [case for case in chosen if case.call in mine]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -337,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ask = argparse.ArgumentParser(description="Check the GPU kernels by value.")
     ask.add_argument("--quick", action="store_true", help="leave out the large cases")
     ask.add_argument("--only", default="", metavar="WORDS", help="cases whose names contain this")
-    ask.add_argument("--part", default="0/1", metavar="I/N", help="every Nth case from the Ith on: for N processes")
+    ask.add_argument("--part", default="0/1", metavar="I/N", help="every Nth call from the Ith on: for N processes")
     ask.add_argument("--backend", default="gpu", help="another one, to try the script itself (default: %(default)s)")
     ask.add_argument("--jobs", type=int, default=4, help="compiles at a time (default: %(default)s)")
     ask.add_argument("--json", type=pathlib.Path, metavar="PATH", help="write the table there")
@@ -346,8 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {device.device_kind}, backend {asked.backend}", flush=True)
     chosen = [case for case in cases() if asked.only in case.name and not (asked.quick and case.large)]
-    part, parts = (int(number) for number in asked.part.split("/"))
-    rows = list(check(chosen[part::parts], asked.backend, asked.jobs))
+    rows = list(check(part_of(chosen, asked.part), asked.backend, asked.jobs))
     print(f"\n{'case':56} {'error':>9} {'limit':>9}", *rows, sep="\n")
     failed = [row for row in rows if not row.ok]
     print(f"{len(rows) - len(failed)} of {len(rows)} right, {time.perf_counter() - start:.0f} s")

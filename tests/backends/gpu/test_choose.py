@@ -169,3 +169,16 @@ def test_a_layout_says_what_it_is():
     assert str(layout) == f"256x192x64, {layout.stages} stages, 132 blocks, tiles claimed"
     assert "tiles dealt" in str(layout.replace(claim=False))
     assert "192x256x64 turned" in str(choose(question("rows", 16384, 4096, 4096, 32), H200))
+
+
+def test_few_tiles_are_cut_so_that_all_multiprocessors_have_some():
+    def tile(form, *shape):
+        layout = choose(question(form, *shape), H200)
+        return layout.tall, layout.wide
+
+    # one matrix of 16 x 22 tiles would be two waves of them and the rest of a third; of 16 x 32, almost four whole ones
+    assert tile("contraction", 8192, 4096, 4096, 1) == tile("rows", 8192, 4096, 4096, 1) == (256, 128)
+    # 18 tiles for a group that may have half of the rows
+    assert tile("contraction", 32768, 1536, 512, 40) == (128, 128)
+    # as many tiles as anybody could want
+    assert tile("contraction", 16384, 7168, 4096, 32) == (256, 192)

@@ -3,6 +3,7 @@
     turned tiles   192 x 256   rows as columns of instructions: the least padding (ADR 0027)
     small ones      64 x 256   the most bytes of weights under way; where reading them is what takes the time
     tall tiles     256 x 192   where there is no padding to speak of, or the result is float32; contraction
+    lesser ones    128 x 128   and sizes in between: where there are too few tiles to keep all multiprocessors at work
 
 The figures behind the choice are in docs/performance.md.
 """
@@ -10,6 +11,7 @@ The figures behind the choice are in docs/performance.md.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,13 +29,20 @@ WIDEST = {Form.ROWS: 256, Form.CONTRACTION: WIDE}  # columns of one instruction;
 FEW = 64  # rows of a group that make one block: reading its weights is all there is to do
 FEWER = 16  # rows that make one unit
 LARGE = 1024  # rows of a group above which it hardly matters how its last tile is cut
+HOT = 2  # contraction is prepared for a group that has half of the rows: one tile sums over all of them
 CLAIMS = 10**11  # operations from which on it pays to give out tiles one by one: that costs one small kernel
+
+# time for the same work in tiles of each size, over that in the largest: what is smaller reads more
+PACES: dict[Form, dict[tuple[int, int], float]] = {
+    Form.ROWS: {(TALL, WIDE): 1.0, (TALL, 128): 1.03, (128, 256): 1.1, (128, 128): 1.15},
+    Form.CONTRACTION: {(TALL, WIDE): 1.0, (TALL, 128): 1.035, (128, WIDE): 1.07, (128, 128): 1.11},
+}
 
 
 @functools.lru_cache(maxsize=1024)
 def choose(problem: Problem, card: Card) -> Layout:
     """The layout for a problem."""
-    return _layout(problem, card, *_tile(problem))
+    return _layout(problem, card, *_tile(problem, card.cores))
 
 
 def obey(problem: Problem, card: Card, tiling: Tiling) -> Layout:
@@ -55,19 +64,30 @@ def tiling_of(problem: Problem, layout: Layout) -> Tiling:
     return Tiling(layout.deep, layout.tall, layout.wide)
 
 
-def _tile(problem: Problem) -> tuple[int, int]:
+def _tile(problem: Problem, cores: int) -> tuple[int, int]:
     """Rows and columns of a tile of the result."""
     if problem.n <= 128:
         return TALL, BLOCK if problem.n <= BLOCK else 128
     rows = problem.m / problem.groups
-    if problem.form is Form.CONTRACTION:
-        return TALL, 128 if rows <= FEW else WIDE
     if _turned(problem):
         return BLOCK if rows <= FEWER else 128 if rows <= FEW else WIDE, WIDEST[Form.ROWS]
+    if rows <= FEW:
+        return (128, 256) if problem.form is Form.ROWS else (TALL, 128)
     # weights stored with k last come in lines from as many rows as a tile is wide: the more of them, the better
-    if rows <= FEW or (problem.transpose_rhs and rows >= LARGE):
+    if problem.form is Form.ROWS and problem.transpose_rhs and rows >= LARGE:
         return 128, 256
-    return TALL, WIDE
+    return min(PACES[problem.form], key=lambda tile: _time(problem, cores, *tile))
+
+
+def _time(problem: Problem, cores: int, tall: int, wide: int) -> float:
+    """How long the busiest multiprocessor multiplies, in units that do not depend on the tile."""
+    pace = PACES[problem.form][tall, wide] * tall * wide
+    if problem.form is Form.ROWS:  # each group's last tile is half full, on average
+        tiles = (problem.rows / tall + problem.spans / 2) * problem.n / wide
+        return math.ceil(tiles / cores) * pace * problem.k
+    each, hot = problem.m / problem.groups, problem.m / min(HOT, problem.groups)
+    tiles = problem.spans * math.ceil(problem.k / tall) * problem.n / wide
+    return max(math.ceil(tiles / cores) * each, hot) * pace  # a tile's sum is as long as its group
 
 
 def _turned(problem: Problem) -> bool:
