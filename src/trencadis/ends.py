@@ -118,6 +118,7 @@ def _owner(sizes: Any, total: int) -> Array:
     """The group of each position: i32[total]; g where there is none."""
     bounds = offsets(jnp.asarray(sizes), total)
     lengths = jnp.append(bounds[1:] - bounds[:-1], total - bounds[-1])
+    lengths = jax.lax.optimization_barrier(lengths)  # of sizes that are known, XLA would work it out as it compiles
     return jnp.repeat(jnp.arange(lengths.shape[0], dtype=jnp.int32), lengths, total_repeat_length=total)
 
 

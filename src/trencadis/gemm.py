@@ -60,6 +60,13 @@ class Gemm:
     rhs: Store  # k by n
     out: Store  # m by n
     precision: Any = None
+    # where each group lies in lhs, in rhs and in out, and its m, k and n; () where that is traced
+    known: tuple[Shape, ...] = dataclasses.field(default=(), repr=False)
+
+    @property
+    def pairs(self) -> tuple[tuple[Dim, Dim], ...]:
+        """The dimensions of lhs, rhs and out."""
+        return (self.m, self.k), (self.k, self.n), (self.m, self.n)
 
     @property
     def acc(self) -> np.dtype[Any]:
@@ -72,13 +79,29 @@ class Gemm:
 
     def d_lhs(self) -> Gemm:
         """Ct [m, n] x rhs [k, n] -> [m, k]: the sum runs over n."""
-        return self.replace(k=self.n, n=self.k, lhs=self.out, rhs=self.rhs.flip(), out=self.lhs)
+        known = exchanged(D_LHS, self.known)
+        return self.replace(k=self.n, n=self.k, lhs=self.out, rhs=self.rhs.flip(), out=self.lhs, known=known)
 
     def d_rhs(self) -> Gemm:
         """Lhs [m, k] x ct [m, n] -> [k, n]: the sum runs over m."""
-        return self.replace(m=self.k, k=self.m, lhs=self.lhs.flip(), rhs=self.out, out=self.rhs)
+        known = exchanged(D_RHS, self.known)
+        return self.replace(m=self.k, k=self.m, lhs=self.lhs.flip(), rhs=self.out, out=self.rhs, known=known)
+
+
+# what the places of groups in lhs, rhs and out, and their m, k and n, are in a derivative
+D_LHS, D_RHS = (2, 1, 0, 3, 5, 4), (0, 2, 1, 4, 3, 5)
+
+
+def exchanged(order: Shape, places: Any) -> Any:
+    """Places and sizes as a derivative has them."""
+    return tuple(places[i] for i in order) if places else ()
 
 
 def kind(*dims: Dim) -> Kind:
     """Of a tensor with these two dimensions."""
     return Kind(sum(dim.ragged for dim in dims))
+
+
+def along(store: Store, dims: tuple[Dim, Dim]) -> int:
+    """The axis of memory along which groups lie."""
+    return int(kind(*dims) is Kind.ROWS and not dims[store.turned].ragged)

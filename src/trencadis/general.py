@@ -18,6 +18,8 @@ from trencadis.visits import offsets
 
 Array = jax.Array
 
+FEW = 64  # groups that may have a product of their own each: that takes some 25 ms to compile
+
 
 def general(a: Side, b: Side, dtype: Any, out: Any, *, precision: Any, backend: str | None) -> GroupedTensor:
     """The product of each group."""
@@ -36,30 +38,60 @@ def general(a: Side, b: Side, dtype: Any, out: Any, *, precision: Any, backend: 
     gemm = Gemm(
         groups=groups, m=m[0], k=k, n=n[0], lhs=lhs, rhs=rhs, out=store, precision=what.checked_precision(precision)
     )
+    if out is None and kind(m[0], n[0]) is Kind.FLAT and groups <= FEW:
+        gemm = gemm.replace(known=_known(a, b, store.shape[0]))
     data = tiled.run(gemm, x, y, at_a, at_b, at_c, *sizes)
     return result(data)
 
 
 def _view(side: Side, first: Axes, second: Axes) -> Any:
     """An operand as the tiles see it: data, its store, where groups lie, and both dimensions with their sizes."""
+    ragged = [side.flat or side.ragged(axes) is not None for axes in (first, second)]
+    place, *sizes = _places(side, first, second)
+    if side.flat:
+        data, turned = side.tensor.data, first == (1,)
+        extents = [side.tensor.shape[0]] * 2
+    else:
+        data, turned = laid(side, first, second)
+        extents = [side.extent(axes) for axes in (first, second)]
+    dims = [(Dim(size=size, ragged=on), x) for size, on, x in zip(extents, ragged, sizes, strict=True)]
+    return data, Store(shape=data.shape, dtype=side.tensor.dtype, turned=turned), place, *dims
+
+
+def _places(side: Side, first: Axes, second: Axes) -> tuple[Array, Array, Array]:
+    """Where groups lie, and their sizes along some axes and along others: i32[g] each."""
     groups = side.tensor.num_groups
     if side.flat:
-        rows, columns = side.tensor.first_dims, side.tensor.last_dims
-        place, rows = flat_places(rows, columns, side.tensor.shape[0])
-        store = Store(shape=side.tensor.shape, dtype=side.tensor.dtype, turned=first == (1,))
-        dims = [(Dim(size=side.tensor.shape[0], ragged=True), sizes) for sizes in (rows, jnp.asarray(columns))]
-        return side.tensor.data, store, place, *(dims[::-1] if store.turned else dims)
-    data, turned = laid(side, first, second)
-    dims, place = [], jnp.arange(groups, dtype=jnp.int32)
+        columns = jnp.asarray(side.tensor.last_dims)
+        place, rows = flat_places(side.tensor.first_dims, columns, side.tensor.shape[0])
+        return (place, columns, rows) if first == (1,) else (place, rows, columns)
+    place = jnp.arange(groups, dtype=jnp.int32)
+    found = []
     for axes in (first, second):
         sizes, total = side.ragged(axes), side.extent(axes)
         if sizes is None:
-            dims.append((Dim(size=total), jnp.full((groups,), total, jnp.int32)))
+            found.append(jnp.full((groups,), total, jnp.int32))
         else:
             bounds = offsets(jnp.asarray(times(sizes, side.inner(axes), total)), total)
             place = bounds[:-1]
-            dims.append((Dim(size=total, ragged=True), bounds[1:] - bounds[:-1]))
-    return data, Store(shape=data.shape, dtype=side.tensor.dtype, turned=turned), place, *dims
+            found.append(bounds[1:] - bounds[:-1])
+    return place, found[0], found[1]
+
+
+def _known(a: Side, b: Side, capacity: int) -> tuple[tuple[int, ...], ...]:
+    """Where groups lie in lhs, in rhs and in a flat result, and their m, k and n, if that is known now.
+
+    It is where the result is as large as sizes say: they decide its shape, so they may decide the program.
+    """
+    if any(what.concrete(sizes) is None for side in (a, b) for sizes in side.sizes.values()):
+        return ()
+    left, right = paired(a, b)
+    with jax.ensure_compile_time_eval():
+        at_a, m, k_a = _places(a, a.ordered(a.free), left)
+        at_b, k_b, n = _places(b, right, b.ordered(b.free))
+        at_c, _ = flat_places(m, n, capacity)
+        found = at_a, at_b, at_c, m, jnp.minimum(k_a, k_b), n
+        return tuple(tuple(np.asarray(x).tolist()) for x in found)
 
 
 def _room(free: Any, m: Any, n: Any, out: Any, dtype: Any) -> Any:

@@ -16,8 +16,8 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from trencadis.backends import tiles
-from trencadis.gemm import Dim, Gemm, Kind, Store, kind
+from trencadis.backends import tiles, unrolled
+from trencadis.gemm import D_LHS, D_RHS, Dim, Gemm, Store, along, exchanged
 from trencadis.versions import lower_plainly, replicated, result_type, vary_alike
 
 Array = jax.Array
@@ -45,13 +45,12 @@ def _jvp(primals: Any, tangents: Any, *, gemm: Gemm) -> tuple[Array, Any]:
 
 
 def _transpose(ct: Any, lhs: Any, rhs: Any, *places: Any, gemm: Gemm) -> Any:
-    a, b, c, m, k, n = places
     rest = [None] * 6
     if type(ct) is ad.Zero:
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in (lhs, rhs)] + rest
     if ad.is_undefined_primal(lhs):
-        return [run(gemm.d_lhs(), ct, rhs, c, b, a, m, n, k), None, *rest]
-    return [None, run(gemm.d_rhs(), lhs, ct, a, c, b, k, m, n), *rest]
+        return [run(gemm.d_lhs(), ct, rhs, *exchanged(D_LHS, places)), None, *rest]
+    return [None, run(gemm.d_rhs(), lhs, ct, *exchanged(D_RHS, places)), *rest]
 
 
 def _batch(args: Any, dims: Any, *, gemm: Gemm) -> tuple[Array, int]:
@@ -62,33 +61,26 @@ def _batch(args: Any, dims: Any, *, gemm: Gemm) -> tuple[Array, int]:
         for x, d in zip(args, dims, strict=True)
     ]
     lhs, rhs, a, b, c, *sizes = args
-    pairs = (gemm.m, gemm.k), (gemm.k, gemm.n), (gemm.m, gemm.n)
+    pairs = gemm.pairs
     stores = [_repeated(store, pair, size) for store, pair in zip((gemm.lhs, gemm.rhs, gemm.out), pairs, strict=True)]
     entry = np.arange(size, dtype=np.int32)[:, None]
     places = [
-        (place + entry * np.int32(store.shape[_axis(store, pair)])).reshape(-1)
+        (place + entry * np.int32(store.shape[along(store, pair)])).reshape(-1)
         for place, store, pair in zip((a, b, c), (gemm.lhs, gemm.rhs, gemm.out), pairs, strict=True)
     ]
     m, k, n = (Dim(size=dim.size * size, ragged=True) if dim.ragged else dim for dim in (gemm.m, gemm.k, gemm.n))
-    many = gemm.replace(groups=gemm.groups * size, m=m, k=k, n=n, lhs=stores[0], rhs=stores[1], out=stores[2])
+    many = gemm.replace(groups=gemm.groups * size, m=m, k=k, n=n, lhs=stores[0], rhs=stores[1], out=stores[2], known=())
     laid = [
-        jnp.moveaxis(x, 0, _axis(store, pair)).reshape(wide.shape)
+        jnp.moveaxis(x, 0, along(store, pair)).reshape(wide.shape)
         for x, store, wide, pair in zip((lhs, rhs), (gemm.lhs, gemm.rhs), stores, pairs, strict=False)
     ]
     out = run(many, *laid, *places, *(x.reshape(-1) for x in sizes))
-    at = _axis(gemm.out, pairs[2])
+    at = along(gemm.out, pairs[2])
     return out.reshape(*gemm.out.shape[:at], size, *gemm.out.shape[at:]), at
 
 
-def _axis(store: Store, pair: tuple[Dim, Dim]) -> int:
-    """The axis along which groups lie."""
-    if kind(*pair) is not Kind.ROWS:
-        return 0
-    return int(pair[0].ragged == store.turned)
-
-
 def _repeated(store: Store, pair: tuple[Dim, Dim], times: int) -> Store:
-    shape, axis = list(store.shape), _axis(store, pair)
+    shape, axis = list(store.shape), along(store, pair)
     shape[axis] *= times
     return dataclasses.replace(store, shape=tuple(shape))
 
@@ -99,6 +91,8 @@ def _abstract(*operands: Any, gemm: Gemm) -> Any:
 
 def _execute(*operands: Any, gemm: Gemm) -> Array:
     lhs, rhs, a, b, c, m, k, n = operands
+    if gemm.known:
+        return unrolled.run(gemm, lhs, rhs)
     return tiles.run(gemm, lhs, rhs, (a, b, c), (m, k, n))
 
 

@@ -34,11 +34,11 @@ def run(
 ) -> Array:
     """The result; bases of the groups in lhs, rhs and out, and sizes m, k and n of each, all i32[g]."""
     m, k, n = gemm.m, gemm.k, gemm.n
-    tm, tk, tn = (max(min(TILE, dim.size), 1) for dim in (m, k, n))
+    tm, tk, tn = (_length(dim) for dim in (m, k, n))
     a, b, c = (
         Side(store, dims, tile, base)
         for store, dims, tile, base in zip(
-            (gemm.lhs, gemm.rhs, gemm.out), ((m, k), (k, n), (m, n)), ((tm, tk), (tk, tn), (tm, tn)), bases, strict=True
+            (gemm.lhs, gemm.rhs, gemm.out), gemm.pairs, ((tm, tk), (tk, tn), (tm, tn)), bases, strict=True
         )
     )
     out = jnp.zeros(gemm.out.shape, gemm.out.dtype)
@@ -73,6 +73,12 @@ def run(
 
     out = lax.fori_loop(0, gemm.groups, group, out)
     return lax.slice(out, (0,) * out.ndim, gemm.out.shape)
+
+
+def _length(dim: Dim) -> int:
+    """Of a tile along a dimension; one that is the same in all groups is cut evenly."""
+    count = 1 if dim.ragged else -(-dim.size // TILE)
+    return max(min(TILE, -(-dim.size // max(count, 1))), 1)
 
 
 def _tiles(size: Array, tile: int) -> Array:
