@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -13,9 +14,12 @@ import pytest
 
 from trencadis import tpu
 from trencadis.looking import cli, compiling, doctor, show
+from trencadis.looking.drawing import tensor
 from trencadis.looking.sizes import random_sizes
 
 pytestmark = pytest.mark.core
+
+IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "img"
 
 
 @pytest.fixture
@@ -49,6 +53,35 @@ def test_show_made_up_sizes(trencadis):
     assert result.output == show(random_sizes(40, 3000, skew="uniform", seed=7), 64).text() + "\n"
 
 
+GEMMS = {
+    "3 0 5 --rows 10 --gemm forward --k 4 --n 6": ("gemm-forward", [(3, 0, 5), 4], [4, 6], ((1,), (1,))),
+    "3,0,5 --rows 10 --gemm d_lhs --k 4 --n 6": ("gemm-d-x", [(3, 0, 5), 6], [4, 6], ((1,), (2,))),
+    "--gemm d_rhs 3 0 5 --rows 10 --k 4 --n 6": ("gemm-d-w", [(3, 0, 5), 4], [(3, 0, 5), 6], ((0,), (0,))),
+    "2 4 3 --gemm forward --k 3,1,5 --n 4,2,3": (
+        "gemm-ragged",
+        [(2, 4, 3), (3, 1, 5)],
+        [(3, 1, 5), (4, 2, 3)],
+        ((1,), (0,)),
+    ),
+}
+
+
+@pytest.mark.parametrize("line", GEMMS)
+def test_show_a_product(trencadis, tmp_path, line):
+    """The command draws what Python draws, and the pictures of the pages."""
+    name, left, right, dims = GEMMS[line]
+    rows = 10 if "--rows" in line else None
+    picture = show(tensor(left, 3, rows), tensor(right, 3, rows), contracting_dims=dims)
+    result = trencadis(f"show {line} --svg {tmp_path}/x.svg")
+    assert result.output == f"{picture.text()}\ndrawn   {tmp_path}/x.svg\n"
+    assert (tmp_path / "x.svg").read_text() == picture.svg() == (IMAGES / f"{name}.svg").read_text(encoding="utf-8")
+
+
+def test_show_a_product_of_made_up_sizes(trencadis):
+    result = trencadis("show --random 8 --rows 8192 --gemm d_rhs --k 4096 --n 14336")
+    assert "8 groups, 481,036,337,152 multiply-adds" in result.output  # 8192 * 4096 * 14336
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -64,6 +97,18 @@ def test_show_made_up_sizes(trencadis):
         ("show 3 --svg /no/such/folder/x.svg", "--svg: cannot write /no/such/folder/x.svg: No such file or directory"),
         ("show --random 8", "--random: also needs --rows"),
         ("show --random 8 --rows 9 --skew steep", "'zipf', 'uniform', 'balanced'"),
+        ("show 3 0 --gemm backward", "'forward', 'd_lhs', 'd_rhs'"),
+        ("show 3 0 --gemm forward --k 4", "--gemm: also needs --n"),
+        ("show 3 0 --k 4", "--k: goes with --gemm"),
+        ("show 3 0 --gemm forward --k 4 --n 2 --tile 4", "--tile: goes with a schedule, not with --gemm"),
+        ("show 3 0 --gemm forward --k 4 --n 2 --window 0 1", "--window: goes with a schedule, not with --gemm"),
+        ("show 3 0 --gemm forward --k 4,1,2 --n 2", "--k: want one size, or 2, one for each group; got 3"),
+        ("show 3 0 --gemm forward --k 4 --n x", "--n: want integers; got 'x'"),
+        ("show 3 0 --gemm forward --k 4 --n -2", "--n: want sizes >= 0; got '-2'"),
+        ("show 3 0 --gemm forward --k 4 --n 2 --rows 2", "group_sizes: must sum to at most m = 2 rows; got a sum of 3"),
+        ("show 3 0 --gemm forward --k 4,2 --n 2 --rows 9", "--rows: goes with one size for k and one for n"),
+        ("show 3 5000000000 --gemm forward --k 4 --n 2", "sizes: want fewer than 2**31 rows; got 5000000003"),
+        ("show 3 0 --gemm forward --k 5000000000 --n 2", "--k: want fewer than 2**31 in all; got 5000000000"),
         ("why --m -3", "--m: want a nonnegative int; got -3"),
         ("why --dtype half-precise", "--dtype: want a dtype such as bfloat16 or float32; got 'half-precise'"),
         ("why --platform cup", "'cpu', 'cuda', 'rocm', 'tpu'"),
@@ -154,7 +199,9 @@ def test_the_library_needs_nothing_of_the_extra():
     assert done.stdout == "1\n"
 
 
-@pytest.mark.parametrize("name", ["doctor", "mosaic", "palette", "reasons", "sizes"])
+@pytest.mark.parametrize(
+    "name", ["door", "doctor", "drawing", "mosaic", "palette", "panel", "product", "reasons", "sizes"]
+)
 def test_examples(name):
     module = importlib.import_module(f"trencadis.looking.{name}")
     result = doctest.testmod(module)

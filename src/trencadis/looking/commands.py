@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import enum
-import pathlib
 import sys
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import typer
-from rich.console import Console
 
-from trencadis.looking import mosaic, reasons
+from trencadis.looking import reasons
 from trencadis.looking.compiling import Inspect
 from trencadis.looking.doctor import diagnose
-from trencadis.looking.sizes import random_sizes
+from trencadis.looking.drawing import Show
 from trencadis.problem import Form
-
-
-class Skew(enum.StrEnum):
-    """How uneven made-up sizes are."""
-
-    zipf = "zipf"
-    uniform = "uniform"
-    balanced = "balanced"
 
 
 class Platform(enum.StrEnum):
@@ -53,7 +43,7 @@ class OneLineErrors(typer.core.TyperGroup):
             status = super().main(*args, **options)
         except typer.Abort:
             status = 130
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             status = _complain(str(error))
         except Exception as error:
             if not hasattr(error, "format_message"):  # how the parser's errors, of whichever click, are told from bugs
@@ -91,39 +81,7 @@ def _start(
         typer.echo(context.get_help())
 
 
-@app.command()
-def show(
-    sizes: Annotated[list[str] | None, typer.Argument(help="Group sizes: 3 0 5, or 3,0,5.", show_default=False)] = None,
-    tile: Annotated[int, typer.Option(help="Rows of a tile.")] = 128,
-    m: Annotated[int | None, typer.Option("--m", "--rows", help="Rows; by default the sum of the sizes.")] = None,
-    window: Annotated[
-        tuple[int, int] | None, typer.Option(metavar="FIRST COUNT", help="The local groups; by default all.")
-    ] = None,
-    random: Annotated[int | None, typer.Option(help="Make up sizes of so many groups; needs --rows.")] = None,
-    skew: Annotated[Skew, typer.Option(help="How uneven made-up sizes are.")] = Skew.zipf,
-    seed: Annotated[int, typer.Option(help="Of the made-up sizes.")] = 0,
-    svg: Annotated[pathlib.Path | None, typer.Option(help="Draw into this file as well.")] = None,
-) -> None:
-    """Draw which group works on which tile of rows.
-
-    trencadis show 3 0 5 --tile 4
-    """
-    if (random is None) == (not sizes):
-        raise ValueError("show: want group sizes, or --random with a number of groups")
-    if random is not None:
-        if m is None:
-            raise ValueError("--random: also needs --rows")
-        numbers = random_sizes(random, m, skew=skew.value, seed=seed)
-    else:
-        numbers = _numbers(sizes or [])
-    first, count = window or (0, None)
-    picture = mosaic.show(numbers, tile, m=m, group_offset=first, num_groups=count)
-    Console(soft_wrap=True).print(picture)
-    if svg is not None:
-        try:
-            typer.echo(f"drawn   {picture.save(svg)}")
-        except OSError as error:
-            raise ValueError(f"--svg: cannot write {svg}: {error.strerror}") from None
+app.command(name="show")(Show)
 
 
 @app.command()
@@ -168,15 +126,6 @@ def doctor() -> None:
     typer.echo(str(report))
     if not report.ok:
         raise typer.Exit(1)
-
-
-def _numbers(sizes: list[str]) -> list[int]:
-    words = [word for size in sizes for word in size.replace(",", " ").split()]
-    try:
-        return [int(word) for word in words]
-    except ValueError:
-        wrong = next(word for word in words if not word.lstrip("+-").isdigit())
-        raise ValueError(f"sizes: want integers; got {wrong!r}") from None
 
 
 def _dtype(name: str) -> Any:

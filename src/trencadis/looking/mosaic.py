@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import pathlib
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -17,6 +15,7 @@ import numpy as np
 
 from trencadis import problem as what
 from trencadis.looking import svg, terminal
+from trencadis.looking.picture import Picture
 from trencadis.visits import visits
 
 NOTEBOOK_LIMIT = 20_000  # visits; a notebook shows the text of anything larger
@@ -32,10 +31,10 @@ class Cell(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)  # no slots: it caches
-class Mosaic:
+class Mosaic(Picture):
     """A schedule: groups of rows laid over tiles. Prints as text, draws as SVG, and counts. Made by `show`.
 
-    >>> mosaic = show([100, 150, 50], tile=128)
+    >>> mosaic = schedule([100, 150, 50], tile=128)
     >>> mosaic.visits, mosaic.tiles, mosaic.shared, mosaic.unowned, mosaic.waste
     (5, 3, (0, 1), 0, 0.53125)
     """
@@ -105,82 +104,58 @@ class Mosaic:
             start = end - self.sizes[group]
             yield Cell(group, tile, max(start, tile * self.tile), min(end, (tile + 1) * self.tile))
 
-    def text(self, width: int = 80) -> str:
-        """The mosaic as plain text, no wider than `width` columns where that is possible."""
-        return terminal.plain(terminal.layout(self, width))
+    def lines(self, width: int) -> list[terminal.Line]:
+        """The lines of the text, with the colours of groups."""
+        return terminal.layout(self, width)
 
     def svg(self) -> str:
         """The mosaic as an SVG document: a cell for each visit, a tile that groups share is broken."""
         return svg.draw(self)
 
-    def save(self, path: str | pathlib.Path) -> pathlib.Path:
-        """Write the SVG document to a file."""
-        path = pathlib.Path(path)
-        path.write_text(self.svg(), encoding="utf-8")
-        return path
-
-    def __str__(self) -> str:
-        return self.text(shutil.get_terminal_size().columns)
-
-    __repr__ = __str__
-
-    def _repr_svg_(self) -> str | None:
-        return self.svg() if self.visits <= NOTEBOOK_LIMIT else None
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        del console
-        yield from terminal.coloured(terminal.layout(self, options.max_width))
+    @property
+    def huge(self) -> bool:
+        """Whether it is too much for a notebook, which then shows the text."""
+        return self.visits > NOTEBOOK_LIMIT
 
 
-def show(
-    group_sizes: Any, tile: int, *, m: int | None = None, group_offset: Any = 0, num_groups: int | None = None
+def schedule(
+    group_sizes: Any, tile: Any, *, m: int | None = None, group_offset: Any = None, num_groups: int | None = None
 ) -> Mosaic:
-    """The schedule of a kernel over row tiles: who works where. Print it, or save it as a picture.
+    """The mosaic of sizes and a tile; arguments as in `show`.
 
-    Args:
-      group_sizes: integers, one per group; a list or an array, known now.
-      tile: rows of a tile.
-      m: rows; by default the sum of the sizes. Rows past that sum belong to nobody.
-      group_offset: the first of the local groups, as in `grouped_matmul`; rows of other groups count as unowned.
-      num_groups: how many groups are local; by default all from group_offset on.
-
-    Returns:
-      A `Mosaic`.
-
-    >>> show([3, 0, 5], tile=4)
-    rows    0 1 2 3 │ 4 5 6 7
-    group   0 0 0 2 │ 2 2 2 2
-    visits  (0,0) (2,0) (2,1)
-    total   3 visits, 2 tiles of 4 rows, 8 of 8 rows owned, 1 empty group, 33% waste
-    >>> show([100, 150, 50], tile=128).svg()[:4]
-    '<svg'
+    >>> schedule([3, 0, 5], tile=4).pairs
+    ((0, 0), (2, 0), (2, 1))
     """
-    sizes = _checked_sizes(group_sizes)
+    sizes = checked_sizes(group_sizes)
     tile, m = _integer("tile", tile, at_least=1), sum(sizes) if m is None else _integer("m", m, at_least=0)
     if m >= 2**31:
         raise ValueError(f"m: want fewer than 2**31 rows; got {m}")
     what.check_sizes(np.asarray(sizes, np.int64), m)
-    first = what.concrete(what.first_group(group_offset))
-    if first is None:
-        raise ValueError("group_offset: want a value known now; got a traced array")
-    if not 0 <= int(first) <= len(sizes):
-        raise ValueError(f"group_offset: want 0 to {len(sizes)}, the number of groups; got {int(first)}")
-    rest = len(sizes) - int(first)
+    first = known_first(group_offset, len(sizes))
+    rest = len(sizes) - first
     local = rest if num_groups is None else _integer("num_groups", num_groups, at_least=0)
     if local > rest:
-        raise ValueError(
-            f"num_groups: want at most {rest}, the groups from group_offset = {int(first)} on; got {local}"
-        )
-    schedule = _schedule(jnp.asarray(sizes, jnp.int32), int(first), m=m, tile=tile, local=local)
-    return Mosaic(sizes=sizes, m=m, tile=tile, first=int(first), local_groups=local, pairs=tuple(schedule.pairs()))
+        raise ValueError(f"num_groups: want at most {rest}, the groups from group_offset = {first} on; got {local}")
+    walk = _visits(jnp.asarray(sizes, jnp.int32), first, m=m, tile=tile, local=local)
+    return Mosaic(sizes=sizes, m=m, tile=tile, first=first, local_groups=local, pairs=tuple(walk.pairs()))
 
 
 @functools.partial(jax.jit, static_argnames=("m", "tile", "local"))
-def _schedule(sizes: jax.Array, first: Any, *, m: int, tile: int, local: int) -> Any:
+def _visits(sizes: jax.Array, first: Any, *, m: int, tile: int, local: int) -> Any:
     return visits(sizes, m, tile, first=first, local_groups=local)
 
 
-def _checked_sizes(group_sizes: Any) -> tuple[int, ...]:
+def known_first(group_offset: Any, groups: int) -> int:
+    """The first of the local groups as a Python integer, or an error."""
+    first = what.concrete(what.first_group(group_offset))
+    if first is None:
+        raise ValueError("group_offset: want a value known now; got a traced array")
+    if not 0 <= int(first) <= groups:
+        raise ValueError(f"group_offset: want 0 to {groups}, the number of groups; got {int(first)}")
+    return int(first)
+
+
+def checked_sizes(group_sizes: Any) -> tuple[int, ...]:
     """The sizes as Python integers, or an error."""
     if isinstance(group_sizes, jax.core.Tracer):
         raise ValueError("group_sizes: want values known now; got a traced array")

@@ -12,29 +12,17 @@ import statistics
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from trencadis.looking.palette import colour, ink
+from trencadis.looking.elements import FAINT, LINE, MARGIN, WIDTH, count, dashed, label, num, page, quad, shape, text
+from trencadis.looking.palette import colour
 
 if TYPE_CHECKING:
     from trencadis.looking.mosaic import Cell, Mosaic
 
-WIDTH, MARGIN = 1000.0, 36.0
 SHAPES = ((64, 8, 60.0), (400, 16, 33.0), (800, 32, 24.0), (2560, 64, 16.0))  # up to so many tiles: columns, height
 FINEST = (128, 11.0)
 ONE_LINE = 12  # tiles that fit in one line
 TOOLTIPS = 4096  # visits; more than that and the file is better small
 BARS_TOP, BARS_HEIGHT = 34.0, 84.0
-# Colours of what is not a group are attributes, for the light page; where the reader's page is dark, the style wins.
-PAPER, TEXT, FAINT, LINE, EDGE = "#fbf9f5", "#2b2926", "#77716a", "#b9b2a8", "#e6e1d8"
-STYLE = """\
-.trencadis text { font-family: system-ui, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif; }
-@media (prefers-color-scheme: dark) {
-  .trencadis .paper { fill: #201f1d; stroke: #3a3733; }
-  .trencadis .text { fill: #ece8e1; }
-  .trencadis .faint { fill: #a8a299; }
-  .trencadis .line { stroke: #6d675f; }
-  .trencadis .ground { fill: #33302c; }
-  .trencadis .hatch { fill: #6d675f; }
-}"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,19 +66,7 @@ def draw(mosaic: Mosaic) -> str:
     key, bottom = _key(mosaic, bottom)
     bars, bottom = _bars(mosaic, bottom)
     height = bottom + MARGIN * 0.75
-    title = _title(mosaic)
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="trencadis" role="img" aria-label="{title}" '
-        f'width="{WIDTH:g}" height="{_n(height)}" viewBox="0 0 {WIDTH:g} {_n(height)}">',
-        f"<title>{title}</title>",
-        f"<style>\n{STYLE}\n</style>",
-        '<defs><pattern id="trencadis-unowned" width="7" height="7" patternUnits="userSpaceOnUse" '
-        f'patternTransform="rotate(45)"><rect class="ground" width="7" height="7" fill="{EDGE}"/>'
-        f'<rect class="hatch" width="1.6" height="7" fill="{LINE}"/></pattern></defs>',
-        f'<rect class="paper" x="0.5" y="0.5" width="{_n(WIDTH - 1)}" height="{_n(height - 1)}" rx="12" '
-        f'fill="{PAPER}" stroke="{EDGE}"/>',
-        *parts, *key, *bars, "</svg>", "",
-    ])  # fmt: skip
+    return page(_title(mosaic), height, [*parts, *key, *bars])
 
 
 def _lay(mosaic: Mosaic) -> tuple[_Grid, float]:
@@ -118,19 +94,15 @@ def _lay(mosaic: Mosaic) -> tuple[_Grid, float]:
 
 def _title(mosaic: Mosaic) -> str:
     window = f", of which {mosaic.local_groups:,} local," if mosaic.local_groups != len(mosaic.sizes) else ""
-    return f"{_count(len(mosaic.sizes), 'group')}{window} over {_count(mosaic.m, 'row')} in tiles of {mosaic.tile:,}"
-
-
-def _count(n: int, thing: str) -> str:
-    return f"{n:,} {thing}" if n == 1 else f"{n:,} {thing}s"
+    return f"{count(len(mosaic.sizes), 'group')}{window} over {count(mosaic.m, 'row')} in tiles of {mosaic.tile:,}"
 
 
 def _head(mosaic: Mosaic) -> Iterator[str]:
-    yield _text(MARGIN, 46, _title(mosaic), 23, weight=600)
-    facts = [_count(mosaic.visits, "visit"), _count(mosaic.tiles, "tile"), f"{len(mosaic.shared):,} shared"]
-    facts += [f"{_count(mosaic.owned, 'row')} owned"] + ([f"{mosaic.unowned:,} unowned"] if mosaic.unowned else [])
+    yield text(MARGIN, 46, _title(mosaic), 23, weight=600)
+    facts = [count(mosaic.visits, "visit"), count(mosaic.tiles, "tile"), f"{len(mosaic.shared):,} shared"]
+    facts += [f"{count(mosaic.owned, 'row')} owned"] + ([f"{mosaic.unowned:,} unowned"] if mosaic.unowned else [])
     facts += [f"{mosaic.waste:.0%} waste"]
-    yield _text(MARGIN, 73, "  ·  ".join(facts), 15, faint=True)
+    yield text(MARGIN, 73, "  ·  ".join(facts), 15, faint=True)
 
 
 def _axes(mosaic: Mosaic, grid: _Grid) -> Iterator[str]:
@@ -138,21 +110,19 @@ def _axes(mosaic: Mosaic, grid: _Grid) -> Iterator[str]:
     if mosaic.tiles > ONE_LINE:
         for tile in range(0, mosaic.tiles, grid.columns):
             y = grid.corner(tile)[1] + grid.height / 2 + 4
-            yield _text(
-                grid.left - 10, y, f"{tile * mosaic.tile}", min(11, grid.height * 0.9), anchor="end", faint=True
-            )
+            yield text(grid.left - 10, y, f"{tile * mosaic.tile}", min(11, grid.height * 0.9), anchor="end", faint=True)
         return
     each = grid.width / mosaic.tile >= 16  # room for the number of every row
     for tile in range(mosaic.tiles):
         x, y = grid.corner(tile)
-        yield _text(x + grid.width / 2, y - 9, f"tile {tile}", 12, anchor="middle", faint=True)
+        yield text(x + grid.width / 2, y - 9, f"tile {tile}", 12, anchor="middle", faint=True)
         below = y + grid.height + 17
         if not each:
-            yield _text(x, below, f"{tile * mosaic.tile}", 12, faint=True)
+            yield text(x, below, f"{tile * mosaic.tile}", 12, faint=True)
             continue
         for row in range(tile * mosaic.tile, min((tile + 1) * mosaic.tile, mosaic.m)):
             middle = grid.x(tile, row) + grid.width / mosaic.tile / 2
-            yield _text(middle, below, f"{row}", 12, anchor="middle", faint=True)
+            yield text(middle, below, f"{row}", 12, anchor="middle", faint=True)
 
 
 def _key(mosaic: Mosaic, top: float) -> tuple[list[str], float]:
@@ -165,7 +135,7 @@ def _key(mosaic: Mosaic, top: float) -> tuple[list[str], float]:
     }
     parts, x, y = [], MARGIN, top + 10
     for kind, words in (entry for entry, present in occur.items() if present):
-        parts += [*_swatch(kind, x, y), _text(x + 36, y + 12.5, words, 13, faint=True)]
+        parts += [*_swatch(kind, x, y), text(x + 36, y + 12.5, words, 13, faint=True)]
         x += 36 + 6.4 * len(words) + 26
     return parts, y + 16 if parts else top
 
@@ -173,14 +143,14 @@ def _key(mosaic: Mosaic, top: float) -> tuple[list[str], float]:
 def _swatch(kind: str, x: float, y: float) -> Iterator[str]:
     box, grey = (x, y, 28.0, 16.0), f'fill="{FAINT}"'
     if kind == "past":
-        yield _dashed(*box)
+        yield dashed(*box)
     elif kind == "unowned":
-        yield _shape("key", _quad(*box), 'fill="url(#trencadis-unowned)"')
+        yield shape("key", quad(*box), 'fill="url(#trencadis-unowned)"')
     elif kind == "whole":
-        yield _shape("faint", _quad(*box), grey)
+        yield shape("faint", quad(*box), grey)
     else:
-        yield _shape("faint", _quad(x, y, 11, 16, (0, 2.5), (2, 0)), grey)
-        yield _shape("faint", _quad(x + 13, y, 15, 16, (2.5, 0), (0, 2)), grey)
+        yield shape("faint", quad(x, y, 11, 16, (0, 2.5), (2, 0)), grey)
+        yield shape("faint", quad(x + 13, y, 15, 16, (2.5, 0), (0, 2)), grey)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -204,7 +174,7 @@ def _tiles(mosaic: Mosaic, grid: _Grid) -> Iterator[str]:
         yield from _pieces(mosaic, grid, tile, pieces)
         if high < low + mosaic.tile:
             x, end = grid.x(tile, high), grid.x(tile, low + mosaic.tile)
-            yield _dashed(x + grid.gap / 3, grid.corner(tile)[1], end - x - grid.gap / 3, grid.height)
+            yield dashed(x + grid.gap / 3, grid.corner(tile)[1], end - x - grid.gap / 3, grid.height)
 
 
 def _pieces(mosaic: Mosaic, grid: _Grid, tile: int, pieces: list[tuple[int, int, Cell | None]]) -> Iterator[str]:
@@ -222,14 +192,14 @@ def _pieces(mosaic: Mosaic, grid: _Grid, tile: int, pieces: list[tuple[int, int,
         wide = max(widths[i] - joint / 2 * (2 - first - last), 0.5)
         full = end == (tile + 1) * mosaic.tile
         radii = (grid.radius if first else 0.0, grid.radius if last and full else 0.0)
-        path = _quad(x, y, wide, grid.height, (slants[i], slants[i + 1]), radii)
+        path = quad(x, y, wide, grid.height, (slants[i], slants[i + 1]), radii)
         if cell is None:
-            yield _shape("unowned", path, 'fill="url(#trencadis-unowned)"')
+            yield shape("unowned", path, 'fill="url(#trencadis-unowned)"')
             continue
         tip = f"group {cell.group}, tile {tile}, rows {start} to {end - 1}" if mosaic.visits <= TOOLTIPS else None
-        yield _shape("visit", path, f'fill="{colour(cell.group)}"', tip)
+        yield shape("visit", path, f'fill="{colour(cell.group)}"', tip)
         if not grid.fine:
-            yield from _label(cell.group, x, y, wide, grid.height, 7.0)
+            yield from label(cell.group, x, y, wide, grid.height, 7.0)
 
 
 def _labels(mosaic: Mosaic, grid: _Grid) -> Iterator[str]:
@@ -240,14 +210,7 @@ def _labels(mosaic: Mosaic, grid: _Grid) -> Iterator[str]:
         cells = list(run)
         x = grid.x(cells[0].tile, cells[0].start)
         wide = grid.x(cells[-1].tile, cells[-1].end) - x
-        yield from _label(group, x, grid.corner(cells[0].tile)[1], wide, grid.height, 6.0)
-
-
-def _label(group: int, x: float, y: float, width: float, height: float, least: float) -> Iterator[str]:
-    """The number of a group in the middle of a box, unless it had to be smaller than the least size."""
-    size = min(max(height * 0.46, min(height, 10.0)), 26.0, (width - 3) / (0.6 * len(str(group))))
-    if size >= least:
-        yield _text(x + width / 2, y + height / 2 + size * 0.36, f"{group}", size, anchor="middle", fill=ink(group))
+        yield from label(group, x, grid.corner(cells[0].tile)[1], wide, grid.height, 6.0)
 
 
 def _visible(widths: list[float], joint: float) -> list[float]:
@@ -275,28 +238,28 @@ def _bars(mosaic: Mosaic, top: float) -> tuple[list[str], float]:
     most = max(*mosaic.sizes, 1)
     power = 0.5 if most > 12 * statistics.median([size for size in mosaic.sizes if size] or [1]) else 1.0
     scale = "size of each group" + (" (heights by the square root)" if power < 1 else "")
-    parts = [_text(MARGIN, top + BARS_TOP - 2, scale, 13, faint=True)]
+    parts = [text(MARGIN, top + BARS_TOP - 2, scale, 13, faint=True)]
     values = pitch > 7.4 * len(str(most))  # room for the size above each bar
     for group, size in enumerate(mosaic.sizes):
         x, tall = MARGIN + group * pitch, (size / most) ** power * (BARS_HEIGHT - 12)
         local = mosaic.first <= group < mosaic.first + mosaic.local_groups
         if size:
-            box = f'x="{_n(x)}" y="{_n(base - max(tall, 1))}" width="{_n(wide)}" height="{_n(max(tall, 1))}"'
+            box = f'x="{num(x)}" y="{num(base - max(tall, 1))}" width="{num(wide)}" height="{num(max(tall, 1))}"'
             parts.append(f'<rect class="size" {box} fill="{colour(group)}"{"" if local else _DIM}/>')
         if values:
-            parts.append(_text(x + wide / 2, base - tall - 5, f"{size}", 12, anchor="middle", faint=True))
-    parts.append(f'<path class="line" d="M{MARGIN:g} {_n(base + 0.5)}h{_n(groups * pitch)}" stroke="{LINE}"/>')
+            parts.append(text(x + wide / 2, base - tall - 5, f"{size}", 12, anchor="middle", faint=True))
+    parts.append(f'<path class="line" d="M{MARGIN:g} {num(base + 0.5)}h{num(groups * pitch)}" stroke="{LINE}"/>')
     if not values:
-        parts.append(_text(WIDTH - MARGIN, top + BARS_TOP - 2, f"largest {most:,}", 13, anchor="end", faint=True))
+        parts.append(text(WIDTH - MARGIN, top + BARS_TOP - 2, f"largest {most:,}", 13, anchor="end", faint=True))
     step = next(s for s in _steps() if s * pitch >= 8 * len(str(groups - 1)) + 10 or s >= groups)
     for group in range(0, groups, step):
-        parts.append(_text(MARGIN + group * pitch + wide / 2, base + 17, f"{group}", 12, anchor="middle"))
+        parts.append(text(MARGIN + group * pitch + wide / 2, base + 17, f"{group}", 12, anchor="middle"))
     bottom = base + 22
     if mosaic.empty:
         named = ", ".join(map(str, mosaic.empty[:24])) + (", …" if len(mosaic.empty) > 24 else "")
         bottom += 22
         parts.append(
-            _text(
+            text(
                 MARGIN, bottom, f"{len(mosaic.empty):,} of {mosaic.local_groups:,} empty: group {named}", 13, faint=True
             )
         )
@@ -309,63 +272,3 @@ _DIM = ' opacity="0.25"'
 def _steps() -> Iterator[int]:
     for power in itertools.count():
         yield from (10**power, 2 * 10**power, 5 * 10**power)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Elements
-
-
-def _n(x: float) -> str:
-    """A coordinate in as few characters as a hundredth of a pixel needs."""
-    return f"{x:.2f}".rstrip("0").rstrip(".")
-
-
-def _text(
-    x: float,
-    y: float,
-    words: str,
-    size: float,
-    *,
-    anchor: str = "",
-    faint: bool = False,
-    fill: str = "",
-    weight: int = 0,
-) -> str:
-    look = f'fill="{fill}" ' if fill else f'class="faint" fill="{FAINT}" ' if faint else f'class="text" fill="{TEXT}" '
-    look += f'font-weight="{weight}" ' if weight else ""
-    middle = f'text-anchor="{anchor}" ' if anchor else ""
-    return f'<text x="{_n(x)}" y="{_n(y)}" {look}{middle}font-size="{_n(size)}">{words}</text>'
-
-
-def _shape(kind: str, path: str, look: str, tip: str | None = None) -> str:
-    inside = f"><title>{tip}</title></path>" if tip else "/>"
-    return f'<path class="{kind}" d="{path}" {look}{inside}'
-
-
-def _dashed(x: float, y: float, width: float, height: float) -> str:
-    box = f'x="{_n(x + 0.5)}" y="{_n(y + 0.5)}" width="{_n(max(width - 1, 0.5))}" height="{_n(height - 1)}"'
-    return f'<rect class="past line" {box} rx="2" fill="none" stroke="{LINE}" stroke-dasharray="3 3"/>'
-
-
-def _quad(
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    slants: tuple[float, float] = (0.0, 0.0),
-    radii: tuple[float, float] = (2.0, 2.0),
-) -> str:
-    """Path of a piece: left and right edge lean by the slants; a side with a radius has round corners, and no slant."""
-    left, right = (min(radius, width / 2) for radius in radii)
-    end, foot = x + width, y + height
-    path = [f"M{_n(x + slants[0] + left)} {_n(y)}H{_n(end + slants[1] - right)}"]
-    if right:
-        path.append(f"Q{_n(end)} {_n(y)} {_n(end)} {_n(y + right)}V{_n(foot - right)}")
-        path.append(f"Q{_n(end)} {_n(foot)} {_n(end - right)} {_n(foot)}")
-    else:
-        path.append(f"L{_n(end - slants[1])} {_n(foot)}")
-    path.append(f"H{_n(x - slants[0] + left)}")
-    if left:
-        path.append(f"Q{_n(x)} {_n(foot)} {_n(x)} {_n(foot - left)}V{_n(y + left)}")
-        path.append(f"Q{_n(x)} {_n(y)} {_n(x + left)} {_n(y)}")
-    return "".join([*path, "Z"])

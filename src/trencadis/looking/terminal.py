@@ -33,7 +33,7 @@ def layout(mosaic: Mosaic, width: int) -> list[Line]:
     """The lines of a mosaic for a terminal of that width."""
     width = min(max(width, 40), 120)
     lines = _each_row(mosaic, width) or _large(mosaic, width)
-    return lines + _paragraph("total", _totals(mosaic), max(width, 100))
+    return lines + paragraph("total", _totals(mosaic), max(width, 100))
 
 
 def plain(lines: list[Line]) -> str:
@@ -73,9 +73,10 @@ def _count(n: int, thing: str) -> str:
     return f"{n} {thing}" if n == 1 else f"{n} {thing}s"
 
 
-def _paragraph(label: str, content: str, width: int) -> list[Line]:
-    lines = textwrap.wrap(content, max(width - GUTTER, 20), break_long_words=False) or [""]
-    return [[(f"{label if i == 0 else '':<{GUTTER}}{line}", None)] for i, line in enumerate(lines)]
+def paragraph(label: str, content: str, width: int, gutter: int = GUTTER) -> list[Line]:
+    """Words after a label, wrapped."""
+    lines = textwrap.wrap(content, max(width - gutter, 20), break_long_words=False) or [""]
+    return [[(f"{label if i == 0 else '':<{gutter}}{line}", None)] for i, line in enumerate(lines)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def _each_row(mosaic: Mosaic, width: int) -> list[Line]:
     if sum(len(piece) for piece, _ in rows) > width:
         return []
     pairs = " ".join(f"({group},{tile})" for group, tile in mosaic.pairs) or "none"
-    return [rows, groups, *_paragraph("visits", pairs, width)]
+    return [rows, groups, *paragraph("visits", pairs, width)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -118,12 +119,12 @@ def _large(mosaic: Mosaic, width: int) -> list[Line]:
     shared = mosaic.shared
     if shared:
         most = max(range(mosaic.tiles), key=mosaic.visits_per_tile.__getitem__)
-        lines += _paragraph("shared", f"{len(shared)} of {_count(mosaic.tiles, 'tile')}, most by "
+        lines += paragraph("shared", f"{len(shared)} of {_count(mosaic.tiles, 'tile')}, most by "
                             f"{mosaic.visits_per_tile[most]} groups (tile {most})", width)  # fmt: skip
     if mosaic.unowned:
-        lines += _paragraph("unowned", f"{_count(mosaic.unowned, 'row')}, marked {UNOWNED}", width)
+        lines += paragraph("unowned", f"{_count(mosaic.unowned, 'row')}, marked {UNOWNED}", width)
     if mosaic.empty:
-        lines += _paragraph("empty", _listing(mosaic.empty), width)
+        lines += paragraph("empty", _listing(mosaic.empty), width)
     return lines + _sizes(mosaic, width)
 
 
@@ -152,7 +153,7 @@ def _bands(mosaic: Mosaic, usable: int) -> list[Line]:
     in_line = usable // (per_tile + len(border))
     if in_line > 8:
         in_line -= in_line % 8
-    lines = _paragraph("rows", _explain(mosaic, per_tile, per_char), usable + GUTTER)
+    lines = paragraph("rows", _explain(mosaic, per_tile, per_char), usable + GUTTER)
     gutter = max(GUTTER, len(str(mosaic.m)) + 2)
     for low in range(0, units, in_line):
         line: Line = [(f"{low * step:>{gutter - 2}}  ", None)]
