@@ -1,6 +1,7 @@
 """Sizes that are known when the program is made: one product for each group, of just its size, and no loop."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -94,3 +95,22 @@ def test_what_follows_from_known_sizes_is_not_worked_out_by_the_compiler():
     program = str(jax.make_jaxpr(call)(x.data))
     kept = program.index("optimization_barrier")
     assert "cumsum" in program[kept:]
+
+
+def test_narrow_floats_are_not_widened_as_a_whole():
+    """XLA:CPU would convert all of a buffer for each row that it writes: a gradient took a minute."""
+    room = 7001
+
+    def call(a, b, ct, sizes):
+        out = GroupedTensor.fully_ragged(jnp.zeros_like(ct), sizes, sizes)
+
+        def forward(a, b):
+            lhs, rhs = (GroupedTensor.fully_ragged(x, sizes, sizes) for x in (a, b))
+            return tr.grouped_gemm(lhs, rhs, contracting_dims=((1,), (0,)), out=out).data
+
+        return jax.vjp(forward, a, b)[1](ct)
+
+    flat = jax.ShapeDtypeStruct((room,), jnp.bfloat16)
+    text = jax.jit(call).lower(flat, flat, flat, jax.ShapeDtypeStruct((2,), jnp.int32)).compile().as_text()
+    widened = re.findall(r"= f32\[(\d+)\]\S* dynamic-update-slice", text)
+    assert "dynamic-update-slice" in text and not [size for size in widened if int(size) >= room]

@@ -1,10 +1,14 @@
-"""How backends with kernels bring operands into the shape that those take."""
+"""How backends bring operands into the shape, and into the bits, that their loops and kernels take."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from trencadis.versions import SLICES_WIDEN_NARROW_FLOATS
 from trencadis.visits import clamped
 
 
@@ -29,3 +33,15 @@ def filled(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def flat_sizes(sizes: jax.Array, m: int) -> jax.Array:
     """Group sizes [batch, groups] in a row, as int32: int32 ones as they are, since a kernel clamps them by itself."""
     return (sizes if sizes.dtype == jnp.int32 else clamped(sizes, m)).reshape(-1)
+
+
+def to_bits(x: jax.Array) -> jax.Array:
+    """A narrow float array as integers of its width, where a loop would otherwise widen all of it at each update."""
+    if SLICES_WIDEN_NARROW_FLOATS and x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating):
+        return lax.bitcast_convert_type(x, jnp.uint16)
+    return x
+
+
+def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    """What `to_bits` was given."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

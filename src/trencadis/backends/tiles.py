@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from trencadis.backends.storage import from_bits, to_bits
 from trencadis.dtypes import cast
 from trencadis.gemm import Dim, Gemm, Kind, Store, kind
 
@@ -44,7 +45,7 @@ def run(
     out = jnp.zeros(gemm.out.shape, gemm.out.dtype)
     if 0 in (gemm.groups, *gemm.lhs.shape, *gemm.rhs.shape, *gemm.out.shape):
         return out
-    lhs, rhs, out = _padded(a, lhs), _padded(b, rhs), _padded(c, out)
+    lhs, rhs, out = (to_bits(_padded(side, x)) for side, x in zip((a, b, c), (lhs, rhs, out), strict=True))
 
     def group(i: Array, out: Array) -> Array:
         size_m, size_k, size_n = (size[i] for size in sizes)
@@ -71,7 +72,7 @@ def run(
 
         return lax.fori_loop(0, _tiles(size_n, tn), column, out)
 
-    out = lax.fori_loop(0, gemm.groups, group, out)
+    out = from_bits(lax.fori_loop(0, gemm.groups, group, out), gemm.out.dtype)
     return lax.slice(out, (0,) * out.ndim, gemm.out.shape)
 
 
@@ -126,13 +127,14 @@ def _load(side: Side, x: Array, i: Array, at: tuple[Array, Array], sizes: tuple[
     else:
         found = lax.dynamic_slice(x, _start(side, i, at), (1,) * (x.ndim - 2) + tile).reshape(tile)
     found = jnp.where(_mask(tile, at, sizes), found, jnp.zeros_like(found))
+    found = from_bits(found, side.store.dtype)
     return found.T if side.store.turned else found
 
 
 def _store(side: Side, x: Array, i: Array, at: tuple[Array, Array], sizes: tuple[Array, Array], new: Array) -> Array:
     """The array with a tile put in; what is not the group's stays."""
     tile, at, sizes = _stored(side, side.tile), _stored(side, at), _stored(side, sizes)
-    new = new.T if side.store.turned else new
+    new = to_bits(new.T if side.store.turned else new)
     mask = _mask(tile, at, sizes)
     if kind(*side.dims) is not Kind.FLAT:
         start, shape = _start(side, i, at), (1,) * (x.ndim - 2) + tile

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from trencadis.backends.storage import from_bits, to_bits
 from trencadis.dtypes import cast
 from trencadis.epilogue import add
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
-from trencadis.versions import SLICES_WIDEN_NARROW_FLOATS
 from trencadis.visits import Spans, spans
 
 Array = jax.Array
@@ -60,12 +60,12 @@ def run(problem: Problem, plan: Any, *operands: Array) -> Array:
     if problem.spans == 0 or problem.rows == 0 or 0 in problem.out_shape:
         return out
     walk = spans(problem, group_sizes, first)
-    carried = _to_bits(out)
+    carried = to_bits(out)
     if problem.form is Form.ROWS:
         carried = _rows(problem, plan, lhs, rhs, walk, bias, carried)
     else:
         carried = _contraction(problem, plan, lhs, rhs, walk, carried)
-    return _from_bits(carried, problem.out)
+    return from_bits(carried, problem.out)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -86,11 +86,11 @@ def _rows(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, bias
         acc = lax.dot_general(x, weight, contract, precision=problem.precision, preferred_element_type=problem.acc)
         shift = None if bias is None else _slice(bias, (i, _0), (1, problem.n))
         acc = problem.epilogue.finish(acc, shift, problem.out)
-        old = _from_bits(_slice(out, (row, _0), (height, problem.n)), problem.out)  # [height, n]
+        old = from_bits(_slice(out, (row, _0), (height, problem.n)), problem.out)  # [height, n]
         if problem.epilogue.accumulate:
             acc = add(old, acc)
         new = jnp.where(_between(row, height, top, end), cast(acc, problem.out), old)
-        return top + height, _update(out, _to_bits(new), (row, _0))
+        return top + height, _update(out, to_bits(new), (row, _0))
 
     def group(i: Array, end: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         top, out = state
@@ -134,8 +134,8 @@ def _contraction(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Span
             top, acc = _while_below(last, lambda s: (s[0] + full, s[1] + product(full, s[0], last)), (top, acc))
         result = acc[None]
         if problem.epilogue.accumulate:
-            result = add(_from_bits(_slice(out, (i, _0, _0), result.shape), problem.out), result)
-        return end, (_update(out, _to_bits(cast(result, problem.out)), (i, _0, _0)), acc)
+            result = add(from_bits(_slice(out, (i, _0, _0), result.shape), problem.out), result)
+        return end, (_update(out, to_bits(cast(result, problem.out)), (i, _0, _0)), acc)
 
     acc = jnp.zeros((problem.k, problem.n), problem.acc)
     return _each_group(problem, walk, group, (out, acc))[0]
@@ -222,14 +222,3 @@ def _operand_dtype(problem: Problem, target: Target) -> Any:
     if jnp.issubdtype(problem.lhs, jnp.integer):
         return problem.lhs if jnp.iinfo(problem.lhs).bits >= 8 else jnp.dtype(jnp.int8)
     return problem.lhs if target.multiplies(problem.lhs) else problem.acc
-
-
-def _to_bits(x: Array) -> Array:
-    """A narrow float array as integers of its width, where a loop would otherwise widen all of it at each update."""
-    if SLICES_WIDEN_NARROW_FLOATS and x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating):
-        return lax.bitcast_convert_type(x, jnp.uint16)
-    return x
-
-
-def _from_bits(x: Array, dtype: Any) -> Array:
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
