@@ -6,6 +6,7 @@ import pytest
 from jax.experimental import checkify
 
 import trencadis as tr
+from trencadis import GroupedTensor
 
 pytestmark = pytest.mark.core
 
@@ -71,3 +72,96 @@ def test_the_other_doors_check_too(sizes, words):
         with tr.debug_checks():
             error, _ = checkify.checkify(jax.jit(call))(jnp.array(sizes))
         assert words in error.get()
+
+
+FLAT = jnp.ones(12)
+
+
+def rows(data, sizes):
+    return GroupedTensor(data, sizes, None, data.shape)
+
+
+def flat(data, first, last):
+    return GroupedTensor(data, first, last, data.shape)
+
+
+def by_rows(s, t):
+    return tr.grouped_gemm(rows(X, s), GroupedTensor.stacked(W), contracting_dims=((1,), (1,)), out=rows(Y, t))
+
+
+def by_columns(s, t):
+    lhs, rhs = GroupedTensor.stacked(W), GroupedTensor(X.T, None, s, X.T.shape)
+    return tr.grouped_gemm(lhs, rhs, contracting_dims=((1,), (0,)), out=GroupedTensor(Y.T, None, t, Y.T.shape))
+
+
+def summed(s, t):
+    return tr.grouped_gemm(rows(X, s), rows(Y, t), contracting_dims=((0,), (0,)))
+
+
+def scores(s, t):
+    return tr.grouped_gemm(rows(X, s), rows(X, t), contracting_dims=((1,), (1,)), out=flat(FLAT, s, t))
+
+
+def all_ragged(s, t):
+    lhs, rhs = flat(FLAT, s, t), flat(FLAT, t, s)
+    return tr.grouped_gemm(lhs, rhs, contracting_dims=((1,), (0,)), out=flat(FLAT, s, s))
+
+
+def two_ragged(s, t):
+    return tr.grouped_gemm(flat(FLAT, s, s), rows(Y, t), contracting_dims=((1,), (0,)), out=rows(Y, s))
+
+
+@pytest.mark.parametrize(
+    "f, s, t, words",
+    [
+        (by_rows, [3, 0, 5], [3, 0, 5], None),
+        (by_rows, [3, -2, 5], [3, 0, 5], "lhs.first_dims: group 1 has size -2; sizes must be >= 0"),
+        (by_rows, [3, 0, 6], [3, 0, 5], "lhs.first_dims: group 2 ends past the 8 rows of lhs"),
+        (by_rows, [3, 0, 5], [3, 5, 0], "out.first_dims: group 1 has size 5, and 0 in the result; want the same"),
+        (by_columns, [3, 0, 5], [3, 0, 5], None),
+        (by_columns, [2**31 - 1, 2**31 - 1, 5], [3, 0, 5], "rhs.last_dims: group 0 ends past the 8 columns of rhs"),
+        (by_columns, [3, 0, 5], [3, 0, 4], "out.last_dims: group 2 has size 4, and 5 in the result"),
+        (summed, [3, 0, 5], [3, 0, 5], None),
+        (summed, [3, 0, 5], [3, 5, 0], "lhs.first_dims: group 1 has size 0, and 5 in rhs.first_dims; want the same"),
+        (scores, [3, 0, 1], [3, 3, 2], None),
+        (scores, [3, 0, 1], [3, 5, -1], "rhs.first_dims: group 2 has size -1"),
+        (scores, [3, 1, 2], [3, 1, 2], "out: group 2 ends past the 12 entries of out"),
+        (all_ragged, [2, 1, 0], [4, 1, 9], None),
+        (all_ragged, [2, 1, 1], [4, 1, 4], "lhs: group 2 ends past the 12 entries of lhs"),
+        (all_ragged, [2**16, 1, 1], [2**16, 1, 4], "lhs: group 0 ends past the 12 entries of lhs"),
+        (all_ragged, [2, -1, 1], [4, 1, 1], "lhs.first_dims: group 1 has size -1"),
+        (two_ragged, [2, 0, 2], [2, 1, 2], "lhs.last_dims: group 1 has size 0, and 1 in rhs.first_dims"),
+    ],
+)
+def test_the_general_form(f, s, t, words):
+    """S3-08: what only the run can tell: sizes of each tensor, room in flat buffers, sizes that two tensors share."""
+    with tr.debug_checks():
+        error, _ = checkify.checkify(jax.jit(lambda s, t: jax.tree.leaves(f(s, t))))(jnp.array(s), jnp.array(t))
+    assert (error.get() is None) if words is None else (words in error.get())
+
+
+def test_the_general_form_under_vmap_and_grad():
+    loss = lambda x, s: jnp.sum(tr.grouped_gemm(
+        rows(x, s), rows(X, s), contracting_dims=((1,), (1,)), out=flat(jnp.zeros(40), s, s)).data ** 2)  # fmt: skip
+    f = checkify.checkify(jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0))))
+    with tr.debug_checks():
+        good, _ = f(X, jnp.array([[3, 0, 5], [1, 1, 1]]))
+        bad, _ = f(X, jnp.array([[3, 0, 5], [1, 7, 0]]))
+    assert good.get() is None
+    assert "out: group 1 ends past the 40 entries of out" in bad.get()
+
+
+def test_a_dense_layer_calls_its_sizes_by_their_name():
+    with tr.debug_checks():
+        error, _ = checkify.checkify(jax.jit(lambda s: tr.grouped_dense(X, W, s)))(jnp.array([3, 6, 0]))
+    assert "group_sizes: group 1 ends past the 8 rows of x" in error.get()
+
+
+def test_sizes_of_64_bits_are_seen_as_they_are(x64):
+    """A constructor that clamps them keeps their sign."""
+    f = lambda s: tr.grouped_gemm(
+        GroupedTensor.ragged_rows(X, s), GroupedTensor.stacked(W), contracting_dims=((1,), (1,))
+    )
+    with tr.debug_checks():
+        error, _ = checkify.checkify(jax.jit(lambda s: f(s).data))(jnp.array([3, -(2**40), 5]))
+    assert "lhs.first_dims: group 1 has size -2147483648" in error.get()

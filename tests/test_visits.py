@@ -107,3 +107,10 @@ def test_spans_and_owned_rows_of_a_batch(sizes, first):
 def test_prints_itself():
     assert str(visits(jnp.array([3, 0, 5]), 8, 4)) == "3 visits to tiles of 4 rows: (0,0) (2,0) (2,1)"
     jax.jit(lambda s: print(visits(s, 8, 4)) or s)(jnp.array([3, 0, 5]))
+
+
+def test_ends_stop_at_m_however_large_both_are():
+    """Sums of sizes that pass 2**31 before they are clamped."""
+    m = 2**31 - 5
+    sizes = jnp.array([2**30, 2**31 - 1, -3, 2**31 - 1, 7], jnp.int32)
+    assert offsets(sizes, m).tolist() == [0, 2**30, m, m, m, m]

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
+from trencadis import problem as what
+from trencadis.tensors import GroupedTensor
+
 # a context that jit's caches see: a function traced without the checks is traced again with them
 _checking = jax.make_user_context(False)
 
@@ -18,8 +21,9 @@ _checking = jax.make_user_context(False)
 def debug_checks() -> Iterator[None]:
     """Check traced group sizes and windows at run time, with errors that name the group.
 
-    Without it a negative size counts as 0 and rows past m are dropped. The checks are `checkify` checks: transform
-    the function with `checkify.checkify`, and look at the error it returns.
+    Without it a negative size counts as 0 and rows past m are dropped. Of grouped tensors it also tells matrices that a
+    flat buffer has no room for, and sizes that differ in two tensors that have to agree in them. The checks are
+    `checkify` checks: transform the function with `checkify.checkify`, and look at the error it returns.
 
     >>> from jax.experimental import checkify
     >>> import trencadis as tr
@@ -45,14 +49,9 @@ def check_traced(group_sizes: Any, first: Any, m: int, local_groups: int) -> Non
     checkify.check(
         sizes[worst] >= 0, "group_sizes: group {i} has size {size}; sizes must be >= 0", i=worst, size=sizes[worst]
     )
-    # a sum that stops at m + 1 cannot wrap
-    ends = jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, m + 1), jnp.maximum(sizes, 0))
-    over = jnp.argmax(ends > m)
+    fits, over = _fit(sizes, m)
     checkify.check(
-        ends[-1] <= m,
-        "group_sizes: group {i} ends past m = {m} rows; sizes must sum to at most m",
-        i=over,
-        m=jnp.int32(m),
+        fits, "group_sizes: group {i} ends past m = {m} rows; sizes must sum to at most m", i=over, m=jnp.int32(m)
     )
     checkify.check(
         (first >= 0) & (first <= groups - local_groups),
@@ -61,3 +60,53 @@ def check_traced(group_sizes: Any, first: Any, m: int, local_groups: int) -> Non
         local=jnp.int32(local_groups),
         groups=jnp.int32(groups),
     )
+
+
+def check_tensor(name: str, tensor: GroupedTensor, dims: tuple[str, str]) -> None:
+    """The checks of a grouped tensor where its sizes i32[g] are traced; dims are what its first and last are called."""
+    given = zip(dims, (tensor.first_dims, tensor.last_dims), strict=True)
+    ragged = {said: sizes for said, sizes in given if sizes is not None}
+    if not _checking.value or all(what.concrete(sizes) is not None for sizes in ragged.values()):
+        return
+    for said, sizes in ragged.items():
+        worst = jnp.argmin(sizes)
+        size = jnp.asarray(sizes)[worst]
+        checkify.check(size >= 0, f"{said}: group {{i}} has size {{size}}; sizes must be >= 0", i=worst, size=size)
+    if len(ragged) == 2:
+        said, room, places = name, tensor.shape[0], "entries"
+        rows, columns = (jnp.maximum(sizes, 0) for sizes in ragged.values())
+        sizes = jnp.where(rows > room // jnp.maximum(columns, 1), _past(room), rows * columns)  # which might wrap
+    else:
+        (said, sizes), by_rows = next(iter(ragged.items())), tensor.last_dims is None
+        room, places = (tensor.shape[0], "rows") if by_rows else (tensor.shape[-1], "columns")
+    fits, over = _fit(jnp.asarray(sizes), room)
+    message = f"{said}: group {{i}} ends past the {{room}} {places} of {name}; want room for all groups"
+    checkify.check(fits, message, i=over, room=jnp.int32(room))
+
+
+def check_same(name: str, sizes: Any, other: str, others: Any) -> None:
+    """That two tensors have groups of the same sizes i32[g], where either is traced."""
+    known = what.concrete(sizes) is not None and what.concrete(others) is not None
+    if not _checking.value or known or sizes.shape != others.shape:
+        return
+    one, two = jnp.asarray(sizes), jnp.asarray(others)
+    i = jnp.argmax(one != two)
+    checkify.check(
+        one[i] == two[i],
+        f"{name}: group {{i}} has size {{one}}, and {{two}} in {other}; want the same",
+        i=i,
+        one=one[i],
+        two=two[i],
+    )
+
+
+def _fit(sizes: Any, room: int) -> tuple[Any, Any]:
+    """Whether the sizes sum to at most room, and the group where they pass it; negative ones count as 0."""
+    most = _past(room)
+    ends = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, most - a), jnp.clip(sizes, 0, most))  # cannot wrap
+    return ends[-1] <= room, jnp.argmax(ends > room)
+
+
+def _past(room: int) -> int:
+    """A size that is as wrong as any past the room, and fits into int32."""
+    return min(room + 1, 2**31 - 1)

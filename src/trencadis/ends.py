@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis import problem as what
-from trencadis.sides import Side
+from trencadis.debug import check_same
+from trencadis.dtypes import accumulator
+from trencadis.sides import Side, sound
 from trencadis.tensors import GroupedTensor, flat_places
 from trencadis.visits import offsets
 
@@ -19,30 +22,41 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ends:
-    """What comes after the product."""
+    """What comes after the product: arrays, of which out may be a grouped tensor."""
 
-    bias: Any
-    alpha: Any
-    beta: Any
-    out: Any
+    bias: Any = None
+    alpha: Any = None
+    beta: Any = None
+    out: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("bias", "alpha", "beta", "out"):
+            x = getattr(self, name)
+            if x is not None and not (name == "out" and isinstance(x, GroupedTensor)):
+                object.__setattr__(self, name, what.as_array(name, x))
 
     @property
     def any(self) -> bool:
         """Whether anything does."""
         return any(x is not None for x in (self.bias, self.alpha, self.beta, self.out))
 
+    def dtype(self, product: Any) -> Any:
+        """The dtype in which it is added to a product of some dtype: integers have no room for a half."""
+        given = (x.dtype for x in (self.bias, self.alpha, self.beta, self.out) if x is not None)
+        return functools.reduce(accumulator, given, product)
 
-def check_ends(a: Side, b: Side, ends: Ends, ragged: str) -> None:
+
+def check_ends(a: Side, b: Side, ends: Ends, ragged: str) -> Ends:
     """Alpha and beta are [g]; bias is [g, n] where n is the same in all groups; beta needs out."""
     groups = b.tensor.num_groups
     for name in ("alpha", "beta"):
         x = getattr(ends, name)
         if x is None:
             continue
-        if jnp.shape(x) != (groups,):
-            raise ValueError(f"{name}: want one number for each group, shape ({groups},); got {jnp.shape(x)}")
-        if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-            raise TypeError(f"{name}: want a float dtype; got {jnp.result_type(x)}")
+        if x.shape != (groups,):
+            raise ValueError(f"{name}: want one number for each group, shape ({groups},); got {x.shape}")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name}: want a float dtype; got {x.dtype}")
     if isinstance(ends.out, GroupedTensor) and ragged in ("", "k"):
         raise TypeError("out: want an array, since the result is not ragged; got a GroupedTensor")
     if ends.out is not None and ragged not in ("", "k") and not isinstance(ends.out, GroupedTensor):
@@ -53,8 +67,11 @@ def check_ends(a: Side, b: Side, ends: Ends, ragged: str) -> None:
         if "n" in ragged:
             raise ValueError("bias: is [g, n], and n is ragged here; want it the same in all groups")
         want = (groups, *(b.tensor.shape[axis] for axis in b.free))
-        if jnp.shape(ends.bias) != want:
-            raise ValueError(f"bias: want shape {want}, groups and free axes of {b.name}; got {jnp.shape(ends.bias)}")
+        if ends.bias.shape != want:
+            raise ValueError(f"bias: want shape {want}, groups and free axes of {b.name}; got {ends.bias.shape}")
+    if not isinstance(ends.out, GroupedTensor):
+        return ends
+    return dataclasses.replace(ends, out=sound("out", ends.out)[0])
 
 
 def finished(product: GroupedTensor, ends: Ends, dtype: Any) -> GroupedTensor | Array:
@@ -63,12 +80,12 @@ def finished(product: GroupedTensor, ends: Ends, dtype: Any) -> GroupedTensor | 
     if ends.any:
         mine = _owned(product)
         if ends.alpha is not None:
-            data = data * _spread(jnp.asarray(ends.alpha), product, 1).astype(data.dtype)
+            data = data * _spread(ends.alpha, product, 1).astype(data.dtype)
         if ends.bias is not None:
-            data = data + jnp.where(mine, _bias_of(jnp.asarray(ends.bias).astype(data.dtype), product), 0)
+            data = data + jnp.where(mine, _bias_of(ends.bias.astype(data.dtype), product), 0)
         if ends.out is not None:
-            old = held(ends.out, product.shape, (product.first_dims is not None, product.last_dims is not None), dtype)
-            scale = 1 if ends.beta is None else _spread(jnp.asarray(ends.beta), product, 1)
+            old = held(ends.out, product.shape, (product.first_dims, product.last_dims), dtype)
+            scale = 1 if ends.beta is None else _spread(ends.beta, product, 1)
             data = jnp.where(mine, data + (old * scale).astype(data.dtype), old.astype(data.dtype))
     data = data.astype(dtype)
     if product.first_dims is None and product.last_dims is None:
@@ -76,15 +93,32 @@ def finished(product: GroupedTensor, ends: Ends, dtype: Any) -> GroupedTensor | 
     return GroupedTensor(data, product.first_dims, product.last_dims, product.shape)
 
 
-def held(out: Any, shape: tuple[int, ...], ragged: tuple[bool, bool], dtype: Any) -> Array:
+def held(out: Any, shape: tuple[int, ...], dims: tuple[Any, Any], dtype: Any) -> Array:
     """The data of out, if it is as the result is: of its shape and dtype, and ragged in the same of first and last."""
-    data = out.data if isinstance(out, GroupedTensor) else what.as_array("out", out)
-    if jnp.shape(data) != tuple(shape) or data.dtype != dtype:
-        raise ValueError(f"out: want {np.dtype(dtype).name}{list(shape)}; got {data.dtype.name}{list(jnp.shape(data))}")
-    if isinstance(out, GroupedTensor) and (out.first_dims is not None, out.last_dims is not None) != ragged:
-        axes = " and ".join(name for name, on in zip(("first", "last"), ragged, strict=True) if on)
-        raise ValueError(f"out: want a tensor that is ragged in its {axes} axis, as the result is; got {out!r}")
+    data = out.data if isinstance(out, GroupedTensor) else out
+    if data.shape != tuple(shape) or data.dtype != dtype:
+        raise ValueError(f"out: want {np.dtype(dtype).name}{list(shape)}; got {data.dtype.name}{list(data.shape)}")
+    if isinstance(out, GroupedTensor):
+        _check_ragged(out, dims)
     return data
+
+
+def _check_ragged(out: GroupedTensor, dims: tuple[Any, Any]) -> None:
+    """Out is ragged as the result is, by the same sizes."""
+    mine = out.first_dims, out.last_dims
+    if [x is not None for x in mine] != [x is not None for x in dims]:
+        axes = " and ".join(name for name, x in zip(("first", "last"), dims, strict=True) if x is not None)
+        raise ValueError(f"out: want a tensor that is ragged in its {axes} axis, as the result is; got {out!r}")
+    for name, x, y in zip(("out.first_dims", "out.last_dims"), mine, dims, strict=True):
+        if x is None:
+            continue
+        if x.shape != y.shape:
+            raise ValueError(f"{name}: want {y.shape[0]} groups, as the result has; got {x.shape[0]}")
+        one, two = what.concrete(x), what.concrete(y)
+        if one is not None and two is not None and (one != two).any():
+            i = int(np.argmax(one != two))
+            raise ValueError(f"{name}: want the sizes of the result; group {i} has {one[i]} and {two[i]} there")
+        check_same(name, x, "the result", y)
 
 
 def _bias_of(bias: Array, product: GroupedTensor) -> Array:

@@ -21,10 +21,8 @@ Array = jax.Array
 FEW = 64  # groups that may have a product of their own each: that takes some 25 ms to compile
 
 
-def general(a: Side, b: Side, dtype: Any, out: Any, *, precision: Any, backend: str | None) -> GroupedTensor:
+def general(a: Side, b: Side, dtype: Any, out: Any, *, precision: Any) -> GroupedTensor:
     """The product of each group."""
-    if backend not in (None, "xla"):
-        raise ValueError(f"backend: {backend!r} has no kernel for more than one ragged dimension; want None or 'xla'")
     left, right = paired(a, b)
     (x, lhs, at_a, m, k_a), (y, rhs, at_b, k_b, n) = (
         _view(a, a.ordered(a.free), left),

@@ -33,6 +33,7 @@ def grouped_gemm(
     out: GroupedTensor | Array | None = None,
     preferred_element_type: Any = None,
     group_offset: Any = None,
+    interpret: bool = False,
     precision: Any = None,
     backend: str | None = None,
 ) -> GroupedTensor | Array:
@@ -61,6 +62,7 @@ def grouped_gemm(
         the result is: needed if sizes are traced.
       preferred_element_type: the dtype of the result; by default that of the operands, promoted.
       group_offset: the first group that a stack holds, or that is computed, as in `grouped_matmul`.
+      interpret: as in `grouped_matmul`, where one dimension is ragged.
       precision: as in `grouped_matmul`.
       backend: as in `grouped_matmul`.
 
@@ -76,15 +78,16 @@ def grouped_gemm(
     [[[1.0, 1.0], [1.0, 1.0]], [[2.0, 2.0], [2.0, 2.0]]]
     """
     a, b = sides(lhs, rhs, contracting_dims)
-    dtype = _dtype(preferred_element_type, lhs, rhs)
     ends = Ends(bias=bias, alpha=alpha, beta=beta, out=out)
-    options = {"precision": precision, "backend": check_backend(backend)}
+    dtype = _dtype(preferred_element_type, a, b, ends)
+    options = {"precision": precision, "backend": backend, "interpret": interpret}
     differ = {"m": a.ragged(a.free), "k": a.ragged(a.summed), "n": b.ragged(b.free)}
     ragged = "".join(name for name, sizes in differ.items() if sizes is not None)
     _check_groups(a, b, group_offset, ragged, ends)
-    check_ends(a, b, ends, ragged)
+    ends = check_ends(a, b, ends, ragged)
+    _check_kernel(ragged, backend, interpret)
     fused, ends = _fused(a, b, ragged, ends, dtype, window=group_offset is not None)
-    kept = dtype if not ends.any else accumulator(lhs.dtype, rhs.dtype)
+    kept = ends.dtype(accumulator(a.tensor.dtype, b.tensor.dtype)) if ends.any else dtype
     if ragged == "":
         product = _stacked(a, b, kept, precision)
     elif ragged == "m":
@@ -94,7 +97,7 @@ def grouped_gemm(
     elif ragged == "k":
         product = _summed(a, b, kept, group_offset=group_offset, **options, **fused)
     else:
-        product = general(a, b, kept, ends.out, **options)
+        product = general(a, b, kept, ends.out, precision=precision)
     return finished(product, ends, dtype)
 
 
@@ -108,6 +111,7 @@ def grouped_dense(
     activation: Activation | None = None,
     preferred_element_type: Any = None,
     group_offset: Any = None,
+    interpret: bool = False,
     precision: Any = None,
     backend: str | None = None,
 ) -> Array:
@@ -122,6 +126,7 @@ def grouped_dense(
       activation: as in `grouped_matmul`.
       preferred_element_type: the dtype of the result; by default that of x and kernel, promoted.
       group_offset: as in `grouped_matmul`.
+      interpret: as in `grouped_matmul`.
       precision: as in `grouped_matmul`.
       backend: as in `grouped_matmul`.
 
@@ -131,49 +136,66 @@ def grouped_dense(
     >>> grouped_dense(jnp.ones((3, 2)), jnp.ones((2, 2, 1)), [1, 1], bias=jnp.array([[1.0], [-3.0]])).ravel()
     Array([ 3., -1.,  0.], dtype=float32)
     """
-    rows, weights = GroupedTensor.ragged_rows(x, group_sizes), GroupedTensor.stacked(kernel)
-    a, b = sides(rows, weights, contracting_dims, names=("x", "kernel"))
-    dtype = _dtype(preferred_element_type, rows, weights)
-    ends = Ends(bias=bias, alpha=None, beta=None, out=None)
+    x, kernel = what.as_array("x", x), what.as_array("kernel", kernel)
+    rows = GroupedTensor(x, what.as_sizes(group_sizes), None, x.shape)
+    weights = GroupedTensor(kernel, None, None, kernel.shape)
+    a, b = sides(rows, weights, contracting_dims, names=("x", "kernel"), dims="group_sizes")
+    ends = Ends(bias=bias)
+    dtype = _dtype(preferred_element_type, a, b, ends)
     _check_groups(a, b, group_offset, "m", ends)
     check_ends(a, b, ends, "m")
     fused, _ = _fused(a, b, "m", ends, dtype)
-    options = {"precision": precision, "backend": backend, "group_offset": group_offset, "activation": activation}
-    return _rows(a, b, dtype, **options, **fused).data
+    return _rows(
+        a, b, dtype, precision=precision, backend=backend, interpret=interpret, group_offset=group_offset,
+        activation=activation, **fused,
+    ).data  # fmt: skip
 
 
-def _dtype(asked: Any, lhs: GroupedTensor, rhs: GroupedTensor) -> Any:
+def _dtype(asked: Any, a: Side, b: Side, ends: Ends) -> Any:
     """The dtype of the result: as asked, or that of the operands, promoted."""
-    return what.result_dtype(jnp.result_type(lhs.dtype, rhs.dtype) if asked is None else asked, lhs, rhs)
+    asked = jnp.result_type(a.tensor.dtype, b.tensor.dtype) if asked is None else asked
+    return what.result_dtype(asked, a.tensor, b.tensor, *([] if ends.bias is None else [ends.bias]))
 
 
 def _check_groups(a: Side, b: Side, group_offset: Any, ragged: str, ends: Ends) -> None:
     """As many groups in both; or, with group_offset, a stack that holds some of them."""
     counts = a.tensor.num_groups, b.tensor.num_groups
-    if group_offset is not None and (len(ragged) != 1 or ends.alpha is not None or ends.beta is not None):
+    by_group = [name for name in ("alpha", "beta", "bias") if getattr(ends, name) is not None]
+    alone = by_group == ["bias"] and ragged == "m" and ends.out is None  # then the kernel adds it
+    if group_offset is not None and (len(ragged) != 1 or (by_group and not alone)):
+        got = " and ".join([f"{ragged or 'none'} ragged", *by_group])
         raise ValueError(
-            "group_offset: says which groups a stack holds, where one of m, k and n is ragged and there is no alpha or "
-            f"beta; got {ragged or 'none'} ragged"
+            "group_offset: says which groups a stack holds, where one of m, k and n is ragged and there is no alpha, "
+            f"beta or bias, or a bias alone where m is ragged; got {got}"
         )
     if counts[0] != counts[1] and (group_offset is None or ragged == "k"):
         raise ValueError(f"{b.name}: want as many groups as {a.name}; got {counts[1]} and {counts[0]}")
 
 
+def _check_kernel(ragged: str, backend: str | None, interpret: bool) -> None:
+    """There are kernels where one dimension is ragged."""
+    asked = check_backend(backend) not in (None, "xla")
+    if len(ragged) != 1 and (what.checked_flag("interpret", interpret) or asked):
+        name, got, want = ("backend", backend, "None or 'xla'") if asked else ("interpret", True, "False")
+        count = "more than one ragged dimension" if ragged else "stacks alone"
+        raise ValueError(f"{name}: {got!r} has no kernel for {count}; want {want}")
+
+
 def _fused(a: Side, b: Side, ragged: str, ends: Ends, dtype: Any, window: bool = False) -> tuple[dict[str, Any], Ends]:
     """What a kernel does itself after the product, and what is left."""
     given = [name for name in ("bias", "alpha", "beta", "out") if getattr(ends, name) is not None]
-    nothing = Ends(bias=None, alpha=None, beta=None, out=None)
     free = [side.tensor.shape[axis] for side in (a, b) if not side.flat for axis in side.free]
     merged = a.extent(a.free), b.extent(b.free)
     if given == ["bias"] and ragged == "m":
-        return {"bias": jnp.reshape(ends.bias, (-1, merged[1]))}, nothing
+        return {"bias": ends.bias.reshape(-1, merged[1])}, Ends()
     if given == ["out"] and ragged == "k":
         # with a window, it is out that says of how many groups
-        groups = jnp.shape(ends.out)[:1] if window else (a.tensor.num_groups,)
-        data = held(ends.out, (*groups, *free), (False, False), dtype)
-        return {"existing_out": data.reshape(*groups, *merged)}, nothing
+        groups = ends.out.shape[:1] if window else (a.tensor.num_groups,)
+        data = held(ends.out, (*groups, *free), (None, None), dtype)
+        return {"existing_out": data.reshape(*groups, *merged)}, Ends()
     if given == ["out"] and ragged == "m" and a.ordered(a.free) == a.free:
-        return {"existing_out": held(ends.out, tuple(free), (True, False), dtype).reshape(merged)}, nothing
+        data = held(ends.out, tuple(free), (a.ragged(a.free), None), dtype)
+        return {"existing_out": data.reshape(merged)}, Ends()
     return {}, ends
 
 
@@ -188,6 +210,7 @@ def _stacked(a: Side, b: Side, dtype: Any, precision: Any) -> GroupedTensor:
     if x.dtype != y.dtype:
         x, y = x.astype(acc), y.astype(acc)
     dims = ((a.summed, b.summed), ((0,), (0,)))
+    precision = what.checked_precision(precision)
     out = lax.dot_general(x, y, dims, precision=precision, preferred_element_type=acc).astype(dtype)
     return GroupedTensor(out, None, None, out.shape)
 

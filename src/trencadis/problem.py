@@ -363,11 +363,11 @@ def as_array(name: str, x: Any) -> jax.Array:
         raise TypeError(f"{name}: want an array; got {type(x).__name__}") from None
 
 
-def as_sizes(group_sizes: Any) -> Any:
-    """group_sizes as an array; in numpy if it is not JAX's yet, so that its values are still known inside `jit`."""
+def as_sizes(group_sizes: Any, name: str = "group_sizes") -> Any:
+    """Sizes as an array; in numpy if it is not JAX's yet, so that its values are still known inside `jit`."""
     if isinstance(group_sizes, (list, tuple)) and all(_is_int(size) for size in group_sizes):
         return np.asarray(group_sizes, np.int64)
-    return group_sizes if isinstance(group_sizes, np.ndarray) else as_array("group_sizes", group_sizes)
+    return group_sizes if isinstance(group_sizes, np.ndarray) else as_array(name, group_sizes)
 
 
 def _rank(name: str, x: Any, rank: int, axes: str) -> None:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis import problem as what
-from trencadis.tensors import GroupedTensor
+from trencadis.debug import check_same, check_tensor
+from trencadis.tensors import GroupedTensor, checked
 
 Array = jax.Array
 Axes = tuple[int, ...]
@@ -23,6 +24,7 @@ class Side:
 
     name: str
     first: bool  # whether it is the left one
+    said: tuple[str, str]  # what the caller calls its first and its last dims
     tensor: GroupedTensor
     summed: Axes
     free: Axes
@@ -48,6 +50,10 @@ class Side:
         """The last axis of a group; a flat buffer holds matrices."""
         return 1 if self.flat else self.tensor.ndim - 1
 
+    def called(self, axis: int) -> str:
+        """What the caller calls the sizes of a ragged axis."""
+        return self.said[int(axis != 0)]
+
     def ragged(self, axes: Axes) -> Any:
         """The sizes along some axes, if one of them is ragged."""
         return next((dims for axis, dims in self.sizes.items() if axis in axes), None)
@@ -65,8 +71,10 @@ class Side:
         return math.prod(self.tensor.shape[axis] for axis in axes if axis not in self.sizes and not self.flat)
 
 
-def sides(lhs: Any, rhs: Any, contracting_dims: Any, names: tuple[str, str] = ("lhs", "rhs")) -> tuple[Side, Side]:
-    """Both operands, checked against each other."""
+def sides(
+    lhs: Any, rhs: Any, contracting_dims: Any, names: tuple[str, str] = ("lhs", "rhs"), dims: str = ""
+) -> tuple[Side, Side]:
+    """Both operands, checked by themselves and against each other; `dims` is what the caller calls their sizes."""
     for name, x in zip(names, (lhs, rhs), strict=True):
         if not isinstance(x, GroupedTensor):
             raise TypeError(f"{name}: want a GroupedTensor, such as GroupedTensor.stacked(x); got {type(x).__name__}")
@@ -74,7 +82,7 @@ def sides(lhs: Any, rhs: Any, contracting_dims: Any, names: tuple[str, str] = ("
         left, right = (tuple(int(axis) for axis in axes) for axes in contracting_dims)
     except (TypeError, ValueError):
         raise ValueError(f"contracting_dims: want two sequences of axes; got {contracting_dims!r}") from None
-    a, b = _side(names[0], True, lhs, left), _side(names[1], False, rhs, right)
+    a, b = _side(names[0], True, lhs, left, dims), _side(names[1], False, rhs, right, dims)
     if len(left) != len(right):
         raise ValueError(f"contracting_dims: want as many axes of {a.name} as of {b.name}; got {left} and {right}")
     for x, y in zip(a.summed, b.summed, strict=True):
@@ -97,6 +105,7 @@ def _check_pair(a: Side, x: int, b: Side, y: int) -> None:
                 "are summed over together; want the same size"
             )
         return
+    check_same(a.called(x), a.sizes[x], b.called(y), b.sizes[y])
     one, two = what.concrete(a.sizes[x]), what.concrete(b.sizes[y])
     if one is not None and two is not None and one.shape == two.shape and (one != two).any():
         i = int(np.argmax(one != two))
@@ -106,12 +115,17 @@ def _check_pair(a: Side, x: int, b: Side, y: int) -> None:
         )
 
 
-def _side(name: str, first: bool, tensor: GroupedTensor, axes: Axes) -> Side:
+def sound(name: str, tensor: GroupedTensor, dims: str = "") -> tuple[GroupedTensor, tuple[str, str]]:
+    """A tensor whose sizes are checked, also at run time if that is asked for; and what the caller calls them."""
+    said = (dims or f"{name}.first_dims", dims or f"{name}.last_dims")
+    tensor = checked(name, tensor, said)
+    check_tensor(name, tensor, said)
+    return tensor, said
+
+
+def _side(name: str, first: bool, tensor: GroupedTensor, axes: Axes, dims: str) -> Side:
     """One operand, checked by itself."""
-    if jnp.shape(tensor.data) != tensor.shape:
-        raise ValueError(
-            f"{name}: its data have shape {jnp.shape(tensor.data)}; want that of the tensor, {tensor.shape}"
-        )
+    tensor, said = sound(name, tensor, dims)
     flat = tensor.first_dims is not None and tensor.last_dims is not None
     ndim = 2 if flat else tensor.ndim
     stacked = tensor.first_dims is None and tensor.last_dims is None
@@ -123,11 +137,7 @@ def _side(name: str, first: bool, tensor: GroupedTensor, axes: Axes) -> Side:
             raise ValueError(f"contracting_dims: {name} has no axis {axis} to sum over, {why}")
     if len(set(summed)) < len(summed):
         raise ValueError(f"contracting_dims: want each axis of {name} once; got {axes}")
-    side = Side(name, first, tensor, summed, tuple(axis for axis in mine if axis not in summed))
-    for axis, sizes in side.sizes.items():
-        if not flat:
-            what.check_sizes(sizes, tensor.shape[axis])
-    return side
+    return Side(name, first, said, tensor, summed, tuple(axis for axis in mine if axis not in summed))
 
 
 def laid(side: Side, first: Axes, second: Axes) -> tuple[Array, bool]:

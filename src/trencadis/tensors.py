@@ -72,7 +72,7 @@ class GroupedTensor:
         x = what.as_array("x", x)
         if x.ndim < 1:
             raise ValueError("x: want at least 1 dimension [m, ...]; got a scalar")
-        return cls(x, _dims("sizes", sizes, x.shape[0], "rows"), None, x.shape)
+        return cls(x, _dims("sizes", sizes, x.shape[0], "rows of x"), None, x.shape)
 
     @classmethod
     def ragged_cols(cls, x: Any, sizes: Any) -> GroupedTensor:
@@ -84,7 +84,7 @@ class GroupedTensor:
         x = what.as_array("x", x)
         if x.ndim < 2:
             raise ValueError(f"x: want at least 2 dimensions [..., m]; got shape {x.shape}")
-        return cls(x, None, _dims("sizes", sizes, x.shape[-1], "columns"), x.shape)
+        return cls(x, None, _dims("sizes", sizes, x.shape[-1], "columns of x"), x.shape)
 
     @classmethod
     def stacked(cls, x: Any) -> GroupedTensor:
@@ -109,14 +109,7 @@ class GroupedTensor:
         flat = what.as_array("flat", flat)
         if flat.ndim != 1:
             raise ValueError(f"flat: want 1 dimension [c]; got shape {flat.shape}")
-        first, last = _dims("first_dims", first_dims, None, ""), _dims("last_dims", last_dims, None, "")
-        if first.shape != last.shape:
-            raise ValueError(f"last_dims: want as many groups as first_dims; got {last.shape[0]} and {first.shape[0]}")
-        rows, columns = what.concrete(first), what.concrete(last)
-        if rows is not None and columns is not None:
-            need = sum(int(r) * int(c) for r, c in zip(rows, columns, strict=True))
-            if need > flat.shape[0]:
-                raise ValueError(f"flat: the groups have {need} entries; got {flat.shape[0]}")
+        first, last = _flat_dims("flat", ("first_dims", "last_dims"), first_dims, last_dims, flat.shape[0])
         return cls(flat, first, last, flat.shape)
 
     @classmethod
@@ -246,22 +239,63 @@ _WANTED = {
 }
 
 
+def checked(name: str, tensor: GroupedTensor, dims: tuple[str, str]) -> GroupedTensor:
+    """A tensor that anyone may have made, as the constructors make it: sizes that are i32[g], and fit where known.
+
+    Args:
+      name: what the caller calls it.
+      tensor: the tensor.
+      dims: what the caller calls its first and its last dims.
+    """
+    data = what.as_array(f"{name}.data", tensor.data)
+    if data.shape != tensor.shape:
+        raise ValueError(f"{name}: its data have shape {data.shape}; want that of the tensor, {tensor.shape}")
+    if not data.ndim:
+        raise ValueError(f"{name}: want at least 1 dimension; got a scalar")
+    first, last = tensor.first_dims, tensor.last_dims
+    if first is not None and last is not None:
+        if tensor.ndim != 1:
+            raise ValueError(f"{name}: both of its axes are ragged; want flat data [c]; got shape {tensor.shape}")
+        first, last = _flat_dims(name, dims, first, last, tensor.shape[0])
+    elif first is not None:
+        first = _dims(dims[0], first, tensor.shape[0], f"rows of {name}")
+    elif last is not None:
+        last = _dims(dims[1], last, tensor.shape[-1], f"columns of {name}")
+    return GroupedTensor(data, first, last, data.shape)
+
+
+def _flat_dims(name: str, dims: tuple[str, str], first: Any, last: Any, capacity: int) -> tuple[Any, Any]:
+    """Sizes of the matrices of a flat buffer, which fit into it."""
+    first, last = (_dims(each, x, None, "") for each, x in zip(dims, (first, last), strict=True))
+    if first.shape != last.shape:
+        raise ValueError(f"{dims[1]}: want as many groups as {dims[0]}; got {last.shape[0]} and {first.shape[0]}")
+    rows, columns = what.concrete(first), what.concrete(last)
+    if rows is not None and columns is not None:
+        need = sum(int(r) * int(c) for r, c in zip(rows, columns, strict=True))
+        if need > capacity:
+            raise ValueError(f"{name}: the groups have {need} entries; got {capacity}")
+    return first, last
+
+
 def _dims(name: str, sizes: Any, limit: int | None, of: str) -> Any:
     """Sizes i32[g], checked where they are known; numpy stays numpy, so that they are still known inside `jit`."""
-    sizes = what.as_sizes(sizes)
+    sizes = what.as_sizes(sizes, name)
     if sizes.ndim != 1 or sizes.shape[0] == 0:
         raise ValueError(f"{name}: want 1 dimension [g] of at least one group; got shape {sizes.shape}")
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise TypeError(f"{name}: want an integer dtype; got {sizes.dtype}")
     known = what.concrete(sizes)
     if known is None:
-        return jnp.clip(sizes, 0, 2**31 - 1).astype(jnp.int32) if sizes.dtype.itemsize > 4 else sizes.astype(jnp.int32)
+        if not np.can_cast(sizes.dtype, np.int32):
+            least = max(int(jnp.iinfo(sizes.dtype).min), -(2**31))  # negative ones stay so: `debug_checks` tells them
+            sizes = jnp.clip(sizes, least, 2**31 - 1)
+        return sizes.astype(jnp.int32)
     if known.min() < 0 or known.max() >= 2**31:
         i = int(np.argmin(known)) if known.min() < 0 else int(np.argmax(known))
         raise ValueError(f"{name}: want sizes from 0 to 2**31 - 1; group {i} has {known[i]}")
     total = sum(int(size) for size in known)
     if limit is not None and total > limit:
-        raise ValueError(f"{name}: must sum to at most {limit}, the {of} of x; got a sum of {total}")
+        raise ValueError(f"{name}: must sum to at most {limit}, the {of}; got a sum of {total}")
     return sizes.astype(np.int32)
 
 

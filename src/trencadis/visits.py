@@ -49,7 +49,7 @@ def offsets(group_sizes: Array, m: int) -> Array:
     if sizes.shape[-1] * m < 2**31:
         ends = jnp.minimum(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), m)
     else:  # the plain sum might wrap before it is clamped
-        ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, m), sizes, axis=-1)
+        ends = lax.associative_scan(lambda a, b: a + jnp.minimum(b, m - a), sizes, axis=-1)
     return jnp.concatenate([jnp.zeros_like(ends[..., :1], shape=(*ends.shape[:-1], 1)), ends], axis=-1)
 
 

@@ -8,6 +8,7 @@ results and in gradients. `group_offset`, `precision` and a bias are honoured. T
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -145,6 +146,8 @@ def _tensor(name: str, x: Any) -> GroupedTensor:
     data = what.as_array(f"{name}.data", x.data)
     both = all(getattr(dims, "size", 0) for dims in (x.first_dims, x.last_dims))
     shape = data.shape if both else tuple(x.original_shape)
+    if data.size != math.prod(shape):
+        raise ValueError(f"{name}: its data have shape {data.shape}; want as many numbers as original_shape {shape}")
     return GroupedTensor(data.reshape(shape), x.first_dims, x.last_dims, shape)
 
 
