@@ -384,6 +384,7 @@ SUM = ((1,), (1,))
         (lambda: tr.grouped_gemm(rows(X), STACK, contracting_dims=1), ValueError, "contracting_dims: want two sequences of axes; got 1"),
         (lambda: tr.grouped_gemm(rows(X), STACK, contracting_dims=((1,), (0,))), ValueError, "rhs has no axis 0 to sum over, which is that of the groups"),
         (lambda: tr.grouped_gemm(rows(X), STACK, contracting_dims=((2,), (1,))), ValueError, "lhs has no axis 2 to sum over, of 2"),
+        (lambda: tr.grouped_gemm(rows(X), STACK, contracting_dims=((-3,), (1,))), ValueError, "lhs has no axis -3 to sum over, of 2"),
         (lambda: tr.grouped_gemm(rows(X), STACK, contracting_dims=((1,), (2,))), ValueError, r"axis 1 of lhs \(6, 5\) and axis 2 of rhs \(3, 5, 4\).*same size"),
         (lambda: tr.grouped_gemm(rows(X), STACK, contracting_dims=((1,), (1, 2))), ValueError, "as many axes of lhs as of rhs"),
         (lambda: tr.grouped_gemm(rows(X), STACK, contracting_dims=((1, 1), (1, 1))), ValueError, "want each axis of lhs once"),

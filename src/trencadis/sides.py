@@ -131,10 +131,10 @@ def _side(name: str, first: bool, tensor: GroupedTensor, axes: Axes, dims: str) 
     stacked = tensor.first_dims is None and tensor.last_dims is None
     summed = tuple(axis + ndim if axis < 0 else axis for axis in axes)
     mine = tuple(range(int(stacked), ndim))
-    for axis in summed:
+    for given, axis in zip(axes, summed, strict=True):
         if axis not in mine:
             why = "which is that of the groups" if stacked and axis == 0 else f"of {ndim}"
-            raise ValueError(f"contracting_dims: {name} has no axis {axis} to sum over, {why}")
+            raise ValueError(f"contracting_dims: {name} has no axis {given} to sum over, {why}")
     if len(set(summed)) < len(summed):
         raise ValueError(f"contracting_dims: want each axis of {name} once; got {axes}")
     return Side(name, first, said, tensor, summed, tuple(axis for axis in mine if axis not in summed))
