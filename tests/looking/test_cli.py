@@ -105,7 +105,7 @@ def test_show_a_product_of_made_up_sizes(trencadis):
         ("show 3 0 --gemm forward --k 4,1,2 --n 2", "--k: want one size, or 2, one for each group; got 3"),
         ("show 3 0 --gemm forward --k 4 --n x", "--n: want integers; got 'x'"),
         ("show 3 0 --gemm forward --k 4 --n -2", "--n: want sizes >= 0; got '-2'"),
-        ("show 3 0 --gemm forward --k 4 --n 2 --rows 2", "group_sizes: must sum to at most m = 2 rows; got a sum of 3"),
+        ("show 3 0 --gemm forward --k 4 --n 2 --rows 2", "--rows: want at least 3, the sum of the sizes; got 2"),
         ("show 3 0 --gemm forward --k 4,2 --n 2 --rows 9", "--rows: goes with one size for k and one for n"),
         ("show 3 5000000000 --gemm forward --k 4 --n 2", "sizes: want fewer than 2**31 rows; got 5000000003"),
         ("show 3 0 --gemm forward --k 5000000000 --n 2", "--k: want fewer than 2**31 in all; got 5000000000"),

@@ -103,6 +103,8 @@ class Show:
         groups, sizes = len(rows), dict[str, Size](m=rows)
         if (most := max(sum(rows), self.m or 0)) >= 2**31:
             raise ValueError(f"sizes: want fewer than 2**31 rows; got {most}")
+        if self.m is not None and self.m < sum(rows):
+            raise ValueError(f"--rows: want at least {sum(rows)}, the sum of the sizes; got {self.m}")
         for name, text in (("k", self.k), ("n", self.n)):
             if text is None:
                 raise ValueError(f"--gemm: also needs --{name}")
