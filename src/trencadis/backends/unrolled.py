@@ -1,7 +1,7 @@
 """A grouped GEMM whose groups are known when the program is made: one product for each, of just its size.
 
-On CPU each is a loop of one turn. XLA would otherwise cut all groups out of their buffers before it multiplies any: what
-should pass through the cache then passes through new memory, which the system hands out page by page.
+On CPU each is a loop of one turn. XLA would otherwise cut all groups out of their buffers before it multiplies any:
+what should stay in the cache would go through new memory, which the system hands out page by page.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ def _run(gemm: Gemm, lhs: Array, rhs: Array, *, loops: bool) -> Array:
     once = lax.optimization_barrier(jnp.int32(1))  # a loop that is known to have one turn is none
     for group in zip(*gemm.known, strict=True):
         if 0 not in group[3:]:
-            product = functools.partial(_product, gemm, lhs, rhs, *group)
+            product = functools.partial(_product, gemm, lhs, rhs, group)
             out = lax.fori_loop(0, once, product, out) if loops else product(np.int32(0), out)
     return from_bits(out, gemm.out.dtype)
 
 
-def _product(
-    gemm: Gemm, lhs: Array, rhs: Array, at_a: int, at_b: int, at_c: int, m: int, k: int, n: int, turn: Any, out: Array
-) -> Array:
+def _product(gemm: Gemm, lhs: Array, rhs: Array, group: Ints, turn: Any, out: Array) -> Array:
     """The result with that of a group in it. The turn, which is 0, keeps what a loop does inside of it."""
+    at_a, at_b, at_c, m, k, n = group
     (a, b, c), contract = gemm.pairs, (((int(not gemm.lhs.turned),), (int(gemm.rhs.turned),)), ((), ()))
     x = _cut(gemm.lhs, a, lhs, at_a + turn, (m, k))
     y = _cut(gemm.rhs, b, rhs, at_b + turn, (k, n))
