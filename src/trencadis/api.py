@@ -16,6 +16,8 @@ from trencadis.debug import check_traced
 from trencadis.epilogue import Activation, Epilogue, check_activation
 from trencadis.plan import check_backend
 from trencadis.problem import Problem
+from trencadis.quant.product import operand, scaled_run
+from trencadis.quant.scaled import Scaled
 from trencadis.tiling import Pins, TilingLike, resolve
 from trencadis.visits import visits
 
@@ -43,8 +45,8 @@ def grouped_matmul(
     for float64, int32 for integers). Differentiable in lhs, rhs, bias and existing_out, any number of times.
 
     Args:
-      lhs: `[m, k]`, the rows, sorted by group.
-      rhs: `[g, k, n]`, or `[g, n, k]` with transpose_rhs: one matrix per group.
+      lhs: `[m, k]`, the rows, sorted by group; an array or a `quant.Scaled`.
+      rhs: `[g, k, n]`, or `[g, n, k]` with transpose_rhs: one matrix per group; an array or a `quant.Scaled`.
       group_sizes: integers, one per group. They may name more groups than rhs holds: see group_offset. Negative sizes
         or a sum past m raise if they are known now; traced ones are clamped (`debug_checks` makes them errors).
       preferred_element_type: the dtype of the result. Gradients have the dtypes of their operands.
@@ -74,7 +76,7 @@ def grouped_matmul(
            [40., 50.],
            [ 0.,  0.]], dtype=float32)
     """
-    lhs, rhs, group_sizes = what.as_array("lhs", lhs), what.as_array("rhs", rhs), what.as_sizes(group_sizes)
+    lhs, rhs, group_sizes = operand("lhs", lhs), operand("rhs", rhs), what.as_sizes(group_sizes)
     if activation is not None and existing_out is not None:
         raise ValueError("activation: cannot be given together with existing_out; apply it to the sum yourself")
     bias = None if bias is None else what.as_array("bias", bias)
@@ -88,6 +90,9 @@ def grouped_matmul(
     pins = _pins(asked, tiling, interpret, backend)
     sizes, first = _sizes_and_window(asked, group_sizes, group_offset)
     extras = [jnp.asarray(x) for x in (bias, existing_out) if x is not None]
+    if isinstance(lhs, Scaled) or isinstance(rhs, Scaled):
+        given = {"bias": bias, "existing": existing_out, "activation": activation}
+        return scaled_run(asked, pins, (lhs, rhs, sizes, first), **given)
     if activation is None:
         return run(asked, pins, lhs, rhs, sizes, first, *extras)
     if check_activation(activation, asked.sum, asked.out):
@@ -140,7 +145,7 @@ def transposed_grouped_matmul(
     >>> transposed_grouped_matmul(x, y, jnp.array([1, 2, 0]), transpose_lhs=True).reshape(3)
     Array([0., 3., 0.], dtype=float32)
     """
-    lhs, rhs, group_sizes = what.as_array("lhs", lhs), what.as_array("rhs", rhs), what.as_sizes(group_sizes)
+    lhs, rhs, group_sizes = operand("lhs", lhs), operand("rhs", rhs), what.as_sizes(group_sizes)
     first = what.first_group(group_offset)
     asked = what.contraction_problem(
         lhs, rhs, group_sizes, preferred_element_type,
@@ -152,6 +157,8 @@ def transposed_grouped_matmul(
     pins = _pins(asked, tiling, interpret, backend)
     sizes, first = _sizes_and_window(asked, group_sizes, first)
     extras = [] if existing_out is None else [jnp.asarray(existing_out)]
+    if isinstance(lhs, Scaled) or isinstance(rhs, Scaled):
+        return scaled_run(asked, pins, (lhs, rhs, sizes, first), existing=existing_out)
     return run(asked, pins, lhs, rhs, sizes, first, *extras)
 
 

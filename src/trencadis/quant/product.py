@@ -1,0 +1,157 @@
+"""Products of scaled operands: values are multiplied as they are stored, and scales go to what comes out.
+
+A scale that is the same all along the sum is a factor of the result; one that is not is a factor of a part of the sum,
+or of the other operand. Weights are never multiplied by their scales.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from trencadis import problem as what
+from trencadis.autodiff import activate, run
+from trencadis.epilogue import Activation, Epilogue
+from trencadis.problem import Form, Problem
+from trencadis.quant.scaled import Scaled, expanded
+from trencadis.tiling import Pins
+from trencadis.visits import owned, spans
+
+Array = jax.Array
+Operand = Any  # an array or a Scaled
+
+WHOLE = {"int4": jnp.int8, "float4_e2m1fn": jnp.float8_e4m3fn}  # values that no loop can slice, in a byte each
+
+
+def scaled_run(
+    asked: Problem, pins: Pins, operands: tuple[Any, ...], *, activation: Activation | None = None, **extras: Any
+) -> Array:
+    """The result of a problem whose operands (lhs, rhs, sizes, first) may be scaled; extras are bias and existing."""
+    lhs, rhs, sizes, first = operands
+    lhs, rhs = (lax.stop_gradient(x) if isinstance(x, Scaled) else x for x in (lhs, rhs))
+    bare = asked.replace(epilogue=Epilogue(), out=asked.acc)
+    multiply = _rows if asked.form is Form.ROWS else _contraction
+    product = multiply(bare, pins, lhs, rhs, sizes, first)
+    bias, existing = extras.get("bias"), extras.get("existing")
+    if bias is not None:
+        mine = owned(asked, sizes, first)[:, None]
+        product = product + jnp.where(mine, jnp.take(bias, _owner(asked, sizes, first), axis=0), 0)
+    if activation is not None:
+        return activate(asked, activation, product, sizes, first)
+    if existing is not None:
+        product = product + existing.astype(product.dtype)
+    return product.astype(asked.out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows: the sum runs along k
+
+
+def _rows(asked: Problem, pins: Pins, lhs: Operand, rhs: Operand, sizes: Array, first: Array) -> Array:
+    """[m, n]. Scales that change along k split the sum where they change."""
+    axes = 1, 2 if asked.transpose_rhs else 1  # k
+    lengths = [x.block[axis] for x, axis in zip((lhs, rhs), axes, strict=True) if _parts(x, axis) > 1]
+    step = min(math.gcd(*lengths), asked.k) if lengths else asked.k
+    count = -(-asked.k // step) if step else 1
+    mine = owned(asked, sizes, first)[:, None]
+    owner = _owner(asked, sizes, first)
+    short = count * step - asked.k
+    values = [_padded(_values(x), axis, short) for x, axis in zip((lhs, rhs), axes, strict=True)]
+    inner = asked.replace(k=step, lhs=np.dtype(values[0].dtype), rhs=np.dtype(values[1].dtype))
+    pins = pins if count == 1 else Pins(backend=pins.backend, interpret=pins.interpret)  # tiles are of all of k
+
+    def part(i: Any) -> Array:
+        x, y = (lax.dynamic_slice_in_dim(v, i * step, step, axis) for v, axis in zip(values, axes, strict=True))
+        product = run(inner, pins, x, y, sizes, first)
+        for operand, axis in zip((lhs, rhs), axes, strict=True):
+            if isinstance(operand, Scaled):
+                scale = _across(operand, axis, i * step)  # [m or 1, 1], or [g or 1, n or 1]
+                by_group = operand is rhs and scale.shape[0] > 1
+                product = product * (jnp.take(scale, owner, axis=0) if by_group else scale)
+        return jnp.where(mine, product, 0)  # what nobody owns is 0, whatever scales say
+
+    if count == 1:
+        return part(0)
+    total = jnp.zeros((asked.m, asked.n), jnp.float32)
+    return lax.scan(lambda sums, i: (sums + part(i), None), total, jnp.arange(count))[0]
+
+
+def _across(x: Scaled, axis: int, at: Any) -> Array:
+    """The scales at a place along an axis, without that axis: float32, 1 long where they are all the same."""
+    scale = jnp.asarray(x.scale)
+    if scale.shape[axis] > 1:
+        scale = lax.dynamic_slice_in_dim(scale, at // x.block[axis], 1, axis)
+    scale = expanded(scale.astype(jnp.float32), x.block, x.shape)
+    scale = scale if x.ndim == 2 else jnp.squeeze(scale, axis)
+    return scale if x.total is None else scale * x.total
+
+
+def _owner(asked: Problem, sizes: Array, first: Array) -> Array:
+    """The local group of each row: i32[m]; some group for rows that nobody owns."""
+    _, ends = spans(asked, sizes, first)
+    found = jnp.searchsorted(ends, jnp.arange(asked.m, dtype=jnp.int32), side="right")
+    return jnp.minimum(found, max(asked.local_groups - 1, 0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Contraction: the sum runs along the rows
+
+
+def _contraction(asked: Problem, pins: Pins, lhs: Operand, rhs: Operand, sizes: Array, first: Array) -> Array:
+    """[g, k, n]. Scales of rows go to rhs; of columns, to the result; of both at once, to the operand itself."""
+    row = int(asked.transpose_lhs)  # the axis of the sum in lhs
+    left, right = (_split(x, axis) for x, axis in ((lhs, row), (rhs, 0)))
+    x, y = left[0], right[0]
+    for rows in (left[1], right[1]):  # [m]
+        y = y if rows is None else y.astype(jnp.float32) * rows[:, None]
+    inner = asked.replace(lhs=np.dtype(x.dtype), rhs=np.dtype(y.dtype))
+    out = run(inner.replace(out=inner.acc), pins, x, y, sizes, first).astype(jnp.float32)
+    out = out if left[2] is None else out * left[2][:, None]
+    return out if right[2] is None else out * right[2]
+
+
+def _split(x: Operand, axis: int) -> tuple[Array, Array | None, Array | None]:
+    """The values of an operand, the scales of its rows, which lie along an axis, and of its columns."""
+    if not isinstance(x, Scaled):
+        return x, None, None
+    by_row, by_column = _parts(x, axis) > 1, _parts(x, 1 - axis) > 1
+    if by_row and by_column:
+        return x.dequantize(), None, None
+    scales = jnp.broadcast_to(x.scales(), x.shape)
+    along = lax.index_in_dim(scales, 0, 1 - axis if by_row else axis, keepdims=False)
+    return (_values(x), along, None) if by_row else (_values(x), None, along)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Either
+
+
+def _parts(x: Operand, axis: int) -> int:
+    """How many scales there are along an axis."""
+    return x.scale.shape[axis] if isinstance(x, Scaled) else 1
+
+
+def _values(x: Operand) -> Array:
+    if not isinstance(x, Scaled):
+        return x
+    return jnp.asarray(x.values).astype(WHOLE.get(x.values.dtype.name, x.values.dtype))
+
+
+def _padded(x: Array, axis: int, short: int) -> Array:
+    return jnp.pad(x, [(0, short if i == axis else 0) for i in range(x.ndim)]) if short else x
+
+
+def operand(name: str, x: Any) -> Operand:
+    """An argument as an array, or a `Scaled` that holds together."""
+    if not isinstance(x, Scaled):
+        return what.as_array(name, x)
+    shape, scale = jnp.shape(x.values), jnp.shape(x.scale)
+    want = tuple(-(-size // max(length, 1)) for size, length in zip(shape, x.block, strict=False))
+    if len(x.block) != len(shape) or scale != want:
+        raise ValueError(f"{name}: want a scale for each block of {x.block}, shape {want}; got {scale}")
+    return x

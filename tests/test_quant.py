@@ -1,0 +1,229 @@
+"""Quantized operands: what `Scaled` stands for, and products that are those of what it stands for."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trencadis as tr
+from trencadis.quant import FORMATS, Scaled, dequantize, quantize
+
+pytestmark = pytest.mark.core
+
+M, K, N, SIZES = 11, 70, 6, np.array([4, 0, 5])  # two rows are nobody's
+G = len(SIZES)
+# how far a number of each format may be from what it was, over the largest of its block
+ROUGH = {
+    "int8": 0.5 / 127, "int4": 0.5 / 7, "float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3,
+    "mxfp8": 2**-4, "mxfp4": 1 / 5, "nvfp4": 0.22,  # between 4 and 6 lies nothing; and nvfp4 rounds its scales
+}  # fmt: skip
+FREE = [name for name, each in FORMATS.items() if not each.block]
+
+
+@pytest.fixture
+def x(rng):
+    return rng.normal(size=(M, K)).astype(np.float32)
+
+
+@pytest.fixture
+def w(rng):
+    return rng.normal(size=(G, K, N)).astype(np.float32) * np.array([1, 100, 0.01], np.float32)[:, None, None]
+
+
+def entry_by_entry(q):
+    """What a Scaled stands for, by the definition."""
+    values, scale = np.asarray(q.values.astype(jnp.float32), np.float64), np.asarray(q.scale.astype(jnp.float32))
+    total = 1.0 if q.total is None else float(q.total)
+    blocks = (np.arange(size) // length for size, length in zip(q.shape, q.block, strict=True))
+    return values * scale[np.ix_(*blocks)] * total
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scaled
+
+
+BLOCKS = ["tensor", "row", "column", "group", (0, 0, 1), (1, 32, 1), (1, 32, 4), (2, 7, 5)]
+
+
+@pytest.mark.parametrize("format", FREE)
+@pytest.mark.parametrize("granularity", BLOCKS, ids=str)
+def test_numbers_come_back_as_exactly_as_the_format_allows(format, granularity, w):
+    q = jax.jit(lambda w: quantize(w, format, granularity))(w)
+    back = entry_by_entry(q)
+    np.testing.assert_allclose(dequantize(q), back, 1e-6)
+    block = [b or s for b, s in zip(q.block, w.shape, strict=True)]
+    for start in itertools.product(*(range(0, size, length) for size, length in zip(w.shape, block, strict=True))):
+        part = tuple(slice(at, at + length) for at, length in zip(start, block, strict=True))
+        off = np.abs(back[part] - w[part]).max()
+        assert off <= ROUGH[format] * np.abs(w[part]).max() * 1.0001
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
+def test_block_formats(format, x):
+    q, block = quantize(x, format), FORMATS[format].block
+    assert q.block == (1, block) and q.scale.shape == (M, -(-K // block)) and q.scale.dtype == FORMATS[format].scales
+    back = entry_by_entry(q)
+    np.testing.assert_allclose(dequantize(q), back, 1e-6)
+    for i, j in np.ndindex(*q.scale.shape):
+        part = (i, slice(j * block, (j + 1) * block))
+        assert np.abs(back[part] - x[part]).max() <= ROUGH[format] * np.abs(x[part]).max()
+    if format != "nvfp4":  # a power of two, and no larger than it has to be
+        most = np.abs(np.pad(x, [(0, 0), (0, -K % block)])).reshape(M, -1, block).max(axis=2) / FORMATS[format].largest
+        scale = np.asarray(q.scale.astype(jnp.float32))
+        assert (scale >= most).all() and (scale < 2 * most).all()
+
+
+def test_zeros_and_what_is_not_finite():
+    x = np.ones((4, 2), np.float32)
+    x[1], x[2, 0], x[3, 1] = 0, np.inf, np.nan
+    for format in FREE:
+        back = dequantize(quantize(x, format, "row"))
+        assert back[:2].tolist() == [[1, 1], [0, 0]] and np.isnan(back[2:]).all()  # loud, and in its block alone
+
+
+def test_is_a_pytree_that_can_be_turned_and_cut(w):
+    q = quantize(w, "int8", (1, 32, 1))
+    leaves, tree = jax.tree.flatten(q)
+    assert [leaf.shape for leaf in leaves] == [(G, K, N), (G, 3, N)] and jax.tree.unflatten(
+        tree, leaves
+    ).block == q.block
+    back = entry_by_entry(q)
+    np.testing.assert_allclose(dequantize(q.mT), back.swapaxes(1, 2), 1e-6)
+    np.testing.assert_allclose(dequantize(q.transpose(2, 0, 1)), back.transpose(2, 0, 1), 1e-6)
+    np.testing.assert_allclose(dequantize(q[1:]), back[1:], 1e-6)
+    np.testing.assert_allclose(dequantize(q[2]), back[2], 1e-6)
+    shared = quantize(w, "int8", (0, 0, 1))
+    np.testing.assert_allclose(dequantize(shared[1:]), entry_by_entry(shared)[1:], 1e-6)
+    np.testing.assert_allclose(dequantize(shared[2]), entry_by_entry(shared)[2], 1e-6)
+    assert repr(q) == "Scaled(int8[3,70,6], scales float32[3,3,6] of blocks 1 x 32 x 1)"
+    assert quantize(w, "int4", "group").nbytes == w.size // 2 + 4 * G
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: quantize(jnp.ones((2, 2)), "int3"), ValueError, "format: want one of int8, int4, .*; got 'int3'"),
+        (lambda: quantize(jnp.ones((2, 2), jnp.int8), "int8"), TypeError, "x: want a float dtype; got int8"),
+        (lambda: quantize(jnp.ones((2, 2)), "int8", "expert"), ValueError, "granularity: want one of tensor.*'expert'"),
+        (lambda: quantize(jnp.ones((2, 2)), "int8", (1,)), ValueError, r"granularity: want 2 lengths .*got \(1,\)"),
+        (lambda: quantize(jnp.ones(2), "int8", "column"), ValueError, "'column' wants at least 2 dimensions; got 1"),
+        (lambda: quantize(jnp.ones((2, 64)), "mxfp8", "row"), ValueError, "mxfp8 has blocks of 32 along one axis"),
+        (lambda: dequantize(jnp.ones(2)), TypeError, "x: want a Scaled; got ArrayImpl"),
+        (lambda: quantize(jnp.ones((4, 2)), "int8", (2, 1))[1:], ValueError, "index: blocks are 2 long"),
+        (lambda: quantize(jnp.ones((4, 2)), "int8")[1, 0], TypeError, "index: want an int or a slice"),
+        (
+            lambda: tr.grouped_matmul(Scaled(jnp.ones((4, 2), jnp.int8), jnp.ones((3, 1)), "int8", (1, 2)),
+                                      jnp.ones((1, 2, 2)), [4]),
+            ValueError, r"lhs: want a scale for each block of \(1, 2\), shape \(4, 1\); got \(3, 1\)",
+        ),
+        (lambda: tr.ragged_dot(quantize(jnp.ones((4, 2)), "int8"), jnp.ones((1, 2, 2)), [4]), TypeError, "lhs: want"),
+    ],
+)  # fmt: skip
+def test_errors_say_what_is_wanted(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products
+
+
+def exact(x):
+    return entry_by_entry(x) if isinstance(x, Scaled) else np.asarray(x, np.float64)
+
+
+def by_rows(x, w, sizes=SIZES):
+    out, start = np.zeros((len(x), w.shape[2])), 0
+    for size, matrix in zip(sizes, w, strict=True):
+        out[start : start + size] = x[start : start + size] @ matrix
+        start += size
+    return out
+
+
+def by_sums(x, y):
+    ends = np.cumsum(SIZES)
+    return np.stack([x[e - s : e].T @ y[e - s : e] for s, e in zip(SIZES, ends, strict=True)])
+
+
+def close(got, want, limit=1e-6):
+    assert got.shape == want.shape and np.abs(got - want).max() <= limit * np.abs(want).max()
+
+
+PAIRS = [("row", "column"), ("tensor", (0, 0, 1)), ((1, 32), (1, 32, 4)), ((1, 16), (1, 32, 1)), ((4, 0), "group")]
+CASES = [("int8", *pair) for pair in PAIRS] + [("float8_e4m3fn", *pair) for pair in PAIRS[2:4]]
+CASES += [(format, "row", "column") for format in FREE if format != "int8"]
+CASES += [(f, (1, b), (1, b, 1)) for f, b in (("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16))]
+
+
+@pytest.mark.parametrize(("format", "left", "right"), CASES, ids=str)
+def test_rows_are_those_of_what_the_operands_stand_for(format, left, right, x, w):
+    """Either side scaled, or both; weights stored either way; NaN in rows that are nobody's, and in their scales."""
+    q, r = quantize(x, format, left), quantize(w, format, right)
+    if q.scale.shape[0] == M:
+        q = Scaled(q.values, q.scale.at[9:].set(jnp.nan), q.format, q.block, q.total)
+    x[9:] = np.nan
+    multiply = jax.jit(tr.grouped_matmul, static_argnames="transpose_rhs")
+    for a, b in ((q, r), (x, r), (q, w)):
+        close(multiply(a, b, SIZES), by_rows(exact(a), exact(b)))
+    close(multiply(q, r.mT, SIZES, transpose_rhs=True), by_rows(exact(q), exact(r)))
+
+
+SUMS = [("int8", *pair) for pair in itertools.product(["tensor", "row", (0, 1), (1, 32)], ["row", (0, 1)])]
+
+
+@pytest.mark.parametrize(("format", "left", "right"), [*SUMS, ("float8_e5m2", "row", "row")], ids=str)
+def test_sums_are_those_of_what_the_operands_stand_for(format, left, right, x, rng):
+    y = rng.normal(size=(M, N)).astype(np.float32)
+    q, r = quantize(x, format, left), quantize(y, format, right)
+    old = rng.normal(size=(G, K, N)).astype(np.float32)
+    multiply = jax.jit(tr.transposed_grouped_matmul, static_argnames="transpose_lhs")
+    for a, b in ((q, r), (x, r), (q, y)):
+        close(multiply(a, b, SIZES, transpose_lhs=True), by_sums(exact(a), exact(b)))
+    close(multiply(q.transpose(), r, SIZES, existing_out=old), by_sums(exact(q), exact(r)) + old)
+
+
+def test_integers_are_multiplied_as_integers(rng):
+    """Sums of int8 products are exact, at any length: float32 would lose what is below its 24 bits."""
+    k = 2**16
+    x, w = (rng.integers(-127, 128, shape, np.int8) for shape in ((3, k), (1, k, 2)))
+    one = [Scaled(jnp.asarray(a), jnp.ones((1,) * a.ndim), "int8", a.shape) for a in (x, w)]
+    want = (x.astype(np.int64) @ w[0].astype(np.int64)).astype(np.float32)
+    assert (np.asarray(tr.grouped_matmul(*one, [3])) == want).all()
+
+
+def test_windows_bias_activation_and_existing_out(x, w, rng):
+    q, r = quantize(x, "int8", "row"), quantize(w[1:], "int8", "column")
+    bias, old = rng.normal(size=(2, N)).astype(np.float32), rng.normal(size=(M, N)).astype(np.float32)
+    local = np.concatenate([np.zeros_like(w[:1]), exact(r)])
+    mine = np.zeros((M, 1), bool)
+    mine[4:9] = True
+    want = np.where(mine, by_rows(exact(q), local), 0)
+    close(tr.grouped_matmul(q, r, SIZES, group_offset=1), want)
+    close(tr.grouped_matmul(q, r, SIZES, group_offset=jnp.array(1), existing_out=old), want + old)
+    want = np.where(mine, want + bias[1], 0)
+    close(tr.grouped_matmul(q, r, SIZES, group_offset=1, bias=bias), want)
+    silu = lambda z: z / (1 + np.exp(-z))
+    close(
+        tr.grouped_matmul(q, r, SIZES, group_offset=1, bias=bias, activation=jax.nn.silu), np.where(mine, silu(want), 0)
+    )
+
+
+def test_a_bad_scale_stays_in_its_group(x, w):
+    r = quantize(w, "int8", "column")
+    r = Scaled(r.values, r.scale.at[0].set(jnp.nan), r.format, r.block)
+    out = np.asarray(tr.grouped_matmul(x, r, SIZES))
+    assert np.isnan(out[:4]).all()
+    close(out[4:], by_rows(x, exact(r))[4:])
+
+
+@pytest.mark.parametrize("granularity", ["column", (1, 32, 1)], ids=str)
+def test_gradients_of_what_is_not_quantized(granularity, x, w, rng):
+    """Weights that are quantized are constants; rows have the gradient of a product with what those stand for."""
+    r, ct = quantize(w, "int8", granularity), rng.normal(size=(M, N)).astype(np.float32)
+    loss = lambda x, r: (tr.grouped_matmul(x, r, SIZES) * ct).sum()
+    got = jax.jit(jax.grad(loss))(x, r)
+    close(got, by_rows(ct, exact(r).swapaxes(1, 2)))
+    many = jax.vmap(lambda x: tr.grouped_matmul(x, r, SIZES))(np.stack([x, 2 * x]))
+    close(many[1], by_rows(2 * x, exact(r)))
