@@ -225,5 +225,8 @@ def test_gradients_of_what_is_not_quantized(granularity, x, w, rng):
     loss = lambda x, r: (tr.grouped_matmul(x, r, SIZES) * ct).sum()
     got = jax.jit(jax.grad(loss))(x, r)
     close(got, by_rows(ct, exact(r).swapaxes(1, 2)))
+    ones = lambda bias: tr.grouped_matmul(x, r, SIZES, bias=bias).sum()
+    d_bias = jax.grad(ones)(jnp.zeros((G, N), jnp.bfloat16))
+    assert d_bias.dtype == jnp.bfloat16 and d_bias[:, 0].tolist() == SIZES.tolist()
     many = jax.vmap(lambda x: tr.grouped_matmul(x, r, SIZES))(np.stack([x, 2 * x]))
     close(many[1], by_rows(2 * x, exact(r)))

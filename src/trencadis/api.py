@@ -91,8 +91,8 @@ def grouped_matmul(
     sizes, first = _sizes_and_window(asked, group_sizes, group_offset)
     extras = [jnp.asarray(x) for x in (bias, existing_out) if x is not None]
     if isinstance(lhs, Scaled) or isinstance(rhs, Scaled):
-        given = {"bias": bias, "existing": existing_out, "activation": activation}
-        return scaled_run(asked, pins, (lhs, rhs, sizes, first), **given)
+        ends = {"bias": bias, "existing": existing_out, "activation": activation}
+        return scaled_run(asked, pins, (lhs, rhs, sizes, first), **ends)
     if activation is None:
         return run(asked, pins, lhs, rhs, sizes, first, *extras)
     if check_activation(activation, asked.sum, asked.out):

@@ -25,22 +25,28 @@ from trencadis.visits import owned, spans
 Array = jax.Array
 Operand = Any  # an array or a Scaled
 
-WHOLE = {"int4": jnp.int8, "float4_e2m1fn": jnp.float8_e4m3fn}  # values that no loop can slice, in a byte each
+WHOLE = {"int4": jnp.int8, "float4_e2m1fn": jnp.float8_e4m3fn}  # kernels know no 4 bits; a byte holds them exactly
 
 
 def scaled_run(
-    asked: Problem, pins: Pins, operands: tuple[Any, ...], *, activation: Activation | None = None, **extras: Any
+    asked: Problem,
+    pins: Pins,
+    operands: tuple[Operand, Operand, Array, Array],
+    *,
+    bias: Array | None = None,
+    existing: Array | None = None,
+    activation: Activation | None = None,
 ) -> Array:
-    """The result of a problem whose operands (lhs, rhs, sizes, first) may be scaled; extras are bias and existing."""
+    """The result of a problem of the values, for operands (lhs, rhs, sizes, first) that stand for something else."""
     lhs, rhs, sizes, first = operands
     lhs, rhs = (lax.stop_gradient(x) if isinstance(x, Scaled) else x for x in (lhs, rhs))
     bare = asked.replace(epilogue=Epilogue(), out=asked.acc)
     multiply = _rows if asked.form is Form.ROWS else _contraction
     product = multiply(bare, pins, lhs, rhs, sizes, first)
-    bias, existing = extras.get("bias"), extras.get("existing")
     if bias is not None:
         mine = owned(asked, sizes, first)[:, None]
-        product = product + jnp.where(mine, jnp.take(bias, _owner(asked, sizes, first), axis=0), 0)
+        shift = jnp.take(bias.astype(jnp.float32), _owner(asked, sizes, first), axis=0)  # and so is its gradient summed
+        product = product + jnp.where(mine, shift, 0)
     if activation is not None:
         return activate(asked, activation, product, sizes, first)
     if existing is not None:
