@@ -151,7 +151,8 @@ def close(got, want, limit=1e-6):
     assert got.shape == want.shape and np.abs(got - want).max() <= limit * np.abs(want).max()
 
 
-PAIRS = [("row", "column"), ("tensor", (0, 0, 1)), ((1, 32), (1, 32, 4)), ((1, 16), (1, 32, 1)), ((4, 0), "group")]
+PAIRS = [("row", "column"), ("tensor", (0, 0, 1)), ((1, 32), (1, 32, 4)), ((1, 16), (1, 32, 1)), ((4, 0), "group"),
+         ("row", (1, 1, 0)), ((0, 1), (0, 2, 0)), ((1, 1), (1, 32, 3))]  # fmt: skip
 CASES = [("int8", *pair) for pair in PAIRS] + [("float8_e4m3fn", *pair) for pair in PAIRS[2:4]]
 CASES += [(format, "row", "column") for format in FREE if format != "int8"]
 CASES += [(f, (1, b), (1, b, 1)) for f, b in (("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16))]
@@ -182,6 +183,17 @@ def test_sums_are_those_of_what_the_operands_stand_for(format, left, right, x, r
     for a, b in ((q, r), (x, r), (q, y)):
         close(multiply(a, b, SIZES, transpose_lhs=True), by_sums(exact(a), exact(b)))
     close(multiply(q.transpose(), r, SIZES, existing_out=old), by_sums(exact(q), exact(r)) + old)
+
+
+def test_a_sum_is_not_cut_into_single_numbers(x, w):
+    """Scales that change with every k, as those of columns do in d lhs, go to the rows."""
+    loops = [
+        str(jax.make_jaxpr(lambda x, q: tr.grouped_matmul(x, q, SIZES))(x, quantize(w, "int8", granularity))).count(
+            "scan"
+        )
+        for granularity in ("column", (1, 1, 0), (1, 32, 1))
+    ]
+    assert loops[0] == loops[1] < loops[2]
 
 
 def test_integers_are_multiplied_as_integers(rng):

@@ -27,6 +27,8 @@ Operand = Any  # an array or a Scaled
 
 WHOLE = {"int4": jnp.int8, "float4_e2m1fn": jnp.float8_e4m3fn}  # kernels know no 4 bits; a byte holds them exactly
 
+SHORT = 16  # entries of a sum below which it has no product of its own
+
 
 def scaled_run(
     asked: Problem,
@@ -40,7 +42,7 @@ def scaled_run(
     """The result of a problem of the values, for operands (lhs, rhs, sizes, first) that stand for something else."""
     lhs, rhs, sizes, first = operands
     lhs, rhs = (lax.stop_gradient(x) if isinstance(x, Scaled) else x for x in (lhs, rhs))
-    bare = asked.replace(epilogue=Epilogue(), out=asked.acc)
+    bare = asked.replace(epilogue=Epilogue())
     multiply = _rows if asked.form is Form.ROWS else _contraction
     product = multiply(bare, pins, lhs, rhs, sizes, first)
     if bias is not None:
@@ -59,16 +61,23 @@ def scaled_run(
 
 
 def _rows(asked: Problem, pins: Pins, lhs: Operand, rhs: Operand, sizes: Array, first: Array) -> Array:
-    """[m, n]. Scales that change along k split the sum where they change."""
+    """[m, n]. Scales that change along k split the sum where they change, or go to lhs where that is too often."""
     axes = 1, 2 if asked.transpose_rhs else 1  # k
+    mine = owned(asked, sizes, first)[:, None]
+    owner = _owner(asked, sizes, first)
+    if _often(lhs, 1):
+        lhs = lhs.dequantize()
+    if _often(rhs, axes[1]) and _parts(rhs, 3 - axes[1]) == 1:
+        by_group = jnp.squeeze(rhs.scales(), 3 - axes[1])  # [g or 1, k]
+        each = by_group if by_group.shape[0] == 1 else jnp.take(by_group, owner, axis=0)
+        lhs, rhs = (lhs.dequantize() if isinstance(lhs, Scaled) else lhs) * each, _values(rhs)
     lengths = [x.block[axis] for x, axis in zip((lhs, rhs), axes, strict=True) if _parts(x, axis) > 1]
     step = min(math.gcd(*lengths), asked.k) if lengths else asked.k
     count = -(-asked.k // step) if step else 1
-    mine = owned(asked, sizes, first)[:, None]
-    owner = _owner(asked, sizes, first)
     short = count * step - asked.k
     values = [_padded(_values(x), axis, short) for x, axis in zip((lhs, rhs), axes, strict=True)]
     inner = asked.replace(k=step, lhs=np.dtype(values[0].dtype), rhs=np.dtype(values[1].dtype))
+    inner = inner.replace(out=inner.acc)
     pins = pins if count == 1 else Pins(backend=pins.backend, interpret=pins.interpret)  # tiles are of all of k
 
     def part(i: Any) -> Array:
@@ -85,6 +94,11 @@ def _rows(asked: Problem, pins: Pins, lhs: Operand, rhs: Operand, sizes: Array, 
         return part(0)
     total = jnp.zeros((asked.m, asked.n), jnp.float32)
     return lax.scan(lambda sums, i: (sums + part(i), None), total, jnp.arange(count))[0]
+
+
+def _often(x: Operand, axis: int) -> bool:
+    """Whether scales change along an axis more often than products can be cut."""
+    return _parts(x, axis) > 1 and x.block[axis] < SHORT
 
 
 def _across(x: Scaled, axis: int, at: Any) -> Array:
