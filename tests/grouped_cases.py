@@ -6,6 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 from hypothesis import strategies as st
 
 import trencadis as tr
@@ -177,3 +178,22 @@ def check(got, want):
     """Equal, group by group: to what float32 keeps of sums of a few products."""
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5 * np.nanmax(np.abs(y), initial=1))
+
+
+def check_both_forms(x, w, y, sizes, **how):
+    """Rows and contraction through `grouped_gemm`, with gradients; NaN in rows that nobody owns reaches none."""
+    gemm = functools.partial(tr.grouped_gemm, **how)
+    stacked, rows_of = GroupedTensor.stacked, functools.partial(GroupedTensor.ragged_rows, sizes=sizes)
+    columns_of = lambda a: GroupedTensor.ragged_cols(a.T, sizes)
+
+    def step(x, w, y):
+        out, pull = jax.vjp(lambda x, w: gemm(rows_of(x), stacked(w), contracting_dims=((1,), (1,))).data, x, w)
+        turned = gemm(stacked(w), columns_of(y), contracting_dims=((2,), (0,))).data  # n is ragged
+        return out, *pull(y), turned.T, gemm(columns_of(x), rows_of(y), contracting_dims=((1,), (0,)))
+
+    out, dx, dw, turned, weights = jax.jit(step)(x, w, y)
+    oracle.check(out, oracle.rows(x, w, sizes))
+    for found in (dx, turned):
+        oracle.check(found, oracle.rows(y, w, sizes, transpose_rhs=True))
+    for found in (dw, weights):
+        oracle.check(found, oracle.contraction(x, y, sizes))

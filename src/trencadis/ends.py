@@ -15,7 +15,7 @@ from trencadis.debug import check_same
 from trencadis.dtypes import accumulator
 from trencadis.sides import Side, sound
 from trencadis.tensors import GroupedTensor, flat_places
-from trencadis.visits import offsets
+from trencadis.visits import offsets, owner
 
 Array = jax.Array
 
@@ -125,7 +125,7 @@ def _bias_of(bias: Array, product: GroupedTensor) -> Array:
     """The bias of each row [m, ..., n] or of each group [g, 1, n]."""
     if product.first_dims is None:
         return bias.reshape(bias.shape[0], *(1,) * (product.ndim - bias.ndim), *bias.shape[1:])
-    rows = jnp.take(bias, _owner(product.first_dims, product.shape[0]), axis=0, mode="clip")
+    rows = jnp.take(bias, owner(product.first_dims, product.shape[0]), axis=0, mode="clip")
     return rows.reshape(rows.shape[0], *(1,) * (product.ndim - bias.ndim), *bias.shape[1:])
 
 
@@ -148,18 +148,10 @@ def _owned(tensor: GroupedTensor) -> Array:
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < end
 
 
-def _owner(sizes: Any, total: int) -> Array:
-    """The group of each position: i32[total]; g where there is none."""
-    bounds = offsets(jnp.asarray(sizes), total)
-    lengths = jnp.append(bounds[1:] - bounds[:-1], total - bounds[-1])
-    lengths = jax.lax.optimization_barrier(lengths)  # of sizes that are known, XLA would work it out as it compiles
-    return jnp.repeat(jnp.arange(lengths.shape[0], dtype=jnp.int32), lengths, total_repeat_length=total)
-
-
 def _spread(values: Array, tensor: GroupedTensor, fill: Any) -> Array:
     """A value of each group at each of its entries, in a shape that broadcasts against the data."""
     sizes, axis = _along(tensor)
     if sizes is None:
         return values.reshape(-1, *(1,) * (tensor.ndim - 1))
-    values = jnp.append(values, jnp.full((1,), fill, values.dtype))[_owner(sizes, tensor.shape[axis])]
+    values = jnp.append(values, jnp.full((1,), fill, values.dtype))[owner(sizes, tensor.shape[axis])]
     return values.reshape([-1 if i == axis else 1 for i in range(tensor.ndim)])

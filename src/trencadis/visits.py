@@ -82,6 +82,18 @@ def owned(problem: Problem, group_sizes: Array, first: Array) -> Array:
     return ((row >= low[:, None]) & (row < high[:, None])).reshape(-1)
 
 
+def owner(group_sizes: Array, m: int) -> Array:
+    """The group of each row: i32[m]; the number of groups where there is none.
+
+    >>> owner(jnp.array([2, 0, 1]), 4).tolist()
+    [0, 0, 2, 3]
+    """
+    bounds = offsets(jnp.asarray(group_sizes), m)
+    lengths = jnp.append(bounds[1:] - bounds[:-1], m - bounds[-1])
+    lengths = lax.optimization_barrier(lengths)  # of sizes that are known, XLA would work it out as it compiles
+    return jnp.repeat(jnp.arange(lengths.shape[0], dtype=jnp.int32), lengths, total_repeat_length=m)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Visits:

@@ -20,7 +20,7 @@ from trencadis.epilogue import Activation, Epilogue
 from trencadis.problem import Form, Problem
 from trencadis.quant.scaled import Scaled, expanded
 from trencadis.tiling import Pins
-from trencadis.visits import owned, spans
+from trencadis.visits import owned, owner
 
 Array = jax.Array
 Operand = Any  # an array or a Scaled
@@ -47,7 +47,7 @@ def scaled_run(
     product = multiply(bare, pins, lhs, rhs, sizes, first)
     if bias is not None:
         mine = owned(asked, sizes, first)[:, None]
-        shift = jnp.take(bias.astype(jnp.float32), _owner(asked, sizes, first), axis=0)  # and so is its gradient summed
+        shift = jnp.take(bias.astype(jnp.float32), _local(asked, sizes, first), axis=0)  # and so is its gradient summed
         product = product + jnp.where(mine, shift, 0)
     if activation is not None:
         return activate(asked, activation, product, sizes, first)
@@ -64,12 +64,12 @@ def _rows(asked: Problem, pins: Pins, lhs: Operand, rhs: Operand, sizes: Array, 
     """[m, n]. Scales that change along k split the sum where they change, or go to lhs where that is too often."""
     axes = 1, 2 if asked.transpose_rhs else 1  # k
     mine = owned(asked, sizes, first)[:, None]
-    owner = _owner(asked, sizes, first)
+    local = _local(asked, sizes, first)
     if _often(lhs, 1):
         lhs = lhs.dequantize()
     if _often(rhs, axes[1]) and _parts(rhs, 3 - axes[1]) == 1:
         by_group = jnp.squeeze(rhs.scales(), 3 - axes[1])  # [g or 1, k]
-        each = by_group if by_group.shape[0] == 1 else jnp.take(by_group, owner, axis=0)
+        each = by_group if by_group.shape[0] == 1 else jnp.take(by_group, local, axis=0)
         lhs, rhs = (lhs.dequantize() if isinstance(lhs, Scaled) else lhs) * each, _values(rhs)
     lengths = [x.block[axis] for x, axis in zip((lhs, rhs), axes, strict=True) if _parts(x, axis) > 1]
     step = min(math.gcd(*lengths), asked.k) if lengths else asked.k
@@ -87,7 +87,7 @@ def _rows(asked: Problem, pins: Pins, lhs: Operand, rhs: Operand, sizes: Array, 
             if isinstance(operand, Scaled):
                 scale = _across(operand, axis, i * step)  # [m or 1, 1], or [g or 1, n or 1]
                 by_group = operand is rhs and scale.shape[0] > 1
-                product = product * (jnp.take(scale, owner, axis=0) if by_group else scale)
+                product = product * (jnp.take(scale, local, axis=0) if by_group else scale)
         return jnp.where(mine, product, 0)  # what nobody owns is 0, whatever scales say
 
     if count == 1:
@@ -111,11 +111,9 @@ def _across(x: Scaled, axis: int, at: Any) -> Array:
     return scale if x.total is None else scale * x.total
 
 
-def _owner(asked: Problem, sizes: Array, first: Array) -> Array:
+def _local(asked: Problem, sizes: Array, first: Array) -> Array:
     """The local group of each row: i32[m]; some group for rows that nobody owns."""
-    _, ends = spans(asked, sizes, first)
-    found = jnp.searchsorted(ends, jnp.arange(asked.m, dtype=jnp.int32), side="right")
-    return jnp.minimum(found, max(asked.local_groups - 1, 0))
+    return jnp.clip(owner(sizes[0], asked.m) - first[0], 0, max(asked.local_groups - 1, 0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from grouped_cases import check_both_forms
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
@@ -123,20 +124,6 @@ def test_64_bits(x64, rng):
 
 
 def test_grouped_gemm(xwy):
-    """Both forms by what tensors say, with gradients; NaN in what nobody owns reaches none."""
+    """Both forms by what tensors say, with gradients."""
     x, w, y = (a.at[sum(SIZES) :].set(jnp.nan) if a.ndim == 2 else a for a in xwy)
-    gemm = functools.partial(tr.grouped_gemm, **dict(backend="tpu", interpret=True))
-    stacked, rows_of = tr.GroupedTensor.stacked, functools.partial(tr.GroupedTensor.ragged_rows, sizes=SIZES)
-    columns_of = lambda a: tr.GroupedTensor.ragged_cols(a.T, SIZES)
-
-    def step(x, w, y):
-        out, pull = jax.vjp(lambda x, w: gemm(rows_of(x), stacked(w), contracting_dims=((1,), (1,))).data, x, w)
-        turned = gemm(stacked(w), columns_of(y), contracting_dims=((2,), (0,))).data  # n is ragged
-        return out, *pull(y), turned.T, gemm(columns_of(x), rows_of(y), contracting_dims=((1,), (0,)))
-
-    out, dx, dw, turned, weights = jax.jit(step)(x, w, y)
-    oracle.check(out, oracle.rows(x, w, SIZES))
-    for found in (dx, turned):
-        oracle.check(found, oracle.rows(y, w, SIZES, transpose_rhs=True))
-    for found in (dw, weights):
-        oracle.check(found, oracle.contraction(x, y, SIZES))
+    check_both_forms(x, w, y, SIZES, backend="tpu", interpret=True)

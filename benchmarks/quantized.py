@@ -1,0 +1,84 @@
+"""How far off quantized operands are, and how long they take to decode: `python -m benchmarks.quantized --pin 1`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks import timing
+
+ROUNDS = 7
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print both tables of docs/quantization.md."""
+    ask = argparse.ArgumentParser(prog="python -m benchmarks.quantized", description=__doc__)
+    ask.add_argument("--pin", type=int, metavar="CORE", help="one core, CPU time; otherwise all cores, wall time")
+    asked = ask.parse_args(argv)
+    if asked.pin is not None:
+        timing.pin(asked.pin)
+    timing.no_tpu_here()
+    _errors()
+    _decoding(timing.wall_clock() if asked.pin is None else timing.cpu_clock())
+
+
+def _errors() -> None:
+    """Relative errors in the norm: normal rows with a few large columns, weights with heavy tails."""
+    import numpy as np
+
+    import trencadis as tr
+    from trencadis.quant import FORMATS, quantize
+
+    rng = np.random.default_rng(0)
+    g, each, k, n = 4, 64, 1024, 256
+    x = rng.normal(size=(g * each, k)).astype(np.float32)
+    x[:, rng.integers(0, k, 8)] *= 20
+    w = (rng.standard_t(5, size=(g, k, n)) / 32).astype(np.float32)
+    want = np.concatenate([x[i * each : (i + 1) * each].astype(np.float64) @ w[i].astype(np.float64) for i in range(g)])
+
+    def off(a: Any, b: Any) -> float:
+        found = np.asarray(tr.grouped_matmul(a, b, np.full(g, each)), np.float64)
+        return float(np.linalg.norm(found - want) / np.linalg.norm(want))
+
+    print(f"{'format':14} {'scales':18} {'both':>7} {'weights':>8} {'bits':>6}")
+    for name, kind in FORMATS.items():
+        block = kind.block
+        cases: dict[str, Any] = {"row x column": ("row", "column"), "1x128 by 128x128": ((1, 128), (1, 128, 128))}
+        for scales, (left, right) in ({f"blocks of {block}": ((1, block), (1, block, 1))} if block else cases).items():
+            q, r = quantize(x, name, left), quantize(w, name, right)
+            print(f"{name:14} {scales:18} {off(q, r):7.3f} {off(x, r):8.3f} {r.nbytes * 8 / w.size:6.2f}")
+
+
+def _decoding(clock: Any) -> None:
+    """64 rows of bfloat16, 64 groups of 1024 x 1024, the contenders by turns."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import trencadis as tr
+    from trencadis.quant import quantize
+
+    rng = np.random.default_rng(0)
+    m, k, n, g = 64, 1024, 1024, 64
+    x = jnp.asarray(rng.normal(size=(m, k)), jnp.bfloat16)
+    w = jnp.asarray(rng.normal(size=(g, k, n)), jnp.float32)
+    sizes = jnp.asarray(rng.multinomial(m, np.full(g, 1 / g)), jnp.int32)
+    weights = {"bf16": w.astype(jnp.bfloat16)}
+    weights |= {name: quantize(w, name, "column") for name in ("int8", "float8_e4m3fn", "int4")}
+    multiply = jax.jit(tr.grouped_matmul)
+
+    def call(rhs: Any) -> Any:
+        return multiply(x, rhs, sizes).block_until_ready()
+
+    calls: dict[str, Callable[[], Any]] = {name: functools.partial(call, rhs) for name, rhs in weights.items()}
+    for run in calls.values():
+        run()
+    print(f"decoding, {clock.name}: " + ", ".join(
+        f"{name} {1e3 * each.median:.1f} ms" for name, each in timing.race(calls, clock, rounds=ROUNDS).items()
+    ))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
