@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trencadis.epilogue import Epilogue, add, check_activation, elementwise, inlined
+from trencadis.epilogue import Epilogue, Extras, add, check_activation, elementwise, inlined
 
 pytestmark = pytest.mark.core
 
@@ -42,9 +42,10 @@ def test_inlined_means_the_same(activation):
 
 
 def test_operands_come_in_order():
-    assert Epilogue(bias=F32, accumulate=True).split(("b", "e")) == ("b", "e")
-    assert Epilogue(accumulate=True).split(("e",)) == (None, "e")
-    assert Epilogue(bias=F32).split(("b",)) == ("b", None)
+    assert Epilogue(bias=F32, accumulate=True).split(("b", "e")) == (None, None, "b", "e")
+    assert Epilogue(accumulate=True).split(("e",)) == Extras(existing="e")
+    assert Epilogue(by_column=True, bias=F32).split(("c", "b")) == Extras(by_column="c", bias="b")
+    assert Epilogue(by_row=True, by_column=True, accumulate=True).split(("r", "c", "e")).given == ["r", "c", "e"]
 
 
 def test_sums_hold_both():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from trencadis.debug import check_traced
 from trencadis.epilogue import Activation, Epilogue, check_activation
 from trencadis.plan import check_backend
 from trencadis.problem import Problem
-from trencadis.quant.product import operand, scaled_run
+from trencadis.quant.product import factored, operand, split_run
 from trencadis.quant.scaled import Scaled
 from trencadis.tiling import Pins, TilingLike, resolve
 from trencadis.visits import visits
@@ -91,12 +92,16 @@ def grouped_matmul(
     sizes, first = _sizes_and_window(asked, group_sizes, group_offset)
     extras = [jnp.asarray(x) for x in (bias, existing_out) if x is not None]
     if isinstance(lhs, Scaled) or isinstance(rhs, Scaled):
-        ends = {"bias": bias, "existing": existing_out, "activation": activation}
-        return scaled_run(asked, pins, (lhs, rhs, sizes, first), **ends)
+        found = factored(asked, lhs, rhs)
+        if found is None:
+            ends = {"bias": bias, "existing": existing_out, "activation": activation}
+            return split_run(asked, pins, (lhs, rhs, sizes, first), **ends)
+        asked, lhs, rhs, scales = found
+        extras = scales + extras
     if activation is None:
         return run(asked, pins, lhs, rhs, sizes, first, *extras)
     if check_activation(activation, asked.sum, asked.out):
-        asked = asked.replace(epilogue=Epilogue(bias=epilogue.bias, activation=activation))
+        asked = asked.replace(epilogue=dataclasses.replace(asked.epilogue, activation=activation))
         return run(asked, pins, lhs, rhs, sizes, first, *extras)
     z = run(asked.replace(out=asked.sum), pins, lhs, rhs, sizes, first, *extras)
     return activate(asked, activation, z, sizes, first)
@@ -158,7 +163,11 @@ def transposed_grouped_matmul(
     sizes, first = _sizes_and_window(asked, group_sizes, first)
     extras = [] if existing_out is None else [jnp.asarray(existing_out)]
     if isinstance(lhs, Scaled) or isinstance(rhs, Scaled):
-        return scaled_run(asked, pins, (lhs, rhs, sizes, first), existing=existing_out)
+        found = factored(asked, lhs, rhs)
+        if found is None:
+            return split_run(asked, pins, (lhs, rhs, sizes, first), existing=existing_out)
+        asked, lhs, rhs, scales = found
+        extras = scales + extras
     return run(asked, pins, lhs, rhs, sizes, first, *extras)
 
 

@@ -10,6 +10,7 @@ column of ones with `[g, 1, n]`: its gradient is a contraction, summed in the ac
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -35,7 +36,7 @@ from trencadis.versions import (
     result_type,
     vary_alike,
 )
-from trencadis.visits import clamped, owned
+from trencadis.visits import clamped, local_group, owned
 
 Array = jax.Array
 
@@ -50,8 +51,9 @@ def run(problem: Problem, pins: Pins, *operands: Any) -> Array:
 def expand(problem: Problem, pins: Pins, *operands: Any) -> Array:
     """The same result with the epilogue taken apart into products and elementwise operations."""
     lhs, rhs, sizes, first, *extras = operands
-    bias, existing = problem.epilogue.split(tuple(extras))
+    by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
     z = run(problem.replace(out=problem.acc, epilogue=Epilogue()), pins, lhs, rhs, sizes, first)
+    z = _scaled(problem, z, by_row, by_column, sizes, first)
     if bias is not None:
         z = add(z, _bias_rows(problem, bias, sizes, first, problem.sum))
     if problem.epilogue.activation is not None:
@@ -62,6 +64,21 @@ def expand(problem: Problem, pins: Pins, *operands: Any) -> Array:
     if problem.form is Form.CONTRACTION:
         return total
     return jnp.where(owned(problem, sizes, first)[:, None], total, existing)
+
+
+def _scaled(problem: Problem, z: Array, by_row: Any, by_column: Any, sizes: Any, first: Any) -> Array:
+    """Sums, or their gradients, times their scales; what nobody owns is 0, whatever its scales are."""
+    if by_row is None and by_column is None:
+        return z
+    z = z.astype(accumulator(z.dtype, np.float32))
+    if problem.form is Form.CONTRACTION:
+        z = z if by_row is None else z * by_row[:, :, None]
+        return z if by_column is None else z * by_column[:, None, :]
+    if by_row is not None:
+        z = z * by_row[:, None]
+    if by_column is not None:
+        z = z * jnp.take(by_column, local_group(problem, sizes, first), axis=0)
+    return jnp.where(owned(problem, sizes, first)[:, None], z, 0)
 
 
 def activate(problem: Problem, activation: Activation, z: Array, sizes: Any, first: Any) -> Array:
@@ -114,15 +131,19 @@ def _jvp(primals: Any, tangents: Any, *, problem: Problem, pins: Pins) -> tuple[
     if not jnp.issubdtype(problem.out, jnp.inexact):
         out = run(problem, pins, *primals)
         return out, _no_tangent(out)
-    lhs, rhs, sizes, first, *_ = primals
+    lhs, rhs, sizes, first, *extras = primals
     d_lhs, d_rhs, _, _, *d_extras = tangents
-    d_bias, d_existing = problem.epilogue.split(tuple(d_extras))
-    plain = problem.replace(epilogue=Epilogue())
+    d_by_row, d_by_column, d_bias, d_existing = problem.epilogue.split(tuple(d_extras))
+    if any(x is not None and type(x) is not ad.Zero for x in (d_by_row, d_by_column)):
+        return jax.jvp(functools.partial(expand, problem, pins), *_instantiated(primals, tangents))
+    scales = problem.epilogue.split(tuple(extras))[:2]
+    plain = problem.replace(epilogue=problem.epilogue.scaling)
+    after = (sizes, first, *(x for x in scales if x is not None))
     d_z: list[Array] = []
     if type(d_lhs) is not ad.Zero:
-        d_z.append(run(plain, pins, d_lhs, rhs, sizes, first))
+        d_z.append(run(plain, pins, d_lhs, rhs, *after))
     if type(d_rhs) is not ad.Zero:
-        d_z.append(run(plain, pins, lhs, d_rhs, sizes, first))
+        d_z.append(run(plain, pins, lhs, d_rhs, *after))
     if d_bias is not None and type(d_bias) is not ad.Zero:
         d_z.append(_bias_rows(problem, d_bias, sizes, first, problem.out))
     if d_existing is not None and type(d_existing) is not ad.Zero:
@@ -132,7 +153,7 @@ def _jvp(primals: Any, tangents: Any, *, problem: Problem, pins: Pins) -> tuple[
     if activation is None:
         out = run(problem, pins, *primals)
         return out, functools.reduce(ad.add_jaxvals, d_z) if d_z else _no_tangent(out)
-    linear = problem.replace(out=problem.sum, epilogue=Epilogue(bias=problem.epilogue.bias))
+    linear = problem.replace(out=problem.sum, epilogue=dataclasses.replace(problem.epilogue, activation=None))
     z = run(linear, pins, *primals)
 
     def finish(z: Array) -> Array:
@@ -142,6 +163,11 @@ def _jvp(primals: Any, tangents: Any, *, problem: Problem, pins: Pins) -> tuple[
         out = finish(z)
         return out, _no_tangent(out)
     return jax.jvp(finish, (z,), (functools.reduce(ad.add_jaxvals, d_z).astype(problem.sum),))
+
+
+def _instantiated(primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Tangents as `jax.jvp` takes them."""
+    return tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
 
 
 def _no_tangent(out: Array) -> Any:
@@ -160,6 +186,8 @@ def _transpose(ct: Any, lhs: Any, rhs: Any, sizes: Any, first: Any, *extras: Any
         raise ValueError(f"cannot transpose {problem}: it is not linear")
     plain = problem.replace(epilogue=Epilogue())
     d_lhs, d_rhs = ADJOINTS[problem.form]
+    by_row, by_column, *_ = problem.epilogue.split(extras)
+    d_product = _scaled(problem, ct, by_row, by_column, sizes, first).astype(ct.dtype)  # scales go with the gradient
 
     def d_bias() -> Array:
         ones = _ones(problem, ct)
@@ -167,10 +195,11 @@ def _transpose(ct: Any, lhs: Any, rhs: Any, sizes: Any, first: Any, *extras: Any
 
     d_extras = [d_bias] * (problem.epilogue.bias is not None) + [lambda: ct] * problem.epilogue.accumulate
     rules = [
-        lambda: d_lhs(plain, pins, ct, rhs, sizes, first),
-        lambda: d_rhs(plain, pins, ct, lhs, sizes, first),
+        lambda: d_lhs(plain, pins, d_product, rhs, sizes, first),
+        lambda: d_rhs(plain, pins, d_product, lhs, sizes, first),
         lambda: None,
         lambda: None,
+        *[lambda: None] * (problem.epilogue.by_row + problem.epilogue.by_column),
         *d_extras,
     ]
     return [rule() if ad.is_undefined_primal(x) else None for x, rule in zip(operands, rules, strict=True)]

@@ -1,4 +1,4 @@
-"""What happens to a finished sum before it is stored: `existing_out + activation(product + bias)`.
+"""What happens to a finished sum before it is stored: `existing_out + activation(sum * scales + bias)`.
 
 An `Epilogue` is a value of the problem. A backend that can applies it to each tile while the tile is hot; under
 differentiation and `vmap` the calculus takes it apart into bilinear problems and elementwise operations (autodiff.py).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,33 +21,61 @@ Activation = Callable[[jax.Array], jax.Array]
 CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")  # what does nothing but hold operations
 
 
+class Extras(NamedTuple):
+    """The operands of an epilogue, in their order; None where absent."""
+
+    by_row: Any = None  # float32 [m], or [g, k] in a contraction: what rows of the result are multiplied with
+    by_column: Any = None  # float32 [g, n]
+    bias: Any = None  # [g, n]
+    existing: Any = None  # as the result
+
+    @property
+    def given(self) -> list[Any]:
+        """Those there are."""
+        return [x for x in self if x is not None]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
     """Which steps follow the product."""
 
+    by_row: bool = False  # scales of rows follow
+    by_column: bool = False  # scales of columns follow
     bias: np.dtype[Any] | None = None  # an operand [g, n] of this dtype follows
     activation: Activation | None = None  # a function of one number
     accumulate: bool = False  # an operand of the result's shape follows; the product is added to it
 
     def __bool__(self) -> bool:
-        return self.bias is not None or self.activation is not None or self.accumulate
+        return self.scaled or self.bias is not None or self.activation is not None or self.accumulate
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the product is multiplied with scales."""
+        return self.by_row or self.by_column
+
+    @property
+    def scaling(self) -> Epilogue:
+        """That alone."""
+        return Epilogue(by_row=self.by_row, by_column=self.by_column)
 
     def __str__(self) -> str:
-        steps = ["bias"] * (self.bias is not None)
+        steps = ["scales"] * self.scaled + ["bias"] * (self.bias is not None)
         if self.activation is not None:
             steps.append(getattr(self.activation, "__name__", type(self.activation).__name__))
         return " + ".join(steps + ["existing_out"] * self.accumulate)
 
-    def split(self, extras: tuple[Any, ...]) -> tuple[Any, Any]:
-        """The operands (bias, existing_out) that follow the four of every problem; None where absent."""
-        rest = list(extras)
-        bias = rest.pop(0) if self.bias is not None else None
-        return bias, rest.pop(0) if self.accumulate else None
+    def split(self, extras: tuple[Any, ...]) -> Extras:
+        """The operands that follow the four of every problem, by name."""
+        rest = iter(extras)
+        given = (self.by_row, self.by_column, self.bias is not None, self.accumulate)
+        return Extras(*(next(rest) if there else None for there in given))
 
-    def finish(self, acc: jax.Array, bias: jax.Array | None, out: Any) -> jax.Array:
-        """Bias and activation of a tile of sums for a result of dtype `out`; acc [rows, n], bias [1, n]."""
-        if bias is not None:
-            acc = add(acc, bias)
+    def finish(self, acc: jax.Array, extras: Extras, out: Any) -> jax.Array:
+        """A tile of sums [rows, n] for a result of dtype `out`; scales of rows are [rows, 1], the others [1, n]."""
+        for scale in (extras.by_row, extras.by_column):
+            acc = acc if scale is None else acc.astype(accumulator(acc.dtype, scale.dtype)) * scale
+        if extras.bias is not None:
+            acc = add(acc, extras.bias)
         return acc if self.activation is None else activated(self.activation, acc, out)
 
 

@@ -65,8 +65,9 @@ class Problem:
 
     @property
     def sum(self) -> np.dtype[Any]:
-        """The dtype of product plus bias, which the activation sees."""
-        return self.acc if self.epilogue.bias is None else accumulator(self.acc, self.epilogue.bias)
+        """The dtype of product, scales and bias, which the activation sees."""
+        scaled = accumulator(self.acc, np.float32) if self.epilogue.scaled else self.acc
+        return scaled if self.epilogue.bias is None else accumulator(scaled, self.epilogue.bias)
 
     @property
     def asked(self) -> Any:

@@ -94,6 +94,11 @@ def owner(group_sizes: Array, m: int) -> Array:
     return jnp.repeat(jnp.arange(lengths.shape[0], dtype=jnp.int32), lengths, total_repeat_length=m)
 
 
+def local_group(problem: Problem, group_sizes: Array, first: Array) -> Array:
+    """The local group of each row of a problem of one entry: i32[m]; some group for rows that nobody owns."""
+    return jnp.clip(owner(group_sizes[0], problem.m) - first[0], 0, max(problem.local_groups - 1, 0))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Visits:

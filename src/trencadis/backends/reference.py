@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trencadis.dtypes import cast
-from trencadis.epilogue import add
+from trencadis.epilogue import Extras, add
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
@@ -32,7 +32,7 @@ def run(problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
     """For each group: mask, multiply, select."""
     del plan
     lhs, rhs, group_sizes, first, *extras = operands
-    bias, existing = problem.epilogue.split(tuple(extras))
+    by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
     starts, ends = spans(problem, group_sizes, first)
     lhs = (lhs.T if problem.transpose_lhs else lhs).astype(problem.acc)  # [rows, k]
     row = jnp.arange(problem.rows)[:, None]
@@ -41,14 +41,16 @@ def run(problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
         mine = (row >= starts[i]) & (row < ends[i])
         w = rhs[i % problem.weights].astype(problem.acc)  # [k, n] or [n, k]
         y = jnp.dot(jnp.where(mine, lhs, 0), w.T if problem.transpose_rhs else w, precision=precision)
-        y = problem.epilogue.finish(y, None if bias is None else bias[i][None], problem.out)
+        down = None if by_row is None else by_row[:, None]
+        y = problem.epilogue.finish(y, Extras(down, _of(by_column, i), _of(bias, i)), problem.out)
         y = y if existing is None else add(existing, y)
         return jnp.where(mine, cast(y, problem.out), out)
 
     def contraction(i: Any, out: jax.Array) -> jax.Array:
         mine = (row >= starts[i]) & (row < ends[i])
         x, y = jnp.where(mine, lhs, 0), jnp.where(mine, rhs, 0).astype(problem.acc)
-        z = jnp.dot(x.T, y, precision=precision)
+        down = None if by_row is None else by_row[i][:, None]
+        z = problem.epilogue.finish(jnp.dot(x.T, y, precision=precision), Extras(down, _of(by_column, i)), problem.out)
         return out.at[i].set(cast(z if existing is None else add(existing[i], z), problem.out))
 
     precision = problem.precision if problem.precision is not None else lax.Precision.HIGHEST
@@ -57,3 +59,8 @@ def run(problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
     if problem.spans == 0:
         return out
     return lax.fori_loop(0, problem.spans, body, out)
+
+
+def _of(x: Any, i: Any) -> Any:
+    """What a group has of something [g, n]: [1, n]."""
+    return None if x is None else x[i][None]

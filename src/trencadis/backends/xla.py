@@ -22,7 +22,7 @@ from jax import lax
 
 from trencadis.backends.storage import from_bits, to_bits
 from trencadis.dtypes import cast
-from trencadis.epilogue import add
+from trencadis.epilogue import Extras, add
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
@@ -55,16 +55,16 @@ def tiling(problem: Problem, target: Target) -> Tiling:
 def run(problem: Problem, plan: Any, *operands: Array) -> Array:
     """The result of a problem, in tiles of at most `plan.tiling.m` rows."""
     lhs, rhs, group_sizes, first, *extras = operands
-    bias, existing = problem.epilogue.split(tuple(extras))
-    out = jnp.zeros(problem.out_shape, problem.out) if existing is None else existing
+    ends = problem.epilogue.split(tuple(extras))
+    out = jnp.zeros(problem.out_shape, problem.out) if ends.existing is None else ends.existing
     if problem.spans == 0 or problem.rows == 0 or 0 in problem.out_shape:
         return out
     walk = spans(problem, group_sizes, first)
     carried = to_bits(out)
     if problem.form is Form.ROWS:
-        carried = _rows(problem, plan, lhs, rhs, walk, bias, carried)
+        carried = _rows(problem, plan, lhs, rhs, walk, ends, carried)
     else:
-        carried = _contraction(problem, plan, lhs, rhs, walk, carried)
+        carried = _contraction(problem, plan, lhs, rhs, walk, ends, carried)
     return from_bits(carried, problem.out)
 
 
@@ -72,7 +72,7 @@ def run(problem: Problem, plan: Any, *operands: Array) -> Array:
 # The two forms
 
 
-def _rows(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, bias: Any, out: Array) -> Array:
+def _rows(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, ends: Extras, out: Array) -> Array:
     """out[r] += lhs[r] @ rhs[group of r]; the weights of a group are sliced once and serve all its tiles."""
     kind = _operand_dtype(problem, plan.target)
     heights = _row_heights(problem, plan.tiling.m, kind)
@@ -84,8 +84,8 @@ def _rows(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, bias
         row = jnp.minimum(top, np.int32(problem.rows - height))  # a tile never leaves the array: it may begin earlier
         x = _slice(source, (row, _0), (height, problem.k)).astype(kind)
         acc = lax.dot_general(x, weight, contract, precision=problem.precision, preferred_element_type=problem.acc)
-        shift = None if bias is None else _slice(bias, (i, _0), (1, problem.n))
-        acc = problem.epilogue.finish(acc, shift, problem.out)
+        down = None if ends.by_row is None else _slice(ends.by_row, (row,), (height,))[:, None]
+        acc = problem.epilogue.finish(acc, Extras(down, _of(ends.by_column, i), _of(ends.bias, i)), problem.out)
         old = from_bits(_slice(out, (row, _0), (height, problem.n)), problem.out)  # [height, n]
         if problem.epilogue.accumulate:
             acc = add(old, acc)
@@ -103,7 +103,9 @@ def _rows(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, bias
     return _each_group(problem, walk, group, out)
 
 
-def _contraction(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, out: Array) -> Array:
+def _contraction(
+    problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, ends: Extras, out: Array
+) -> Array:
     """out[i] += lhs[rows of i].T @ rhs[rows of i]: one product for what is left over, then full tiles added to it."""
     kind = _operand_dtype(problem, plan.target)
     heights = _sum_heights(problem, plan.tiling.m)
@@ -132,7 +134,8 @@ def _contraction(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Span
         if problem.rows > full:
             last = end - tail
             top, acc = _while_below(last, lambda s: (s[0] + full, s[1] + product(full, s[0], last)), (top, acc))
-        result = acc[None]
+        down = None if ends.by_row is None else _of(ends.by_row, i).T
+        result = problem.epilogue.finish(acc, Extras(down, _of(ends.by_column, i)), problem.out)[None]
         if problem.epilogue.accumulate:
             result = add(from_bits(_slice(out, (i, _0, _0), result.shape), problem.out), result)
         return end, (_update(out, to_bits(cast(result, problem.out)), (i, _0, _0)), acc)
@@ -205,6 +208,11 @@ def _between(row: Array, height: int, start: Array, end: Array) -> Array:
     """Which of the rows from `row` on lie in [start, end): bool[height, 1]."""
     index = row + lax.broadcasted_iota(jnp.int32, (height, 1), 0)
     return (index >= start) & (index < end)
+
+
+def _of(x: Array | None, i: Array) -> Any:
+    """What a group has of something [g, n]: [1, n]."""
+    return None if x is None else _slice(x, (i, _0), (1, x.shape[1]))
 
 
 def _at(vector: Array, i: Array) -> Array:

@@ -6,6 +6,7 @@ or of the other operand. Weights are never multiplied by their scales.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -20,7 +21,7 @@ from trencadis.epilogue import Activation, Epilogue
 from trencadis.problem import Form, Problem
 from trencadis.quant.scaled import Scaled, expanded
 from trencadis.tiling import Pins
-from trencadis.visits import owned, owner
+from trencadis.visits import local_group, owned
 
 Array = jax.Array
 Operand = Any  # an array or a Scaled
@@ -30,7 +31,30 @@ WHOLE = {"int4": jnp.int8, "float4_e2m1fn": jnp.float8_e4m3fn}  # kernels know n
 SHORT = 16  # entries of a sum below which it has no product of its own
 
 
-def scaled_run(
+def factored(asked: Problem, lhs: Operand, rhs: Operand) -> tuple[Problem, Array, Array, list[Array]] | None:
+    """The same product of arrays, with scales in its epilogue; None if scales change along the sum.
+
+    They are constants to autodiff, and so are the values they belong to.
+    """
+    lhs, rhs = (lax.stop_gradient(x) if isinstance(x, Scaled) else x for x in (lhs, rhs))
+    rows = asked.form is Form.ROWS
+    summed = (1, 2 if asked.transpose_rhs else 1) if rows else (int(asked.transpose_lhs), 0)
+    if any(_parts(x, axis) > 1 for x, axis in zip((lhs, rhs), summed, strict=True)):
+        return None
+    shape = (asked.m,) if rows else (asked.local_groups, asked.k)
+    by_row = _across(lhs, summed[0], 0).reshape(-1) if isinstance(lhs, Scaled) else None
+    by_column = _across(rhs, summed[1], 0) if isinstance(rhs, Scaled) else None
+    scales = [
+        jnp.broadcast_to(x, shape)
+        for x, shape in ((by_row, shape), (by_column, (asked.local_groups, asked.n)))
+        if x is not None
+    ]
+    x, y = _values(lhs), _values(rhs)
+    ends = dataclasses.replace(asked.epilogue, by_row=by_row is not None, by_column=by_column is not None)
+    return asked.replace(lhs=np.dtype(x.dtype), rhs=np.dtype(y.dtype), epilogue=ends), x, y, scales
+
+
+def split_run(
     asked: Problem,
     pins: Pins,
     operands: tuple[Operand, Operand, Array, Array],
@@ -47,7 +71,7 @@ def scaled_run(
     product = multiply(bare, pins, lhs, rhs, sizes, first)
     if bias is not None:
         mine = owned(asked, sizes, first)[:, None]
-        shift = jnp.take(bias.astype(jnp.float32), _local(asked, sizes, first), axis=0)  # and so is its gradient summed
+        shift = jnp.take(bias.astype(jnp.float32), local_group(asked, sizes, first), axis=0)  # its gradient too
         product = product + jnp.where(mine, shift, 0)
     if activation is not None:
         return activate(asked, activation, product, sizes, first)
@@ -64,7 +88,7 @@ def _rows(asked: Problem, pins: Pins, lhs: Operand, rhs: Operand, sizes: Array, 
     """[m, n]. Scales that change along k split the sum where they change, or go to lhs where that is too often."""
     axes = 1, 2 if asked.transpose_rhs else 1  # k
     mine = owned(asked, sizes, first)[:, None]
-    local = _local(asked, sizes, first)
+    local = local_group(asked, sizes, first)
     if _often(lhs, 1):
         lhs = lhs.dequantize()
     if _often(rhs, axes[1]) and _parts(rhs, 3 - axes[1]) == 1:
@@ -109,11 +133,6 @@ def _across(x: Scaled, axis: int, at: Any) -> Array:
     scale = expanded(scale.astype(jnp.float32), x.block, x.shape)
     scale = scale if x.ndim == 2 else jnp.squeeze(scale, axis)
     return scale if x.total is None else scale * x.total
-
-
-def _local(asked: Problem, sizes: Array, first: Array) -> Array:
-    """The local group of each row: i32[m]; some group for rows that nobody owns."""
-    return jnp.clip(owner(sizes[0], asked.m) - first[0], 0, max(asked.local_groups - 1, 0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,9 @@ from trencadis.visits import owned
 
 Array = jax.Array
 
-DTYPES = ("bfloat16", "float16", "float32")
+EIGHT = ("float8_e4m3fn", "float8_e5m2", "int8")
+RESULTS = ("bfloat16", "float16", "float32")
+OPERANDS = (*RESULTS, *EIGHT)
 TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
 
 
@@ -62,12 +64,12 @@ def _missing() -> str | None:
 
 def _arithmetic(problem: Problem) -> str | None:
     """Why the kernels cannot compute it."""
-    dtypes = [("lhs", problem.lhs), ("rhs", problem.rhs), ("the result", problem.out)]
+    dtypes = [("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, OPERANDS), ("the result", problem.out, RESULTS)]
     if problem.epilogue.bias is not None:
-        dtypes.append(("bias", problem.epilogue.bias))
-    for name, dtype in dtypes:
-        if dtype.name not in DTYPES:
-            return f"{name} is {dtype.name}; it takes {', '.join(DTYPES)}"
+        dtypes.append(("bias", problem.epilogue.bias, RESULTS))
+    for name, dtype, known in dtypes:
+        if dtype.name not in known:
+            return f"{name} is {dtype.name}; it takes {', '.join(known)}"
     if (
         (multiplied(problem) == jnp.float32 or split(problem))
         and problem.asked not in TF32
@@ -111,17 +113,20 @@ def run(problem: Problem, plan: Any, *operands: Array) -> Array:
 def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any = None) -> Array:
     """The result of a problem by a kernel of this layout; each operand is padded where a copy engine wants it."""
     lhs, rhs, sizes, first, *extras = operands
-    bias, existing = problem.epilogue.split(tuple(extras))
+    ends = problem.epilogue.split(tuple(extras))
     if interpret is not None:  # a claim is an atomic operation, which the interpreter does not have
         layout = layout.replace(claim=False, blocks=min(layout.blocks, 2))
     inner, named = _stored(problem, layout, lhs, rhs)
     named["sizes"] = flat_sizes(sizes, problem.m)
     named["first"] = first
     out_shape = (*problem.out_shape[:-1], inner.n)
-    if bias is not None:
-        named["bias"] = filled(bias, (problem.local_groups, inner.n))
-    if existing is not None:
-        named["existing"] = filled(existing, out_shape)
+    if ends.by_row is not None:  # what a copy finds in a row is a multiple of 16 bytes
+        named["by_row"] = filled(ends.by_row, (*ends.by_row.shape[:-1], up(ends.by_row.shape[-1], 4)))
+    for name, vector in (("by_column", ends.by_column), ("bias", ends.bias)):
+        if vector is not None:
+            named[name] = filled(vector, (problem.local_groups, inner.n))
+    if ends.existing is not None:
+        named["existing"] = filled(ends.existing, out_shape)
     from trencadis.backends.gpu.kernel import call  # here, so that who has no GPU needs nothing of what it imports
 
     out = call(inner, layout, named, out_shape, interpret)

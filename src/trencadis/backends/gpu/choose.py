@@ -97,13 +97,18 @@ def _turned(problem: Problem) -> bool:
 
 
 def multiplied(problem: Problem) -> np.dtype[Any]:
-    """The dtype in which the operands are multiplied: their own, or float32, which holds any two narrow ones.
+    """The dtype in which the operands are multiplied: their own, or one that holds both.
 
     A float32 operand that meets a bfloat16 one is taken as the sum of two of those (ADR 0026).
     """
+    kinds = {problem.lhs.name, problem.rhs.name}
+    if len(kinds) == 1:
+        return problem.lhs
     if split(problem):
         return np.dtype(jnp.bfloat16)
-    return problem.lhs if problem.lhs == problem.rhs else np.dtype(np.float32)
+    if "float32" in kinds or kinds == {"bfloat16", "float16"}:
+        return np.dtype(np.float32)
+    return np.dtype(np.float16 if "float16" in kinds else jnp.bfloat16)  # either holds all numbers of 8 bits
 
 
 def split(problem: Problem) -> str:
@@ -130,7 +135,7 @@ def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
         slots=slots,
         split=split(problem),
         turned=turned,
-        flat=dtype.itemsize == 4,
+        flat=dtype.itemsize != 2,
         claim=operations >= CLAIMS,
     )
 
@@ -145,6 +150,9 @@ def _slots(problem: Problem, wide: int) -> int:
 def _besides(problem: Problem, wide: int, slots: int, rows: int) -> int:
     """Bytes of shared memory that are not stages. Buffers have so many rows; arrays start at multiples of 1024."""
     staged = CONSUMERS * slots * rows * LINE
-    bias = 0 if problem.epilogue.bias is None else -(-CONSUMERS * wide * problem.epilogue.bias.itemsize // 1024) * 1024
+    epilogue = problem.epilogue
+    vectors = [4 * TALL] * epilogue.by_row + [4 * wide] * epilogue.by_column
+    vectors += [] if epilogue.bias is None else [wide * epilogue.bias.itemsize]
+    noted = sum(-(-CONSUMERS * size // 1024) * 1024 for size in vectors)
     barriers = 8 * (4 * DEEPEST + 2 * TOLD + (1 + slots) * CONSUMERS + 1)
-    return staged + bias + 1024 + barriers
+    return staged + noted + 1024 + barriers

@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, LINE, Layout, line
+from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, GRAIN, LINE, Layout, line
 from trencadis.backends.gpu.shapes import Shape
 from trencadis.backends.gpu.walk import Tile, i32
-from trencadis.epilogue import inlined
-from trencadis.problem import Problem
+from trencadis.epilogue import Extras, inlined
+from trencadis.problem import Form, Problem
 from trencadis.versions import flipped, turnable
 
 STRIDE = 32  # rows that are copied out at once, where some of a buffer are not to be written
@@ -33,12 +34,24 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
     rows = (mgpu.TilingTransform((1, line(problem.out))), mgpu.SwizzleTransform(LINE))  # a copy may start at any row
     buffers, *shape = cut(problem, layout)
     memory: dict[str, Any] = {"staged": mgpu.SMEM((CONSUMERS, buffers, *shape), problem.out, transforms=rows)}
-    if problem.epilogue.bias is not None:
-        memory["biases"] = mgpu.SMEM((CONSUMERS, layout.wide), problem.epilogue.bias)
-        memory["biased"] = mgpu.Barrier(num_barriers=CONSUMERS)
+    vectors = notes(problem, layout)
+    for name, (length, dtype) in vectors.items():
+        memory[f"noted_{name}"] = mgpu.SMEM((CONSUMERS, length), dtype)
+    if vectors:
+        memory["noted"] = mgpu.Barrier(num_arrivals=len(vectors), num_barriers=CONSUMERS)
     if problem.epilogue.accumulate:
         memory["added"] = mgpu.Barrier(num_barriers=CONSUMERS * buffers)
     return memory
+
+
+def notes(problem: Problem, layout: Layout) -> dict[str, tuple[int, Any]]:
+    """The vectors that the epilogue of a tile takes, by name: their length, and their dtype."""
+    epilogue = problem.epilogue
+    return {
+        **({"by_row": (layout.tall, np.dtype(np.float32))} if epilogue.by_row else {}),
+        **({"by_column": (layout.wide, np.dtype(np.float32))} if epilogue.by_column else {}),
+        **({"bias": (layout.wide, epilogue.bias)} if epilogue.bias is not None else {}),
+    }
 
 
 def cut(problem: Problem, layout: Layout) -> tuple[int, int, int]:
@@ -88,13 +101,14 @@ class Out:
 
     def prepare(self, tile: Tile, parts: list[Part]) -> None:
         """Start the copies of what the epilogue will add, while the sums are still being made."""
-        if self.problem.epilogue.bias is not None:
+        vectors = notes(self.problem, self.layout)
+        if vectors:
 
             @pl.when(tile.steps > 0)
             def _() -> None:
-                columns = pl.ds(pl.multiple_of(tile.across, self.layout.wide), self.layout.wide)
-                bias, arrived = self.refs["bias"].at[tile.group, columns], self.refs["biased"].at[self.role]
-                mgpu.copy_gmem_to_smem(bias, self.refs["biases"].at[self.role], arrived)
+                for name in vectors:
+                    there = self._vector(name, tile)
+                    mgpu.copy_gmem_to_smem(there, self.refs[f"noted_{name}"].at[self.role], self._noted)
 
         if self.problem.epilogue.accumulate:
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -105,8 +119,8 @@ class Out:
     def store(self, tile: Tile, parts: list[Part], acc: jax.Array) -> None:
         """Write a consumer's blocks of a tile, as many parts at a time as there are buffers."""
         buffers, *_ = cut(self.problem, self.layout)
-        if self.problem.epilogue.bias is not None:
-            pl.when(tile.steps > 0)(lambda: mgpu.barrier_wait(self.refs["biased"].at[self.role]))
+        if notes(self.problem, self.layout):
+            pl.when(tile.steps > 0)(lambda: mgpu.barrier_wait(self._noted))
         for first in range(0, len(parts), buffers):
             some = parts[first : first + buffers]
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what the buffers held is read out
@@ -118,6 +132,18 @@ class Out:
             mgpu.commit_smem()
             self._send(tile, some)
             mgpu.commit_smem_to_gmem_group()
+
+    @property
+    def _noted(self) -> Any:
+        """The barrier of the vectors that the epilogue takes."""
+        return self.refs["noted"].at[self.role]
+
+    def _vector(self, name: str, tile: Tile) -> Any:
+        """What the epilogue of a tile takes of a vector: for its rows, or for its columns."""
+        if name != "by_row":
+            return self.refs[name].at[tile.group, pl.ds(pl.multiple_of(tile.across, self.layout.wide), self.layout.wide)]
+        rows = pl.ds(pl.multiple_of(tile.down, GRAIN), self.layout.tall)
+        return self.refs[name].at[rows if self.problem.form is Form.ROWS else (tile.group, rows)]
 
     def _target(self, tile: Tile, part: Part, row: Any, rows: int) -> Any:
         columns = pl.ds(pl.multiple_of(tile.across + part.column, line(self.problem.out)), part.columns)
@@ -150,7 +176,8 @@ class Out:
 
     def _put(self, staged: Any, tile: Tile, part: Part, sums: jax.Array, right: int, wide: int) -> None:
         """Finish sums [64, wide], and put them into a buffer of that shape, or the transpose of one."""
-        acc = self._finished(tile, part, sums[part.down : part.down + BLOCK, right : right + wide])
+        row = right if self.layout.turned else part.row
+        acc = self._finished(tile, part, row, sums[part.down : part.down + BLOCK, right : right + wide])
 
         def laid(x: Any) -> Any:
             return turnable(x) if self.layout.turned else x
@@ -189,15 +216,18 @@ class Out:
         first, last = parts[0], parts[-1]
         lax.cond((tile.low <= first.row) & (tile.high >= last.row + i32(last.rows)), whole, some)
 
-    def _finished(self, tile: Tile, part: Part, acc: jax.Array) -> jax.Array:
-        """Bias and activation of sums [64, wide]; rows that nobody owns stay zero."""
-        epilogue, bias = self.problem.epilogue, None
-        if epilogue.bias is None and epilogue.activation is None:
+    def _finished(self, tile: Tile, part: Part, row: Any, acc: jax.Array) -> jax.Array:
+        """Scales, bias and activation of sums [64, wide] from a row of the tile on; rows nobody owns stay zero."""
+        epilogue, vectors = self.problem.epilogue, notes(self.problem, self.layout)
+        if not vectors and epilogue.activation is None:
             return acc
-        if epilogue.bias is not None:
-            run = self.refs["biases"][self.role, pl.ds(part.column, part.columns)]  # [columns]
-            bias = lax.broadcast_in_dim(run, acc.shape, (0 if self.layout.turned else 1,))
+        down, right = (1, 0) if self.layout.turned else (0, 1)  # the axes of acc along rows of the result, and columns
+        spread = {}
+        for name in vectors:
+            at, axis = (row, down) if name == "by_row" else (part.column, right)
+            vector = self.refs[f"noted_{name}"][self.role, pl.ds(at, acc.shape[axis])]
+            spread[name] = lax.broadcast_in_dim(vector, acc.shape, (axis,))
         if epilogue.activation is not None:  # a kernel knows no functions with derivatives of their own
             epilogue = dataclasses.replace(epilogue, activation=inlined(epilogue.activation))
-        done = epilogue.finish(acc, bias, self.problem.out).astype(acc.dtype)
+        done = epilogue.finish(acc, Extras(**spread), self.problem.out).astype(jnp.float32)
         return jnp.where(lax.broadcast(tile.steps, done.shape) > 0, done, jnp.zeros_like(done))

@@ -54,6 +54,8 @@ def _arithmetic(problem: Problem) -> str | None:
     for name, dtype, known in dtypes:
         if dtype.name not in known:
             return f"{name} is {dtype.name}; it takes {', '.join(known)}"
+    if problem.epilogue.scaled:
+        return "it does not multiply by scales"
     if _precision(problem) is None:
         return f"precision is {problem.asked}; it has DEFAULT and HIGHEST"
     return None if problem.epilogue.activation is None else _unable(problem)
@@ -97,7 +99,7 @@ def run(problem: Problem, plan: Any, *operands: Array) -> Array:
 def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, **options: Any) -> Array:
     """The result of a problem by a kernel of this layout; `inner` is the problem as the kernel sees it."""
     lhs, rhs, sizes, first, *extras = operands
-    bias, existing = problem.epilogue.split(tuple(extras))
+    _, _, bias, existing = problem.epilogue.split(tuple(extras))
     rows = up(problem.rows, layout.slab)
     k, n = inner.k, inner.n
     out_shape = (rows, n) if problem.form is Form.ROWS else (problem.spans, k, n)

@@ -20,7 +20,7 @@ from trencadis.backends.tpu.products import multiply
 from trencadis.backends.tpu.streams import Ahead, Outbox, Stream
 from trencadis.backends.tpu.walk import Place, Walk
 from trencadis.dtypes import cast
-from trencadis.epilogue import add
+from trencadis.epilogue import Extras, add
 from trencadis.problem import Problem
 
 ZEROS = 256  # rows of the block of zeros that unowned rows are written from
@@ -169,7 +169,7 @@ class Rows:
         w = vmem["w"][ahead["w"].slot, part]  # [k, chunk] or [chunk, k]
         sums = multiply(problem, x, w, (1,), (1 if problem.transpose_rhs else 0,))  # [h, chunk]
         bias = vmem["b"][ahead["b"].slot, part] if problem.epilogue.bias is not None else None  # [1, chunk]
-        result = problem.epilogue.finish(sums, bias, problem.out)
+        result = problem.epilogue.finish(sums, Extras(bias=bias), problem.out)
         if problem.epilogue.accumulate:
             result = add(vmem["e"][ahead["e"].slot, part, :h, :], result)
         vmem["o"][slot, :h, :] = cast(result, problem.out)
