@@ -22,6 +22,16 @@ from typing import Any
 from benchmarks.problems import PASSES, PROBLEMS, BenchProblem
 from benchmarks.timing import TIMED, WARM
 
+# dtypes of the operands, and whether weights are stored with the axis of the sum last
+KINDS = {
+    "bf16": ("bfloat16", "bfloat16", False),
+    "e4m3": ("float8_e4m3fn", "float8_e4m3fn", True),
+    "int8": ("int8", "int8", True),
+    "w-int8": ("bfloat16", "int8", True),
+    "w-int8-kn": ("bfloat16", "int8", False),
+    "w-e4m3": ("bfloat16", "float8_e4m3fn", True),
+    "w-int4": ("bfloat16", "int4", True),
+}
 SILENCE_S = 30  # a compile takes about three seconds, a measurement less than one
 
 
@@ -37,7 +47,7 @@ def main() -> None:
     if args.child is not None:
         for i, case in enumerate(cases[args.child :], start=args.child):
             print(f"case {i}", flush=True)
-            print(json.dumps(_measure(*case)), flush=True)
+            print(json.dumps(_measure(*case, args.kind)), flush=True)
         return
     results = _watch(len(cases))
     if args.json:
@@ -50,6 +60,7 @@ def _parse() -> argparse.Namespace:
         "--problems", nargs="+", required=True, choices=PROBLEMS, metavar="NAME", help="names, as in problems.py"
     )
     parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
+    parser.add_argument("--kind", default="bf16", choices=KINDS, help="dtypes of the operands; bf16 has no scales")
     parser.add_argument("--layouts", nargs="+", default=[""], help='e.g. "tall=128 wide=256 panel=16"')
     parser.add_argument("--json", help="where to write the results")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
@@ -102,11 +113,11 @@ def _row(result: dict[str, Any]) -> str:
     return f"{name}{result['ms']:9.4f} ms {result['tflops']:7.1f} TFLOP/s{apart}"
 
 
-def _measure(name: str, which: str, fields: str) -> dict[str, Any]:
+def _measure(name: str, which: str, fields: str, kind: str) -> dict[str, Any]:
     """One case, in the child."""
     problem = PROBLEMS[name]
     try:
-        call, operands, layout = _dense(problem) if which == "dense" else _kernel(problem, which, fields)
+        call, operands, layout = _dense(problem) if which == "dense" else _kernel(problem, which, fields, kind)
         milliseconds = _burst(call, operands)
         apart = _apart((name, which), call(*operands))
     except Exception as error:  # the next case may do
@@ -142,27 +153,32 @@ def _burst(call: Any, operands: Any) -> float:
     return statistics.median(times)
 
 
-def _random(*shapes: tuple[int, ...]) -> Any:
+def _random(*arrays: tuple[tuple[int, ...], str]) -> Any:
     import jax
     import jax.numpy as jnp
 
-    normal = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
-    return [normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    def normal(key: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        x = jax.random.normal(key, shape, jnp.bfloat16)
+        return (x * {"int8": 30, "int4": 2}.get(dtype, 1)).astype(dtype)
+
+    make = jax.jit(normal, static_argnums=(1, 2))
+    return [make(jax.random.key(i), *array) for i, array in enumerate(arrays)]
 
 
 def _dense(problem: BenchProblem) -> tuple[Any, Any, str]:
     import jax
 
-    return jax.jit(lambda a, b: a @ b), _random((problem.m, problem.k), (problem.k, problem.n)), "cuBLAS"
+    return jax.jit(lambda a, b: a @ b), _random(((problem.m, problem.k), "bfloat16"), ((problem.k, problem.n), "bfloat16")), "cuBLAS"
 
 
-def _kernel(problem: BenchProblem, which: str, fields: str) -> tuple[Any, Any, str]:
+def _kernel(problem: BenchProblem, which: str, fields: str, kind: str) -> tuple[Any, Any, str]:
     import jax
     import jax.numpy as jnp
 
     from trencadis.backends.gpu import execute
     from trencadis.backends.gpu.choose import choose
     from trencadis.cards import card_for
+    from trencadis.epilogue import Epilogue
     from trencadis.problem import Form, Problem
     from trencadis.target import Target
 
@@ -170,17 +186,29 @@ def _kernel(problem: BenchProblem, which: str, fields: str) -> tuple[Any, Any, s
     if card is None:
         raise RuntimeError(f"want a Hopper GPU; got {jax.devices()[0].device_kind}")
     k, n = (problem.n, problem.k) if which == "d_lhs" else (problem.k, problem.n)
-    bf16 = jnp.dtype(jnp.bfloat16)
+    lhs, rhs, last = KINDS[kind]
+    narrow = lhs == rhs != "bfloat16"
     asked = Problem(
         form=Form.CONTRACTION if which == "d_rhs" else Form.ROWS,
         m=problem.m, k=k, n=n, groups=problem.g, local_groups=problem.g,
-        lhs=bf16, rhs=bf16, out=bf16, transpose_rhs=which == "d_lhs",
+        lhs=jnp.dtype(lhs), rhs=jnp.dtype(rhs), out=jnp.dtype(jnp.bfloat16),
+        transpose_rhs=which != "d_rhs" and (which == "d_lhs" or last), transpose_lhs=which == "d_rhs" and narrow,
+        epilogue=Epilogue(by_row=narrow, by_column=kind != "bf16"),
     )  # fmt: skip
     changes = {key: int(value) for key, value in (field.split("=") for field in fields.split())}
     layout = choose(asked, card).replace(**changes)
     sizes = jnp.asarray(problem.group_sizes()).reshape(1, -1)
-    operands = [*_random(asked.lhs_shape, asked.rhs_shape), sizes, jnp.zeros((1,), jnp.int32)]
-    return jax.jit(lambda *xs: execute(asked, layout, *xs)), operands, str(layout)
+    turned = which == "d_rhs" and narrow
+    right = asked.rhs_shape[::-1] if turned else asked.rhs_shape
+    operands = [*_random((asked.lhs_shape, lhs), (right, rhs)), sizes, jnp.zeros((1,), jnp.int32)]
+    down = (problem.g, k) if which == "d_rhs" else (problem.m,)
+    operands += [jnp.full(down, 0.5)] if asked.epilogue.by_row else []
+    operands += [jnp.full((problem.g, n), 0.5)] if asked.epilogue.by_column else []
+
+    def call(x: Any, y: Any, *rest: Any) -> Any:
+        return execute(asked, layout, x, y.mT if turned else y, *rest)
+
+    return jax.jit(call), operands, str(layout)
 
 
 if __name__ == "__main__":

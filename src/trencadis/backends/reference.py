@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from trencadis.backends.storage import whole
 from trencadis.dtypes import cast
 from trencadis.epilogue import Extras, add
 from trencadis.problem import Form, Problem
@@ -32,6 +33,7 @@ def run(problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
     """For each group: mask, multiply, select."""
     del plan
     lhs, rhs, group_sizes, first, *extras = operands
+    problem, lhs, rhs = whole(problem, lhs, rhs)
     by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
     starts, ends = spans(problem, group_sizes, first)
     lhs = (lhs.T if problem.transpose_lhs else lhs).astype(problem.acc)  # [rows, k]

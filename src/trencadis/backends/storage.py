@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from trencadis.problem import Problem
 from trencadis.versions import SLICES_WIDEN_NARROW_FLOATS
 from trencadis.visits import clamped
 
@@ -28,6 +30,12 @@ def filled(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     [1.0, 1.0, 0.0]
     """
     return x if x.shape == shape else jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
+
+
+def whole(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> tuple[Problem, jax.Array, jax.Array]:
+    """A problem whose operands have at least 8 bits, and these: XLA cuts nothing smaller out of an array."""
+    lhs, rhs = (x.astype(jnp.int8) if x.dtype == jnp.int4 else x for x in (lhs, rhs))
+    return problem.replace(lhs=np.dtype(lhs.dtype), rhs=np.dtype(rhs.dtype)), lhs, rhs
 
 
 def flat_sizes(sizes: jax.Array, m: int) -> jax.Array:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from trencadis.backends.storage import from_bits, to_bits
+from trencadis.backends.storage import from_bits, to_bits, whole
 from trencadis.dtypes import cast
 from trencadis.epilogue import Extras, add
 from trencadis.problem import Form, Problem
@@ -55,6 +55,7 @@ def tiling(problem: Problem, target: Target) -> Tiling:
 def run(problem: Problem, plan: Any, *operands: Array) -> Array:
     """The result of a problem, in tiles of at most `plan.tiling.m` rows."""
     lhs, rhs, group_sizes, first, *extras = operands
+    problem, lhs, rhs = whole(problem, lhs, rhs)
     ends = problem.epilogue.split(tuple(extras))
     out = jnp.zeros(problem.out_shape, problem.out) if ends.existing is None else ends.existing
     if problem.spans == 0 or problem.rows == 0 or 0 in problem.out_shape:

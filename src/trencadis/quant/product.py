@@ -26,7 +26,7 @@ from trencadis.visits import local_group, owned
 Array = jax.Array
 Operand = Any  # an array or a Scaled
 
-WHOLE = {"int4": jnp.int8, "float4_e2m1fn": jnp.float8_e4m3fn}  # kernels know no 4 bits; a byte holds them exactly
+WHOLE = {"float4_e2m1fn": jnp.float8_e4m3fn}  # nothing multiplies 4 bits of a float; a byte holds them exactly
 
 SHORT = 16  # entries of a sum below which it has no product of its own
 

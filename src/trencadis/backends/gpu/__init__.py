@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trencadis.backends.gpu.choose import choose, multiplied, obey, split, tiling_of
+from trencadis.backends.gpu.choose import choose, multiplied, obey, packed, split, tiling_of
 from trencadis.backends.gpu.layout import BLOCK, GRAIN, Layout, line
 from trencadis.backends.storage import filled, flat_sizes, up
 from trencadis.cards import Card, card_for
@@ -33,9 +33,8 @@ from trencadis.visits import owned
 
 Array = jax.Array
 
-EIGHT = ("float8_e4m3fn", "float8_e5m2", "int8")
 RESULTS = ("bfloat16", "float16", "float32")
-OPERANDS = (*RESULTS, *EIGHT)
+OPERANDS = (*RESULTS, "float8_e4m3fn", "float8_e5m2", "int8")
 TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
 
 
@@ -64,7 +63,8 @@ def _missing() -> str | None:
 
 def _arithmetic(problem: Problem) -> str | None:
     """Why the kernels cannot compute it."""
-    dtypes = [("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, OPERANDS), ("the result", problem.out, RESULTS)]
+    weights = (*OPERANDS, "int4") if packed(problem) else OPERANDS
+    dtypes = [("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, weights), ("the result", problem.out, RESULTS)]
     if problem.epilogue.bias is not None:
         dtypes.append(("bias", problem.epilogue.bias, RESULTS))
     for name, dtype, known in dtypes:
@@ -114,9 +114,9 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
     """The result of a problem by a kernel of this layout; each operand is padded where a copy engine wants it."""
     lhs, rhs, sizes, first, *extras = operands
     ends = problem.epilogue.split(tuple(extras))
-    if interpret is not None:  # a claim is an atomic operation, which the interpreter does not have
-        layout = layout.replace(claim=False, blocks=min(layout.blocks, 2))
-    inner, named = _stored(problem, layout, lhs, rhs)
+    if interpret is not None:  # which has no atomic operations, and no factors in registers
+        layout = layout.replace(claim=False, blocks=min(layout.blocks, 2), widened=layout.packed)
+    inner, named = _stored(problem, layout, lhs, rhs, interpret is not None)
     named["sizes"] = flat_sizes(sizes, problem.m)
     named["first"] = first
     out_shape = (*problem.out_shape[:-1], inner.n)
@@ -133,16 +133,21 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
     return out if out_shape == problem.out_shape else lax.slice(out, (0,) * out.ndim, problem.out_shape)
 
 
-def _stored(problem: Problem, layout: Layout, lhs: Array, rhs: Array) -> tuple[Problem, dict[str, Array]]:
+def _stored(
+    problem: Problem, layout: Layout, lhs: Array, rhs: Array, interpret: bool
+) -> tuple[Problem, dict[str, Array]]:
     """The problem as the kernel sees it, and the operands as they lie in memory then.
 
     A copy takes whole lines of columns and a few rows at a time, so that the dimensions it runs along are multiples of
-    those. Tensor cores take float32 only with the axis of the sum last.
+    those; behind the last line it reads 0, but the interpreter has NaN there. Tensor cores take numbers that are not of
+    16 bits only with the axis of the sum last.
     """
     dtype = multiplied(problem)
-    problem = problem.replace(lhs=dtype, rhs=dtype)
-    run = line(dtype)
-    rows, k, n = up(problem.rows, GRAIN), up(problem.k, run), up(problem.n, max(run, line(problem.out)))
+    problem = problem.replace(lhs=dtype, rhs=problem.rhs if layout.packed else dtype)
+    run = line(dtype, layout.lines)
+    ragged = problem.form is Form.ROWS
+    rows, k = up(problem.rows, GRAIN), up(problem.k, layout.deep if interpret and ragged else run)
+    n = up(problem.n, line(problem.out) if layout.flat else max(run, line(problem.out)))
     if problem.form is Form.ROWS:
         last = problem.transpose_rhs or layout.flat
         rhs = rhs.mT if layout.flat and not problem.transpose_rhs else rhs
@@ -157,7 +162,9 @@ def _stored(problem: Problem, layout: Layout, lhs: Array, rhs: Array) -> tuple[P
         inner = problem.replace(n=n)
     named = {
         name: halves(filled(x, shape)) if layout.split == name else filled(x.astype(dtype), shape)
-        for name, x, shape in zip(("lhs", "rhs"), (lhs, rhs), shapes, strict=True)
+        for name, x, shape, dtype in zip(
+            ("lhs", "rhs"), (lhs, rhs), shapes, (problem.lhs, problem.rhs), strict=True
+        )
     }
     return inner, named
 

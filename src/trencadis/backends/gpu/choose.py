@@ -2,6 +2,7 @@
 
     turned tiles   192 x 256   rows as columns of instructions: the least padding (ADR 0027)
     small ones      64 x 256   the most bytes of weights under way; where reading them is what takes the time
+    packed ones    192 x 128   and less tall: weights of few bits, which take shared memory twice
     tall tiles     256 x 192   where there is no padding to speak of, or the result is float32; contraction
     lesser ones    128 x 128   and sizes in between: where there are too few tiles to keep all multiprocessors at work
 
@@ -17,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, LINE, TOLD, Layout, line
+from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, LINE, TOLD, UNIT, WIDENED, Layout, bits, line
 from trencadis.cards import Card
 from trencadis.problem import Form, Problem
 from trencadis.tiling import Tiling
@@ -26,6 +27,7 @@ DEEPEST = 8  # stages; more of them hide nothing more
 TALL = 256  # rows of a tile, and
 WIDE = 192  # columns, or in turned tiles the other way round: two consumers have registers for no more sums
 WIDEST = {Form.ROWS: 256, Form.CONTRACTION: WIDE}  # columns of one instruction; a blanker leaves registers for fewer
+PACKED = 128  # columns of a tile whose weights are widened
 FEW = 64  # rows of a group that make one block: reading its weights is all there is to do
 FEWER = 16  # rows that make one unit
 LARGE = 1024  # rows of a group above which it hardly matters how its last tile is cut
@@ -49,6 +51,8 @@ def obey(problem: Problem, card: Card, tiling: Tiling) -> Layout:
     """The layout nearest to a tile that a caller asks for: no larger, if the machine has one that small."""
     widest = WIDEST[problem.form]
     tall, wide = (tiling.m if problem.form is Form.ROWS else tiling.k), tiling.n
+    if packed(problem):
+        return _layout(problem, card, *_packed_tile(problem, tall))
     if _turned(problem) and tall < TALL and wide >= widest:
         return _layout(problem, card, max(tall // BLOCK * BLOCK, BLOCK), widest)
     tall = TALL if tall >= TALL else BLOCK * CONSUMERS
@@ -66,6 +70,8 @@ def tiling_of(problem: Problem, layout: Layout) -> Tiling:
 
 def _tile(problem: Problem, cores: int) -> tuple[int, int]:
     """Rows and columns of a tile of the result."""
+    if packed(problem):
+        return _packed_tile(problem, 2 * UNIT if problem.m / problem.groups <= FEWER else WIDE)
     if problem.n <= 128:
         return TALL, BLOCK if problem.n <= BLOCK else 128
     rows = problem.m / problem.groups
@@ -77,6 +83,13 @@ def _tile(problem: Problem, cores: int) -> tuple[int, int]:
     if problem.form is Form.ROWS and problem.transpose_rhs and rows >= LARGE:
         return 128, 256
     return min(PACES[problem.form], key=lambda tile: _time(problem, cores, *tile))
+
+
+def _packed_tile(problem: Problem, tall: int) -> tuple[int, int]:
+    """A tile of at most so many rows, if there is one, whose weights are packed."""
+    if _turned(problem):
+        return min(max(tall // UNIT * UNIT, UNIT), WIDE), PACKED
+    return CONSUMERS * BLOCK, PACKED if problem.n > BLOCK else BLOCK
 
 
 def _time(problem: Problem, cores: int, tall: int, wide: int) -> float:
@@ -92,7 +105,7 @@ def _time(problem: Problem, cores: int, tall: int, wide: int) -> float:
 
 def _turned(problem: Problem) -> bool:
     """Whether padding is worth avoiding, and the result is of a width that an instruction transposes on its way out."""
-    rows = problem.m / problem.groups
+    rows = 0 if packed(problem) else problem.m / problem.groups
     return problem.form is Form.ROWS and problem.out.itemsize == 2 and problem.n > 128 and rows < LARGE
 
 
@@ -111,6 +124,12 @@ def multiplied(problem: Problem) -> np.dtype[Any]:
     return np.dtype(np.float16 if "float16" in kinds else jnp.bfloat16)  # either holds all numbers of 8 bits
 
 
+def packed(problem: Problem) -> bool:
+    """Whether weights are widened by the kernel: those that no instruction multiplies with rows of 16 bits."""
+    narrow = problem.rhs.name in ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
+    return problem.form is Form.ROWS and problem.lhs == jnp.bfloat16 and narrow
+
+
 def split(problem: Problem) -> str:
     """The operand that is taken as a sum of two, if there is one."""
     kinds = (problem.lhs.name, problem.rhs.name)
@@ -118,12 +137,15 @@ def split(problem: Problem) -> str:
 
 
 def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
-    dtype = multiplied(problem)
-    deep = line(dtype)
-    stage = deep * (tall + wide) * dtype.itemsize
-    turned = _turned(problem) and wide == WIDEST[Form.ROWS]
+    dtype, narrow = multiplied(problem), packed(problem)
+    lines = _lines(problem)
+    deep = _deep(problem, lines)
+    stage = deep * (tall * bits(dtype) + wide * bits(problem.rhs if narrow else dtype)) // 8
+    turned = _turned(problem) and (narrow or wide == WIDEST[Form.ROWS])
     slots, buffer = (1, tall) if turned else (_slots(problem, wide), BLOCK)
-    stages = min((card.shared - _besides(problem, wide, slots, buffer)) // stage, DEEPEST)
+    widened = narrow and not (turned and problem.transpose_rhs)  # a factor in registers is the first, with k last
+    besides = _besides(problem, wide, slots, buffer) + widened * WIDENED * deep * wide * dtype.itemsize
+    stages = min((card.shared - besides) // stage, DEEPEST)
     operations = 2 * problem.rows * problem.k * problem.n
     return Layout(
         tall=tall,
@@ -132,12 +154,32 @@ def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
         stages=stages,
         panel=8 if tall > 128 else 16,
         blocks=card.cores,
+        lines=lines,
         slots=slots,
         split=split(problem),
         turned=turned,
+        packed=narrow,
+        widened=widened,
         flat=dtype.itemsize != 2,
         claim=operations >= CLAIMS,
     )
+
+
+def _deep(problem: Problem, lines: int) -> int:
+    """Entries of the sum in one step: a line of each operand, or two of rows whose weights are packed."""
+    if packed(problem):
+        return line(problem.rhs) if problem.transpose_rhs else 2 * line(problem.lhs)
+    return line(multiplied(problem), LINE if problem.form is Form.ROWS else lines)
+
+
+def _lines(problem: Problem) -> int:
+    """Bytes of a line of operands that are stored with the axis of the sum last, and of others."""
+    size = multiplied(problem).itemsize
+    if size == 2:
+        return LINE
+    if problem.form is Form.CONTRACTION:
+        return LINE // 2 if size == 1 else LINE
+    return LINE // 2 if problem.k * size % LINE == LINE // 2 else LINE
 
 
 def _slots(problem: Problem, wide: int) -> int:
@@ -154,5 +196,5 @@ def _besides(problem: Problem, wide: int, slots: int, rows: int) -> int:
     vectors = [4 * TALL] * epilogue.by_row + [4 * wide] * epilogue.by_column
     vectors += [] if epilogue.bias is None else [wide * epilogue.bias.itemsize]
     noted = sum(-(-CONSUMERS * size // 1024) * 1024 for size in vectors)
-    barriers = 8 * (4 * DEEPEST + 2 * TOLD + (1 + slots) * CONSUMERS + 1)
+    barriers = 8 * (4 * DEEPEST + 2 * WIDENED + 2 * TOLD + (1 + slots) * CONSUMERS + 1)
     return staged + noted + 1024 + barriers

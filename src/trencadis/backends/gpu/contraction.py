@@ -21,6 +21,9 @@ from trencadis.problem import Problem
 from trencadis.versions import flipped
 
 
+FEW = 64  # rows that are blanked at a time
+
+
 @dataclasses.dataclass(frozen=True)
 class Contraction:
     """What is copied, blanked, multiplied and written."""
@@ -42,8 +45,8 @@ class Contraction:
             for wide, flat in zip((cut.tall, cut.wide), self.flat, strict=True)
         )
         return {
-            "a": mgpu.SMEM((cut.stages, *a), problem.lhs, transforms=tiled(problem.lhs)),
-            "b": mgpu.SMEM((cut.stages, *b), problem.rhs, transforms=tiled(problem.rhs)),
+            "a": mgpu.SMEM((cut.stages, *a), problem.lhs, transforms=tiled(problem.lhs, cut.lines)),
+            "b": mgpu.SMEM((cut.stages, *b), problem.rhs, transforms=tiled(problem.rhs, cut.lines)),
         }
 
     def copy(self, refs: dict[str, Any], walk: Walk, tile: Tile, step: Any, slot: Any) -> None:
@@ -58,11 +61,11 @@ class Contraction:
             source = refs[name].at[(second, *place) if cut.split == name else place]
             mgpu.copy_gmem_to_smem(source, refs[stage].at[slot], full)
 
-    def factors(self, refs: dict[str, Any], slot: Any, mine: Any, wide: int) -> tuple[Any, Any]:
+    def factors(self, refs: dict[str, Any], slots: tuple[Any, Any], mine: Any, wide: int) -> tuple[Any, Any]:
         """What a consumer multiplies: its rows of the matrix, by the columns of the tile."""
         flat_a, flat_b = self.flat
-        a = refs["a"].at[slot, mine] if flat_a else flipped(refs["a"].at[slot, :, mine])
-        return a, leftmost(refs["b"].at[slot], wide, flat_b)
+        a, b = (refs[name].at[slot] for name, slot in zip("ab", slots, strict=True))
+        return a.at[mine] if flat_a else flipped(a.at[:, mine]), leftmost(b, wide, flat_b)
 
     def ends(self, walk: Walk, tile: Tile, step: Any) -> Any:
         """Whether rows of other groups may be in a step: in the first of a sum, and in the last."""
@@ -85,12 +88,17 @@ class Contraction:
         return ref.at[tile.group, pl.ds(tile.down + row, rows), columns]
 
 
+def _spread(dtype: Any, run: int) -> Any:
+    """How rows of a stage lie in registers, cut into so many columns: 8 bytes to a lane."""
+    rows = 256 // (run * dtype.itemsize)  # of a warp
+    tiles = mgpu.Tiling(((4 * rows, run), (rows, run), (8 // dtype.itemsize,)))
+    return mgpu.Layout.TILED(tiles, (-5,), (-3, -2), -1)
+
+
 def _blank_rows(ref: Any, low: Any, high: Any) -> None:
     """Zero the rows of a stage [deep, wide] outside of [low, high), a few at a time; most are not touched."""
     deep, wide = ref.shape
-    run = line(ref.dtype)
-    tiles = mgpu.Tiling(((GRAIN, run), (2, run), (run // 16,)))  # two rows to a warp, 8 bytes to a lane
-    layout = mgpu.Layout.TILED(tiles, (-5,), (-3, -2), -1)
+    layout = _spread(ref.dtype, line(ref.dtype))
     zeros = mgpu.layout_cast(jnp.zeros((GRAIN, wide), ref.dtype), layout)
 
     def rows(i: Any) -> Any:
@@ -116,7 +124,18 @@ def _blank_rows(ref: Any, low: Any, high: Any) -> None:
 
 def _blank_columns(ref: Any, low: Any, high: Any) -> None:
     """Zero the columns of a stage [wide, deep] outside of [low, high)."""
-    for top in range(0, ref.shape[0], BLOCK):
-        block = ref.at[pl.ds(top, BLOCK)]
-        at = lax.broadcasted_iota(jnp.int32, block.shape, 1)
-        block[...] = jnp.where((at >= low) & (at < high), block[...], jnp.zeros(block.shape, block.dtype))
+    layout, shape = _spread(ref.dtype, ref.shape[1]), (FEW, ref.shape[1])
+    at = mgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), layout)
+    own = (at >= low) & (at < high)
+    narrow = ref.dtype.itemsize == 1  # of which registers know bits only
+    mask = jnp.where(own, i32(-1), i32(0)).astype(jnp.int8) if narrow else own
+
+    def some(i: Any, _: Any) -> None:
+        rows = ref.at[pl.ds(pl.multiple_of(i * i32(FEW), FEW), FEW)]
+        held = mgpu.layout_cast(rows[...], layout)
+        if narrow:
+            rows[...] = lax.bitcast_convert_type(lax.bitcast_convert_type(held, jnp.int8) & mask, ref.dtype)
+        else:
+            rows[...] = jnp.where(mask, held, mgpu.layout_cast(jnp.zeros(shape, ref.dtype), layout))
+
+    lax.fori_loop(i32(0), i32(ref.shape[0] // FEW), some, None)

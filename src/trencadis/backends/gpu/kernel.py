@@ -1,12 +1,14 @@
-"""The kernel of both forms: one warpgroup copies operands into shared memory, two multiply, and in the contraction
-form a fourth blanks what does not belong to the group.
+"""The kernel of both forms: one warpgroup copies operands into shared memory, two multiply, and a fourth does what
+there is to do in between, if anything.
 
     copier      walks the tiles and tells the others; waits for a free stage, starts the copies of one step
     blanker     contraction: zeroes the rows of other groups in the first step and in the last of a sum
+    widener     weights of few bits: brings them into the dtype of the rows, in buffers of their own
     consumers   half the blocks of a tile each: wait for a stage, multiply, free it; then the epilogue, while the
                 copies of the next tile are under way
 
 Barriers of a stage: `full`, its copies have arrived; `blank`, it is blanked; `free`, all others are done with it.
+Of widened weights: `ready`, they are there; `spent`, the consumers are done with them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu import contraction, mail, rows, stores
-from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, Layout
+from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, WIDENED, Layout
 from trencadis.backends.gpu.shapes import Shape, shapes
 from trencadis.backends.gpu.walk import Tile, Walk, i32
 from trencadis.problem import Form, Problem
@@ -32,7 +34,7 @@ PARAMS = mgpu.CompilerParams(
     reduction_scratch_bytes=0,
     unsafe_no_auto_barriers=True,  # all threads arrive at a barrier, and `commit_smem` is called where they must meet
 )
-REGISTERS = {3: (232, 40), 4: (224, 32)}  # of a thread, by the number of warpgroups: those that multiply, and others
+REGISTERS = {"": (232, 40, 0), "blanker": (224, 32, 32), "widener": (168, 40, 136)}  # consumers, copier, the fourth
 
 
 def call(
@@ -41,16 +43,20 @@ def call(
     """Run the kernel. Operands by name: sizes, first, lhs, rhs, and those of the epilogue."""
     existing = operands.pop("existing", None)
     form = FORMS[problem.form](problem, layout)
-    warpgroups = CONSUMERS + 1 + form.blanks
+    fourth = _fourth(layout, form)
+    warpgroups = CONSUMERS + 1 + bool(fourth)
     shared = {
         **form.scratch(),
         **stores.scratch(problem, layout),
         **mail.scratch(warpgroups - 1),
         "full": mgpu.Barrier(num_arrivals=2, num_barriers=layout.stages),
-        "free": mgpu.Barrier(num_arrivals=CONSUMERS + form.blanks, num_barriers=layout.stages),
+        "free": mgpu.Barrier(num_arrivals=CONSUMERS + bool(fourth), num_barriers=layout.stages),
     }
-    if form.blanks:
+    if fourth == "blanker":
         shared["blank"] = mgpu.Barrier(num_barriers=layout.stages)
+    if fourth == "widener":
+        shared["ready"] = mgpu.Barrier(num_barriers=WIDENED)
+        shared["spent"] = mgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=WIDENED)
     # what the kernel reads and writes is a reference; what it only writes is a result
     inout = {"counter": jnp.zeros((1,), jnp.int32)} if layout.claim else {}
     inout |= {} if existing is None else {"out": existing}
@@ -80,10 +86,16 @@ def call(
     return jax.freeze(refs["out"]) if existing is not None else out[0]
 
 
+def _fourth(layout: Layout, form: Any) -> str:
+    """What the fourth warpgroup is, if there is one."""
+    return "blanker" if form.blanks else "widener" if layout.widened else ""
+
+
 def _body(problem: Problem, layout: Layout, form: Any, refs: dict[str, Any]) -> None:
     block, role = lax.axis_index("block"), lax.axis_index("role")
     walk = Walk(problem, layout, refs["sizes"], refs["first"])
-    many, few = REGISTERS[CONSUMERS + 1 + form.blanks]
+    fourth = _fourth(layout, form)
+    many, few, some = REGISTERS[fourth]
 
     def consume() -> None:
         mgpu.set_max_registers(many, action="increase")
@@ -96,12 +108,17 @@ def _body(problem: Problem, layout: Layout, form: Any, refs: dict[str, Any]) -> 
         mail.settle(refs["free"], done, layout.stages)
 
     def blank() -> None:
-        mgpu.set_max_registers(few, action="decrease")
+        mgpu.set_max_registers(some, action="decrease")
         mail.listen(refs, functools.partial(_blank, layout, form, refs, walk))
+
+    def widen() -> None:
+        mgpu.set_max_registers(some, action="increase")
+        done = mail.listen(refs, functools.partial(_widen, layout, form, refs))
+        mail.settle(refs["spent"], done, WIDENED)
 
     # one tree of branches: the compiler gives each role its own number of registers only then
     def others() -> None:
-        lax.cond(role == CONSUMERS, copy, blank) if form.blanks else copy()
+        lax.cond(role == CONSUMERS, copy, {"blanker": blank, "widener": widen}[fourth]) if fourth else copy()
 
     lax.cond(role < CONSUMERS, consume, others)
 
@@ -134,12 +151,27 @@ def _blank(layout: Layout, form: Any, refs: dict[str, Any], walk: Walk, tile: Ti
     lax.fori_loop(i32(0), tile.steps, step, None)
 
 
+def _widen(layout: Layout, form: Any, refs: dict[str, Any], tile: Tile, done: Any) -> None:
+    """Widen the weights of each step."""
+
+    def step(i: Any, _: Any) -> None:
+        at, to = (mail.slot(done + i, slots) for slots in (layout.stages, WIDENED))
+        mgpu.barrier_wait(refs["full"].at[at])
+        pl.when(done + i >= i32(WIDENED))(lambda: mgpu.barrier_wait(refs["spent"].at[to]))
+        form.widen(refs, at, to)
+        mgpu.barrier_arrive(refs["ready"].at[to])
+        mgpu.barrier_arrive(refs["free"].at[at])
+
+    lax.fori_loop(i32(0), tile.steps, step, None)
+
+
 def _consume(
     problem: Problem, layout: Layout, form: Any, refs: dict[str, Any], walk: Walk, role: Any, tile: Tile, done: Any
 ) -> None:
     """One consumer's part of a tile: the first half of its blocks, or the second."""
     out = stores.Out(problem, layout, form, refs, role)
     kinds = shapes(layout, problem.n)
+    ahead = layout.packed and not layout.widened
     blocks = kinds.blocks(tile)
     half = lax.div(blocks + i32(1), i32(2))
     top = pl.multiple_of(jnp.where(role == 0, i32(0), half) * i32(BLOCK), BLOCK)
@@ -150,10 +182,16 @@ def _consume(
         mgpu.barrier_wait(refs["full"].at[at])
         if form.blanks:
             pl.when(form.ends(walk, tile, i))(lambda: mgpu.barrier_wait(refs["blank"].at[at]))
-        return at
+        if not layout.widened:
+            return at, at
+        to = mail.slot(done + i, WIDENED)
+        mgpu.barrier_wait(refs["ready"].at[to])
+        return at, to
 
     def free(i: Any) -> None:
         mgpu.barrier_arrive(refs["free"].at[mail.slot(done + i, layout.stages)])
+        if layout.widened:
+            mgpu.barrier_arrive(refs["spent"].at[mail.slot(done + i, WIDENED)])
 
     def multiply(shape: Shape) -> None:
         parts = out.parts(top, shape)
@@ -162,14 +200,22 @@ def _consume(
         def summed(acc: Any) -> Any:
             def step(i: Any, _: Any) -> None:
                 at = arrived(i)
-                mgpu.wgmma(acc, *form.factors(refs, at, pl.ds(top, shape.blocks * BLOCK), shape.columns))
-                mgpu.wgmma_wait(0)  # meanwhile the other consumer multiplies: the sooner the stage is free, the better
-                free(i)
+                factors = form.factors(refs, at, pl.ds(top, shape.blocks * BLOCK), shape.columns)
+                if ahead:  # weights were unpacked while the product before was under way
+                    mgpu.wgmma_wait(0)
+                    pl.when(i > 0)(lambda: free(i - i32(1)))
+                mgpu.wgmma(acc, *factors)
+                if not ahead:  # meanwhile the other consumer multiplies: the sooner the stage is free, the better
+                    mgpu.wgmma_wait(0)
+                    free(i)
 
             lax.fori_loop(i32(0), tile.steps, step, None)
+            if ahead:
+                mgpu.wgmma_wait(0)
+                pl.when(tile.steps > 0)(lambda: free(tile.steps - i32(1)))
             return acc[...]
 
-        acc = pl.run_scoped(summed, mgpu.ACC((shape.blocks * BLOCK, shape.columns), jnp.float32))
+        acc = pl.run_scoped(summed, mgpu.ACC((shape.blocks * BLOCK, shape.columns), problem.acc))
         out.store(tile, parts, acc)
 
     def skip() -> None:

@@ -10,8 +10,9 @@ import numpy as np
 BLOCK = 64  # rows that one instruction multiplies
 UNIT = 16  # columns of instructions by which turned tiles grow
 GRAIN = 8  # a copy into shared memory starts at a multiple of so many rows
-LINE = 128  # bytes of a row that lie together in shared memory
+LINE = 128  # bytes of a row that lie together in shared memory, mostly
 CONSUMERS = 2  # warpgroups that multiply
+WIDENED = 2  # steps of weights in shared memory at once that are widened
 TOLD = 4  # tiles that the other warpgroups are told of ahead
 
 
@@ -25,9 +26,12 @@ class Layout:
     stages: int  # steps in shared memory at once
     panel: int  # tiles that are taken downwards before the next column
     blocks: int  # thread blocks: one for each multiprocessor
+    lines: int = LINE  # bytes of a row that lie together in a stage
     slots: int = 2  # buffers of a consumer on the way out
     split: str = ""  # the operand that comes as two bfloat16 arrays, of which it is the sum
     turned: bool = False  # rows of a tile are columns of instructions
+    packed: bool = False  # weights have fewer bits than rows, and become as wide in registers
+    widened: bool = False  # or in shared memory, by a warpgroup of its own
     flat: bool = False  # both operands are stored with the axis of the sum last
     claim: bool = False  # a block takes the next tile when it is done with one; otherwise every `blocks`-th is its own
 
@@ -47,7 +51,7 @@ class Layout:
         Each height is a branch of the kernel, to be compiled; and a group is cut evenly, so that most tiles are tall.
         """
         every = range(self.unit, self.tall + 1, self.unit)
-        return [rows for rows in every if rows > self.tall // 2 or rows % BLOCK == 0]
+        return [rows for rows in every if rows > self.tall // 2 or rows % BLOCK == 0 or self.tall < BLOCK]
 
     def widths(self, columns: int) -> list[int]:
         """How wide tiles are in a result of so many columns: as wide as this, and the last of them the rest."""
@@ -56,10 +60,15 @@ class Layout:
 
     def __str__(self) -> str:
         order = "claimed" if self.claim else "dealt"
-        turned = " turned" if self.turned else ""
-        return f"{self.tall}x{self.wide}x{self.deep}{turned}, {self.stages} stages, {self.blocks} blocks, tiles {order}"
+        kind = " turned" * self.turned + " packed" * self.packed
+        return f"{self.tall}x{self.wide}x{self.deep}{kind}, {self.stages} stages, {self.blocks} blocks, tiles {order}"
 
 
-def line(dtype: np.dtype[Any]) -> int:
-    """Entries in a line."""
-    return LINE // dtype.itemsize
+def bits(dtype: np.dtype[Any]) -> int:
+    """Of one number."""
+    return 4 if dtype.name in ("int4", "float4_e2m1fn") else 8 * dtype.itemsize
+
+
+def line(dtype: np.dtype[Any], length: int = LINE) -> int:
+    """Entries in a line of so many bytes."""
+    return 8 * length // bits(dtype)

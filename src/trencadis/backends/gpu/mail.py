@@ -59,8 +59,8 @@ def tell(walk: Walk, layout: Layout, refs: dict[str, Any], block: Any, copy: Any
     return done
 
 
-def listen(refs: dict[str, Any], do: Any) -> None:
-    """Do something for each tile; it is told how many steps came before."""
+def listen(refs: dict[str, Any], do: Any) -> Any:
+    """Do something for each tile; it is told how many steps came before. Returns how many there were."""
 
     def body(state: Any) -> Any:
         count, done, _ = state
@@ -72,7 +72,7 @@ def listen(refs: dict[str, Any], do: Any) -> None:
         pl.when(tile.steps >= 0)(lambda: do(tile, done))
         return count + i32(1), done + jnp.maximum(tile.steps, i32(0)), tile.steps
 
-    lax.while_loop(lambda state: state[2] >= 0, body, (i32(0), i32(0), i32(0)))
+    return lax.while_loop(lambda state: state[2] >= 0, body, (i32(0), i32(0), i32(0)))[1]
 
 
 def settle(barrier: Any, count: Any, slots: int) -> None:

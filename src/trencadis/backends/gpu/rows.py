@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu.layout import GRAIN, LINE, Layout, line
+from trencadis.backends.gpu.layout import BLOCK, GRAIN, LINE, WIDENED, Layout, bits, line
 from trencadis.backends.gpu.shapes import fit
 from trencadis.backends.gpu.walk import Tile, Walk, i32
 from trencadis.problem import Problem
 from trencadis.versions import flipped
 
 
-def tiled(dtype: Any) -> tuple[Any, Any]:
-    """How a factor lies in shared memory, as the tensor cores want it."""
-    return mgpu.TilingTransform((GRAIN, line(dtype))), mgpu.SwizzleTransform(LINE)
+def tiled(dtype: Any, length: int = LINE) -> tuple[Any, Any]:
+    """How a factor lies in shared memory, as the tensor cores want it: in lines of so many bytes."""
+    return mgpu.TilingTransform((GRAIN, line(dtype, length))), mgpu.SwizzleTransform(length)
 
 
 def leftmost(b: Any, wide: int, flat: bool) -> Any:
@@ -37,13 +39,23 @@ class Rows:
     blanks = False
 
     def scratch(self) -> dict[str, Any]:
-        """The stages of both factors."""
+        """The stages of both factors, and of weights that are widened."""
         problem, cut = self.problem, self.layout
         rhs = (cut.wide, cut.deep) if problem.transpose_rhs else (cut.deep, cut.wide)
-        return {
-            "a": mgpu.SMEM((cut.stages, cut.tall, cut.deep), problem.lhs, transforms=tiled(problem.lhs)),
-            "b": mgpu.SMEM((cut.stages, *rhs), problem.rhs, transforms=tiled(problem.rhs)),
-        }
+        memory = {"a": mgpu.SMEM((cut.stages, cut.tall, cut.deep), problem.lhs, transforms=tiled(problem.lhs, cut.lines))}
+        length = self.run * bits(problem.rhs) // 8 if cut.packed else cut.lines
+        name = "packed" if cut.widened else "b"
+        memory[name] = mgpu.SMEM((cut.stages, *rhs), problem.rhs, transforms=tiled(problem.rhs, length))
+        if cut.widened:
+            memory["b"] = mgpu.SMEM((WIDENED, *rhs), problem.lhs, transforms=tiled(problem.lhs))
+        return memory
+
+    @property
+    def run(self) -> int:
+        """Entries in a line of packed weights: as many as a stage has, or fewer, so that it ends where they do."""
+        last = self.problem.transpose_rhs
+        stage, whole = (self.layout.deep, self.problem.k) if last else (self.layout.wide, self.problem.n)
+        return math.gcd(stage, whole)
 
     def copy(self, refs: dict[str, Any], walk: Walk, tile: Tile, step: Any, slot: Any) -> None:
         """Start the copies of one step: as many rows as the tile has, and columns of the group's weights."""
@@ -55,7 +67,7 @@ class Rows:
         group = tile.group if problem.weights == problem.spans else lax.rem(tile.group, i32(problem.weights))
         place = (group, n, k) if problem.transpose_rhs else (group, k, n)
         rhs = refs["rhs"].at[(second, *place) if cut.split == "rhs" else place]
-        mgpu.copy_gmem_to_smem(rhs, refs["b"].at[slot], full)
+        mgpu.copy_gmem_to_smem(rhs, refs["packed" if cut.widened else "b"].at[slot], full)
 
         def rows(height: int) -> Any:
             place = (pl.ds(pl.multiple_of(tile.down, GRAIN), height), k)
@@ -64,14 +76,38 @@ class Rows:
 
         lax.switch(fit(cut, tile, cut.heights), [rows(height) for height in cut.heights])
 
-    def factors(self, refs: dict[str, Any], slot: Any, mine: Any, wide: int) -> tuple[Any, Any]:
+    def factors(self, refs: dict[str, Any], slots: tuple[Any, Any], mine: Any, wide: int) -> tuple[Any, Any]:
         """What a consumer multiplies: its rows, by the columns of the tile; turned, its columns by the rows."""
         last = self.problem.transpose_rhs
+        a, b = (refs[name].at[slot] for name, slot in zip("ab", slots, strict=True))
+        if self.layout.packed and not self.layout.widened:
+            return _unpacked(b.at[mine], self.problem.lhs), leftmost(a, wide, True)
         if self.layout.turned:
-            weights = refs["b"].at[slot, mine] if last else flipped(refs["b"].at[slot, :, mine])
-            return weights, leftmost(refs["a"].at[slot], wide, True)
-        return refs["a"].at[slot, mine], leftmost(refs["b"].at[slot], wide, last)
+            return b.at[mine] if last else flipped(b.at[:, mine]), leftmost(a, wide, True)
+        return a.at[mine], leftmost(b, wide, last)
+
+    def widen(self, refs: dict[str, Any], slot: Any, to: Any) -> None:
+        """Bring the weights of a stage into the dtype of the rows, which holds all that they can be."""
+        packed, wide, rows = refs["packed"].at[slot], refs["b"].at[to], 256 // self.run
+        tiles = mgpu.Tiling(((4 * rows, self.run), (rows, self.run), (8,)))  # 8 numbers to a lane
+        layout = mgpu.Layout.TILED(tiles, (-5,), (-3, -2), -1)
+        for top in range(0, wide.shape[0], BLOCK):
+            some = mgpu.layout_cast(packed.at[pl.ds(top, BLOCK)][...], layout)
+            wide.at[pl.ds(top, BLOCK)][...] = _as(some, wide.dtype)
+        mgpu.commit_smem()
 
     def place(self, ref: Any, tile: Tile, row: Any, rows: int, columns: Any) -> Any:
         """A part of the tile in an array shaped like the result."""
         return ref.at[pl.ds(tile.down + row, rows), columns]
+
+
+def _unpacked(ref: Any, dtype: Any) -> Any:
+    """Weights of few bits as a factor in registers."""
+    few = mgpu.Layout.WGMMA_UPCAST_2X if bits(ref.dtype) == 8 else mgpu.Layout.WGMMA_UPCAST_4X
+    return _as(mgpu.layout_cast(mgpu.layout_cast(ref[...], few), mgpu.Layout.WGMMA), dtype)
+
+
+def _as(x: Any, dtype: Any) -> Any:
+    """Weights of few bits in a dtype that holds them. From a float of 8 bits there is no way to bfloat16 but this."""
+    narrow = jnp.issubdtype(x.dtype, jnp.floating)
+    return (x.astype(jnp.float16).astype(jnp.float32) if narrow else x).astype(dtype)
