@@ -16,7 +16,7 @@ M, K, N, SIZES = 11, 70, 6, np.array([4, 0, 5])  # two rows are nobody's
 G = len(SIZES)
 # how far a number of each format may be from what it was, over the largest of its block
 ROUGH = {
-    "int8": 0.5 / 127, "int4": 0.5 / 7, "float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3,
+    "int8": 0.5 / 127, "int4": 0.5 / 7, "float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3, "float4_e2m1fn": 1 / 6,
     "mxfp8": 2**-4, "mxfp4": 1 / 5, "nvfp4": 0.22,  # between 4 and 6 lies nothing; and nvfp4 rounds its scales
 }  # fmt: skip
 FREE = [name for name, each in FORMATS.items() if not each.block]
@@ -118,7 +118,6 @@ def test_is_a_pytree_that_can_be_turned_and_cut(w):
                                       jnp.ones((1, 2, 2)), [4]),
             ValueError, r"lhs: want a scale for each block of \(1, 2\), shape \(4, 1\); got \(3, 1\)",
         ),
-        (lambda: tr.ragged_dot(quantize(jnp.ones((4, 2)), "int8"), jnp.ones((1, 2, 2)), [4]), TypeError, "lhs: want"),
     ],
 )  # fmt: skip
 def test_errors_say_what_is_wanted(make, error, words):

@@ -46,8 +46,8 @@ def grouped_matmul(
     for float64, int32 for integers). Differentiable in lhs, rhs, bias and existing_out, any number of times.
 
     Args:
-      lhs: `[m, k]`, the rows, sorted by group; an array or a `quant.Scaled`.
-      rhs: `[g, k, n]`, or `[g, n, k]` with transpose_rhs: one matrix per group; an array or a `quant.Scaled`.
+      lhs: `[m, k]`, the rows, sorted by group; an array, a `quant.Scaled` or a `qwix.QArray`.
+      rhs: `[g, k, n]`, or `[g, n, k]` with transpose_rhs: one matrix per group; likewise.
       group_sizes: integers, one per group. They may name more groups than rhs holds: see group_offset. Negative sizes
         or a sum past m raise if they are known now; traced ones are clamped (`debug_checks` makes them errors).
       preferred_element_type: the dtype of the result. Gradients have the dtypes of their operands.

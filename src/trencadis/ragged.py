@@ -7,6 +7,8 @@ Every dimension finds a place in the two forms. With b batch, x outer and y inne
     mode 3  ragged batch   a plain batched product; batch entries that no group covers are 0
 
 What is outside of the ragged dimension is vmapped; what is inside makes the groups taller.
+
+A quantized operand keeps its scales where they are: it goes in modes 1 and 2 with one m, k and n each, in any order.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from trencadis import problem as what
 from trencadis.api import grouped_matmul, transposed_grouped_matmul
 from trencadis.debug import check_traced
 from trencadis.dtypes import accumulator
+from trencadis.quant.product import operand
+from trencadis.quant.scaled import Scaled
 from trencadis.versions import without_mesh
 from trencadis.visits import clamped, offsets
 
@@ -45,7 +49,8 @@ def ragged_dot(
     """`jax.lax.ragged_dot`, without its g-fold work: `[m, k] x [g, k, n] -> [m, n]`.
 
     Arguments are lax's. Beyond it, group_offset works (rhs is then a window of the groups, as in `grouped_matmul`),
-    rows past the groups are 0 on every platform, and every derivative and `vmap` exists.
+    rows past the groups are 0 on every platform, and every derivative and `vmap` exists. Either operand may be
+    quantized, a `quant.Scaled` or a `qwix.QArray`; in the default dtype of the result the dtype of its scales counts.
 
     >>> ragged_dot(jnp.ones((4, 2)), jnp.ones((2, 2, 1)), jnp.array([1, 2])).reshape(4)
     Array([2., 2., 2., 0.], dtype=float32)
@@ -68,18 +73,20 @@ def ragged_dot_general(
     """`jax.lax.ragged_dot_general`: the ragged dimension may be a row, a summed or a batch dimension of lhs.
 
     Arguments, shapes and shape errors are lax's. With group_offset, group i of the result or of rhs is group
-    `group_offset + i` of group_sizes.
+    `group_offset + i` of group_sizes. Quantized operands are taken as by `ragged_dot`, without batch dimensions.
 
     >>> dims = jax.lax.RaggedDotDimensionNumbers(((([0], [0])), ([], [])), [0], [])  # sum over ragged rows
     >>> ragged_dot_general(jnp.ones((4, 2)), jnp.ones((4, 1)), jnp.array([1, 2]), dims).shape
     (2, 2, 1)
     """
-    lhs, rhs, group_sizes = what.as_array("lhs", lhs), what.as_array("rhs", rhs), what.as_sizes(group_sizes)
+    lhs, rhs, group_sizes = operand("lhs", lhs), operand("rhs", rhs), what.as_sizes(group_sizes)
     dims = ragged_dot_dimension_numbers
     out = _lax_type(lhs, rhs, group_sizes, dims, precision, preferred_element_type, group_offset)
     (contract, _), (batch, _) = dims.dot_dimension_numbers
     (ragged,) = dims.lhs_ragged_dimensions
     mode = _summed if ragged in contract else _batched if ragged in batch else _rows
+    if isinstance(lhs, Scaled) or isinstance(rhs, Scaled):
+        mode = _scaled
     result = mode(lhs, rhs, group_sizes, dims, out, precision=precision, group_offset=group_offset)
     return result if out_sharding is None else jax.sharding.reshard(result, out_sharding)
 
@@ -96,9 +103,44 @@ def _lax_type(
         # lax has no windows: let it see the sizes of the groups that rhs holds
         shape = (*shape[:-1], min(shape[-1], rhs.shape[window[0]]))
     sizes = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(group_sizes.dtype))
-    a, b = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs))
+    a, b = (jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip((lhs, rhs), _dtypes(lhs, rhs), strict=True))
     with without_mesh():
         return jax.eval_shape(ask, a, b, sizes)
+
+
+def _dtypes(*operands: Any) -> list[Any]:
+    """The dtypes that lax is shown: beside a quantized operand, the one that all of them go into."""
+    if not any(isinstance(x, Scaled) for x in operands):
+        return [x.dtype for x in operands]
+    wide = [x.wide if isinstance(x, Scaled) else x.dtype for x in operands]
+    narrow = [each.itemsize == 1 and jnp.issubdtype(each, jnp.floating) for each in wide]  # jnp promotes none of these
+    kept = [jnp.bfloat16 if small else each for small, each in zip(narrow, wide, strict=True)]
+    return [jnp.result_type(*kept)] * len(operands)
+
+
+def _scaled(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any) -> Array:
+    """Rows or sums of operands that have the axes of `grouped_matmul`, or of its transpose, in any order."""
+    (lhs_k, rhs_k), (lhs_b, _) = dims.dot_dimension_numbers
+    (ragged,) = dims.lhs_ragged_dimensions
+    rank = 2 if ragged in lhs_k else 3
+    for name, x, axes in (("lhs", lhs, 2), ("rhs", rhs, rank)):
+        if x.ndim != axes or len(lhs_k) != 1 or lhs_b:
+            raise ValueError(
+                f"{name}: beside a quantized operand, want {axes} dimensions, one of them summed and none a batch; "
+                f"got shape {x.shape} with {dims.dot_dimension_numbers}"
+            )
+    if rank == 3:
+        (group,) = dims.rhs_group_dimensions
+        (n,) = _rest(rhs, rhs_k, [group])
+        flipped = rhs_k[0] > n  # as it is stored, but for the groups
+        rhs = _turned(rhs, group, *((n, *rhs_k) if flipped else (*rhs_k, n)))
+        lhs = _turned(lhs, ragged, *lhs_k)
+        return grouped_matmul(lhs, rhs, sizes, out.dtype, transpose_rhs=flipped, **options)
+    rhs = _turned(rhs, *rhs_k, *_rest(rhs, rhs_k))
+    groups, sizes = sizes.shape[-1], _with_room(sizes, options["group_offset"])
+    return transposed_grouped_matmul(
+        lhs, rhs, sizes, out.dtype, transpose_lhs=ragged == 0, num_actual_groups=groups, **options
+    )
 
 
 def _rows(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any) -> Array:
@@ -134,8 +176,7 @@ def _summed(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any)
 
     over, sizes = _sizes(sizes, (b, x), m, y)
     groups = sizes.shape[-1]
-    if options["group_offset"] is not None:  # the result has a place for every group: those past the end are empty
-        sizes = jnp.concatenate([sizes, jnp.zeros_like(sizes)], axis=-1)
+    sizes = _with_room(sizes, options["group_offset"])
     kept = out.dtype if x == 1 else accumulator(lhs.dtype, rhs.dtype)
 
     def entry(lhs: Array, sizes: Array, rhs: Array) -> Array:
@@ -188,6 +229,11 @@ def _sizes(sizes: Any, lead: tuple[int, ...], m: int, inner: int) -> tuple[int |
     return (None, sizes) if sizes.ndim == 1 else (0, sizes.reshape(*lead, sizes.shape[-1]))
 
 
+def _with_room(sizes: Any, group_offset: Any) -> Any:
+    """Sizes for a result that has a place for every group, wherever it starts: those past the end are empty."""
+    return sizes if group_offset is None else jnp.concatenate([sizes, jnp.zeros_like(sizes)], axis=-1)
+
+
 def _check(sizes: Any, m: int, first: Any) -> None:
     """Sizes known now are right; traced ones are checked at run time where that is asked for."""
     known = what.concrete(sizes)
@@ -196,6 +242,10 @@ def _check(sizes: Any, m: int, first: Any) -> None:
             what.check_sizes(row, m)
     elif known is None and sizes.size:
         jax.vmap(lambda row: check_traced(row, first, m, 0))(sizes.reshape(-1, sizes.shape[-1]))
+
+
+def _turned(a: Any, *axes: int) -> Any:
+    return a if axes == tuple(range(a.ndim)) else a.transpose(*axes)
 
 
 def _rest(a: Any, *taken: Any) -> list[int]:

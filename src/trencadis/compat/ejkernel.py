@@ -1,8 +1,8 @@
 """ejkernel's grouped matmul: `from trencadis.compat.ejkernel import grouped_matmul`, and its two companions.
 
 Signatures are ejkernel's. existing_out is added to, as its documentation says, on every backend; precision is
-honoured; any m runs; rows that no group covers are 0, in results and in gradients. Operands are floating point numbers:
-for integers there is `trencadis.grouped_matmul`.
+honoured; any m runs; rows that no group covers are 0, in results and in gradients. Operands are floating point numbers,
+or a `trencadis.quant.Scaled` or `qwix.QArray` that stands for them: for integers there is `trencadis.grouped_matmul`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from trencadis import api
-from trencadis import problem as what
 from trencadis.api import make_group_metadata as make_group_metadata
 from trencadis.compat import CUBE, planned, tilings
+from trencadis.quant.product import operand
+from trencadis.quant.scaled import Scaled
 
 
 def grouped_matmul(
@@ -78,9 +79,9 @@ def transposed_grouped_matmul(
 
 
 def _floats(**operands: Any) -> tuple[Array, ...]:
-    arrays = {name: what.as_array(name, x) for name, x in operands.items()}
+    arrays = {name: operand(name, x) for name, x in operands.items()}
     for name, x in arrays.items():
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        if not isinstance(x, Scaled) and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(
                 f"{name}: want a floating point dtype; got {x.dtype} (trencadis.grouped_matmul takes integers too)"
             )

@@ -5,10 +5,9 @@ tiling and the `interpret=None` of MaxText's megablox. Where it differs, it does
 
 - any m, any number dtype, any integer dtype of group_sizes; group_offset may also be an int or have shape `(1,)`;
 - rows that no group covers are 0, in results and in gradients, where the original leaves what was in memory;
+- either operand may be a `trencadis.quant.Scaled` or, as in MaxText's, a `qwix.QArray`, with existing_out too;
 - operands whose k, or whose number of groups, do not match raise;
 - every derivative exists, of `tgmm` too, and the one of existing_out is right.
-
-Quantized operands (MaxText's `QArray`) are not taken yet.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from trencadis import problem as what
 from trencadis.api import grouped_matmul, problem_of, transposed_grouped_matmul
 from trencadis.api import make_group_metadata as make_group_metadata
 from trencadis.compat import CUBE, planned, tilings
+from trencadis.quant.product import operand
 from trencadis.visits import owned
 
 
@@ -136,8 +136,8 @@ def _found(table: Callable[[int, int, int], Any]) -> Callable[[int, int, int], A
 
 
 def _checked(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any, *, rhs_rank: int) -> tuple[Any, Any, Any]:
-    """Arrays, refused with megablox's words where it has some; the rest is checked by the operation."""
-    lhs, rhs, group_sizes = what.as_array("lhs", lhs), what.as_array("rhs", rhs), what.as_sizes(group_sizes)
+    """Operands, refused with megablox's words where it has some; the rest is checked by the operation."""
+    lhs, rhs, group_sizes = operand("lhs", lhs), operand("rhs", rhs), what.as_sizes(group_sizes)
     shape = jnp.shape(group_offset) if group_offset is not None else ()
     if shape not in ((), (1,)):
         raise ValueError(f"group_offset must be a ()-shaped array. Got: {shape}.")

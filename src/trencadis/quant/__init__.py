@@ -2,6 +2,7 @@
 
 formats     what a number is stored as, what its scale is, and how many share one
 scaled      `Scaled`, and how arrays become one and come back
+qarray      qwix's quantized arrays as `Scaled`
 product     what a product of such operands is, in products of arrays
 """
 

@@ -59,6 +59,7 @@ FORMATS = {
         _format("int4", jnp.int4, 7),
         _format("float8_e4m3fn", jnp.float8_e4m3fn, 448),
         _format("float8_e5m2", jnp.float8_e5m2, 57344),
+        _format("float4_e2m1fn", jnp.float4_e2m1fn, 6),
         _format("mxfp8", jnp.float8_e4m3fn, 448, scales=_E8M0, block=32),
         _format("mxfp4", jnp.float4_e2m1fn, 6, scales=_E8M0, block=32),
         _format("nvfp4", jnp.float4_e2m1fn, 6, scales=_E4M3, block=16, total=True),

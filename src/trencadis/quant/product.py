@@ -19,8 +19,10 @@ from trencadis import problem as what
 from trencadis.autodiff import activate, run
 from trencadis.epilogue import Activation, Epilogue
 from trencadis.problem import Form, Problem
+from trencadis.quant.qarray import from_qarray, is_qarray
 from trencadis.quant.scaled import Scaled, expanded
 from trencadis.tiling import Pins
+from trencadis.versions import vary_alike
 from trencadis.visits import local_group, owned
 
 Array = jax.Array
@@ -116,7 +118,7 @@ def _rows(asked: Problem, pins: Pins, lhs: Operand, rhs: Operand, sizes: Array, 
 
     if count == 1:
         return part(0)
-    total = jnp.zeros((asked.m, asked.n), jnp.float32)
+    total, *_ = vary_alike(jnp.zeros((asked.m, asked.n), jnp.float32), *jax.tree.leaves((lhs, rhs, sizes, first)))
     return lax.scan(lambda sums, i: (sums + part(i), None), total, jnp.arange(count))[0]
 
 
@@ -184,11 +186,15 @@ def _padded(x: Array, axis: int, short: int) -> Array:
 
 
 def operand(name: str, x: Any) -> Operand:
-    """An argument as an array, or a `Scaled` that holds together."""
+    """An argument as an array, or a `Scaled` that holds together: its own, or one of a `qwix.QArray`."""
+    if is_qarray(x):
+        x = from_qarray(name, x)
     if not isinstance(x, Scaled):
         return what.as_array(name, x)
     shape, scale = jnp.shape(x.values), jnp.shape(x.scale)
     want = tuple(-(-size // max(length, 1)) for size, length in zip(shape, x.block, strict=False))
+    if 0 in shape and len(x.block) == len(shape):  # no entries: any scales will do, and these broadcast
+        return dataclasses.replace(x, scale=jnp.ones([max(count, 1) for count in want], x.scale.dtype))
     if len(x.block) != len(shape) or scale != want:
         raise ValueError(f"{name}: want a scale for each block of {x.block}, shape {want}; got {scale}")
     return x

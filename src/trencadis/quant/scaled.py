@@ -60,6 +60,12 @@ class Scaled:
         return self.values.dtype
 
     @property
+    def wide(self) -> Any:
+        """The dtype of products where nobody asks for one: that of the scales, with bfloat16 for those of 8 bits."""
+        scales = [x.dtype for x in (self.scale, self.total) if x is not None]
+        return jnp.result_type(*(jnp.bfloat16 if _bits(each) <= 8 else each for each in scales))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of values and scales, with those of 4 bits two to a byte."""
         leaves = [x for x in (self.values, self.scale, self.total) if x is not None]
@@ -122,7 +128,7 @@ def quantize(x: Any, format: str | Format, granularity: str | tuple[int, ...] | 
 
     Args:
       x: a float array of any rank.
-      format: "int8", "int4", "float8_e4m3fn", "float8_e5m2", "mxfp8", "mxfp4" or "nvfp4".
+      format: "int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "mxfp8", "mxfp4" or "nvfp4".
       granularity: which entries share a scale. "tensor": all. "row": those of the last axis. "column": those of the
         last but one. "group": all but the first axis. Or how long blocks are along each axis, 0 being all of it:
         `(1, 128, 128)`, or `(0, 0, 1)` for columns that share a scale over the groups. None is "tensor", or for the
