@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,8 +36,11 @@ def _unit(x: float) -> str:
     return f"{x:.3g} P"
 
 
-def cost(problem: Problem, group_sizes: Sequence[int] | None = None) -> Cost:
+def cost(problem: Problem, group_sizes: Sequence[int] | None = None, stored: tuple[int, int] | None = None) -> Cost:
     """Cost of a problem; with group_sizes, of the owned rows and the groups in use only.
+
+    Quantized operands are more than their values: `stored` are the bytes of lhs and rhs with their scales, of which
+    the rows and groups in use have their share.
 
     >>> from trencadis.api import problem_of
     >>> asked = problem_of((8, 4), (3, 4, 2), groups=3)
@@ -48,12 +52,18 @@ def cost(problem: Problem, group_sizes: Sequence[int] | None = None) -> Cost:
         sizes = np.maximum(np.asarray(group_sizes), 0)
         rows, used = min(int(sizes.sum()), problem.rows), int((sizes > 0).sum())
     flops = 2 * rows * problem.k * problem.n
-    matrix = problem.k * problem.n
-    lhs = rows * problem.k * problem.lhs.itemsize
-    if problem.form is Form.ROWS:
-        moved = lhs + used * matrix * problem.rhs.itemsize + problem.rows * problem.n * problem.out.itemsize
-        if group_sizes is not None:  # an unowned row costs nothing but its zeros, which are not counted
-            moved -= (problem.rows - rows) * problem.n * problem.out.itemsize
+    if stored is None:
+        stored = (
+            math.prod(problem.lhs_shape) * problem.lhs.itemsize,
+            math.prod(problem.rhs_shape) * problem.rhs.itemsize,
+        )
+    lhs = _share(stored[0], rows, problem.rows)
+    if problem.form is Form.ROWS:  # an unowned row costs nothing but its zeros, which are not counted
+        rhs, out = _share(stored[1], used, problem.weights), rows * problem.n
     else:
-        moved = lhs + rows * problem.n * problem.rhs.itemsize + problem.spans * matrix * problem.out.itemsize
-    return Cost(flops=flops, bytes=moved)
+        rhs, out = _share(stored[1], rows, problem.rows), problem.spans * problem.k * problem.n
+    return Cost(flops=flops, bytes=lhs + rhs + out * problem.out.itemsize)
+
+
+def _share(whole: int, part: int, of: int) -> int:
+    return whole * part // max(of, 1)

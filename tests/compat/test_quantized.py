@@ -10,8 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from stand_in import QArray, meaning, qarray
 
+import trencadis as tr
 from trencadis.compat import ejkernel
 from trencadis.compat.megablox import gmm, tgmm
+from trencadis.cost import cost
+from trencadis.quant import quantize
 
 pytestmark = pytest.mark.core
 
@@ -85,6 +88,20 @@ def test_s4_04_what_is_past_k_is_cut_off_the_values(x, w):
     out = np.asarray(f(q, bad, SIZES))
     assert not np.isfinite(out[:7]).any()
     close(out[7:], want[7:])
+
+
+def test_s4_05_bytes_are_those_of_all_leaves():
+    """S4-05: values, two to a byte where they are of 4 bits, and scales; of the rows and the groups that are in use."""
+    x, w = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16), jax.ShapeDtypeStruct((4, 32, 16), jnp.float32)
+    for format, bits in (("int8", 8), ("int4", 4)):
+        q = jax.eval_shape(lambda w, format=format: quantize(w, format, (1, 16, 1)), w)
+        for rhs in (q, QArray(q.values, q.scale)):
+            found = tr.why(x, rhs, np.array([16, 0, 16, 0]), jnp.bfloat16)
+            group = 32 * 16 * bits // 8 + 4 * 2 * 16
+            assert found.cost == cost(found.problem, [16, 0, 16, 0], (64 * 32 * 2, 4 * group))
+            assert found.cost.flops == 2 * 32 * 32 * 16  # all of k, though it is cut where scales change
+            assert found.cost.bytes == 32 * 32 * 2 + 2 * group + 32 * 16 * 2
+            assert found.passes[2].reason == "rhs is quantized, and a constant"
 
 
 @pytest.mark.parametrize("tile", [(1, 0, 1), (1, 4, 4)])

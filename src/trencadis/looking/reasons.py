@@ -22,7 +22,9 @@ from trencadis.cards import CARDS
 from trencadis.chips import CHIPS
 from trencadis.cost import Cost, cost
 from trencadis.plan import Plan, plan, refusals
-from trencadis.problem import Problem
+from trencadis.problem import Form, Problem
+from trencadis.quant.qarray import from_qarray, is_qarray
+from trencadis.quant.scaled import Scaled
 from trencadis.target import Target
 from trencadis.tiling import Pins, Tiling
 
@@ -118,7 +120,7 @@ def why(
     """What a call would do and why, without making it.
 
     Args:
-      lhs: as for the operation; an array or a `jax.ShapeDtypeStruct`.
+      lhs: as for the operation, quantized or not; `jax.ShapeDtypeStruct` may stand for arrays.
       rhs: of rank 3 for `grouped_matmul`, of rank 2 for `transposed_grouped_matmul`.
       group_sizes: an array or a `jax.ShapeDtypeStruct`; with values, the cost is that of the rows really there.
       preferred_element_type: the dtype of the result.
@@ -154,12 +156,12 @@ def why(
         return transposed_grouped_matmul(lhs, rhs, sizes, preferred_element_type, transpose_lhs=transpose_lhs)
 
     forward = _grouped(jax.make_jaxpr(call)(*operands).jaxpr)
-    asked = forward[0][0]
+    asked = _whole(forward[0][0], operands, preferred_element_type)
     passes = [_pass("forward", forward[0], target), *(_derivative(call, i, operands, target) for i in (0, 1))]
     return Why(
         problem=asked,
         target=target,
-        cost=cost(asked, _known_sizes(group_sizes, asked)),
+        cost=cost(asked, _known_sizes(group_sizes, asked), (_bytes(operands[0]), _bytes(operands[1]))),
         passes=tuple(passes),
     )
 
@@ -188,10 +190,27 @@ def target_of(target: Target | jax.Device | str | None) -> Target:
     raise ValueError(f"target: want a Target, a device, or one of {known}; got {target!r}")
 
 
-def _abstract(name: str, x: Any) -> jax.ShapeDtypeStruct:
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+def _abstract(name: str, x: Any) -> Any:
+    """An array without its numbers; of a quantized one, all its leaves."""
+    if is_qarray(x):
+        x = from_qarray(name, x)
+    elif not (hasattr(x, "shape") and hasattr(x, "dtype")):
         x = what.as_array(name, x)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    kept = jax.dtypes.canonicalize_dtype
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, kept(leaf.dtype)), x)
+
+
+def _whole(problem: Problem, operands: tuple[Any, ...], out: Any) -> Problem:
+    """The problem that was asked, where quantized operands made another of it: of a part of k, or of wider values."""
+    lhs, rhs, _ = operands
+    if not isinstance(lhs, Scaled) and not isinstance(rhs, Scaled):
+        return problem
+    k = lhs.shape[1] if problem.form is Form.ROWS else problem.k
+    return problem.replace(k=k, lhs=lhs.dtype, rhs=rhs.dtype, out=what.result_dtype(out))
+
+
+def _bytes(x: Any) -> int:
+    return int(x.nbytes if isinstance(x, Scaled) else x.size * x.dtype.itemsize)
 
 
 def _known_sizes(group_sizes: Any, asked: Problem) -> list[int] | None:
@@ -250,9 +269,11 @@ def _verdicts(problem: Problem, target: Target, chosen: Plan) -> Iterator[Verdic
         )
 
 
-def _derivative(call: Any, which: int, operands: tuple[jax.ShapeDtypeStruct, ...], target: Target) -> Pass:
+def _derivative(call: Any, which: int, operands: tuple[Any, ...], target: Target) -> Pass:
     """The pass that gives the cotangent of lhs (0) or rhs (1)."""
     name = ("d lhs", "d rhs")[which]
+    if isinstance(operands[which], Scaled):
+        return Pass(name=name, reason=f"{name[2:]} is quantized, and a constant")
     if not jnp.issubdtype(operands[which].dtype, jnp.inexact):
         return Pass(name=name, reason=f"{name[2:]} is {operands[which].dtype.name}, which has no derivative")
     out = jax.eval_shape(call, *operands)
