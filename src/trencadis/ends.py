@@ -14,8 +14,8 @@ from trencadis import problem as what
 from trencadis.debug import check_same
 from trencadis.dtypes import accumulator
 from trencadis.sides import Side, sound
-from trencadis.tensors import GroupedTensor, flat_places
-from trencadis.visits import offsets, owner
+from trencadis.tensors import GroupedTensor, owned_entries, quantized, spread
+from trencadis.visits import owner
 
 Array = jax.Array
 
@@ -34,6 +34,8 @@ class Ends:
             x = getattr(self, name)
             if x is not None and not (name == "out" and isinstance(x, GroupedTensor)):
                 object.__setattr__(self, name, what.as_array(name, x))
+        if isinstance(self.out, GroupedTensor) and quantized(self.out.data):
+            raise TypeError(f"out: want numbers that can be added to; got quantized ones, {self.out!r}")
 
     @property
     def any(self) -> bool:
@@ -78,14 +80,14 @@ def finished(product: GroupedTensor, ends: Ends, dtype: Any) -> GroupedTensor | 
     """Alpha * product + bias + beta * out, where groups own it; what nobody owns keeps what out holds, or is 0."""
     data = product.data
     if ends.any:
-        mine = _owned(product)
+        mine = owned_entries(product)
         if ends.alpha is not None:
-            data = data * _spread(ends.alpha, product, 1).astype(data.dtype)
+            data = data * spread(ends.alpha, product, 1).astype(data.dtype)
         if ends.bias is not None:
             data = data + jnp.where(mine, _bias_of(ends.bias.astype(data.dtype), product), 0)
         if ends.out is not None:
             old = held(ends.out, product.shape, (product.first_dims, product.last_dims), dtype)
-            scale = 1 if ends.beta is None else _spread(ends.beta, product, 1)
+            scale = 1 if ends.beta is None else spread(ends.beta, product, 1)
             data = jnp.where(mine, data + (old * scale).astype(data.dtype), old.astype(data.dtype))
     data = data.astype(dtype)
     if product.first_dims is None and product.last_dims is None:
@@ -127,31 +129,3 @@ def _bias_of(bias: Array, product: GroupedTensor) -> Array:
         return bias.reshape(bias.shape[0], *(1,) * (product.ndim - bias.ndim), *bias.shape[1:])
     rows = jnp.take(bias, owner(product.first_dims, product.shape[0]), axis=0, mode="clip")
     return rows.reshape(rows.shape[0], *(1,) * (product.ndim - bias.ndim), *bias.shape[1:])
-
-
-def _along(tensor: GroupedTensor) -> tuple[Any, int]:
-    """How much of the axis that groups lie along belongs to each, and which axis that is."""
-    first, last = tensor.first_dims, tensor.last_dims
-    if first is not None and last is not None:
-        _, rows = flat_places(first, last, tensor.shape[0])
-        return rows * jnp.maximum(jnp.asarray(last), 0), 0
-    return (last, tensor.ndim - 1) if first is None else (first, 0)
-
-
-def _owned(tensor: GroupedTensor) -> Array:
-    """Whether a group owns an entry, in a shape that broadcasts against the data. Groups lie one after the other."""
-    sizes, axis = _along(tensor)
-    if sizes is None:
-        return jnp.ones((1,) * tensor.ndim, bool)
-    end = offsets(jnp.asarray(sizes), tensor.shape[axis])[-1]
-    shape = [length if i == axis else 1 for i, length in enumerate(tensor.shape)]
-    return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < end
-
-
-def _spread(values: Array, tensor: GroupedTensor, fill: Any) -> Array:
-    """A value of each group at each of its entries, in a shape that broadcasts against the data."""
-    sizes, axis = _along(tensor)
-    if sizes is None:
-        return values.reshape(-1, *(1,) * (tensor.ndim - 1))
-    values = jnp.append(values, jnp.full((1,), fill, values.dtype))[owner(sizes, tensor.shape[axis])]
-    return values.reshape([-1 if i == axis else 1 for i in range(tensor.ndim)])

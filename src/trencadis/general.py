@@ -12,7 +12,7 @@ import numpy as np
 from trencadis import problem as what
 from trencadis import tiled
 from trencadis.gemm import Dim, Gemm, Kind, Store, kind
-from trencadis.sides import Axes, Side, arranged, laid, paired, times
+from trencadis.sides import Axes, Side, arranged, dequantized, laid, paired, times
 from trencadis.tensors import GroupedTensor, flat_places
 from trencadis.visits import offsets
 
@@ -23,6 +23,7 @@ FEW = 64  # groups that may have a product of their own each: that takes some 25
 
 def general(a: Side, b: Side, dtype: Any, out: Any, *, precision: Any) -> GroupedTensor:
     """The product of each group."""
+    a, b = dequantized(a), dequantized(b)
     left, right = paired(a, b)
     (x, lhs, at_a, m, k_a), (y, rhs, at_b, k_b, n) = (
         _view(a, a.ordered(a.free), left),

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from trencadis import problem as what
@@ -16,6 +17,7 @@ from trencadis.ends import Ends, check_ends, finished, held
 from trencadis.epilogue import Activation
 from trencadis.general import general
 from trencadis.plan import check_backend
+from trencadis.quant.product import operand
 from trencadis.sides import Side, arranged, laid, paired, sides, times
 from trencadis.tensors import GroupedTensor
 
@@ -51,7 +53,8 @@ def grouped_gemm(
     loops over tiles. What no group owns is exactly 0, or what `out` holds there. Differentiable in all but sizes.
 
     Args:
-      lhs: the left operand; axes are those of its `shape`, of which the first is that of the groups in a stack.
+      lhs: the left operand; axes are those of its `shape`, of which the first is that of the groups in a stack. Its
+        data may be a `quant.Scaled`, as `quant.grouped_quantize` makes it, and so may those of rhs.
       rhs: the right operand, of as many groups.
       contracting_dims: the axes of lhs, and those of rhs, that are summed over together.
       bias: `[g, ...]` with the free axes of rhs, added to the product of each group.
@@ -60,7 +63,8 @@ def grouped_gemm(
       out: what the product is added to: of the shape, the dtype and the raggedness of the result.
         Where both m and n are ragged, or one of them comes from a tensor that is fully ragged, it also says how large
         the result is: needed if sizes are traced.
-      preferred_element_type: the dtype of the result; by default that of the operands, promoted.
+      preferred_element_type: the dtype of the result; by default that of the operands, promoted, without those that are
+        quantized, or float32.
       group_offset: the first group that a stack holds, or that is computed, as in `grouped_matmul`.
       interpret: as in `grouped_matmul`, where one dimension is ragged.
       precision: as in `grouped_matmul`.
@@ -87,9 +91,9 @@ def grouped_gemm(
     ends = check_ends(a, b, ends, ragged)
     _check_kernel(ragged, backend, interpret)
     fused, ends = _fused(a, b, ragged, ends, dtype, window=group_offset is not None)
-    kept = ends.dtype(accumulator(a.tensor.dtype, b.tensor.dtype)) if ends.any else dtype
+    kept = ends.dtype(accumulator(a.dtype, b.dtype)) if ends.any else dtype
     if ragged == "":
-        product = _stacked(a, b, kept, precision)
+        product = (_scaled_stacks if a.quantized or b.quantized else _stacked)(a, b, kept, precision)
     elif ragged == "m":
         product = _rows(a, b, kept, group_offset=group_offset, **options, **fused)
     elif ragged == "n":
@@ -118,13 +122,13 @@ def grouped_dense(
     """A dense layer for each group of rows: `activation(x_i @ kernel_i + bias_i)`.
 
     Args:
-      x: `[m, ...]`, rows sorted by group.
-      kernel: `[g, ...]`, one for each group.
+      x: `[m, ...]`, rows sorted by group; an array or a `quant.Scaled`.
+      kernel: `[g, ...]`, one for each group; an array or a `quant.Scaled`.
       group_sizes: as in `grouped_matmul`.
       contracting_dims: the axes of x, and those of kernel, that are summed over together.
       bias: `[g, ...]` with the free axes of kernel. Its gradient is summed in float32, over rows that a group owns.
       activation: as in `grouped_matmul`.
-      preferred_element_type: the dtype of the result; by default that of x and kernel, promoted.
+      preferred_element_type: the dtype of the result; by default as in `grouped_gemm`.
       group_offset: as in `grouped_matmul`.
       interpret: as in `grouped_matmul`.
       precision: as in `grouped_matmul`.
@@ -136,7 +140,7 @@ def grouped_dense(
     >>> grouped_dense(jnp.ones((3, 2)), jnp.ones((2, 2, 1)), [1, 1], bias=jnp.array([[1.0], [-3.0]])).ravel()
     Array([ 3., -1.,  0.], dtype=float32)
     """
-    x, kernel = what.as_array("x", x), what.as_array("kernel", kernel)
+    x, kernel = operand("x", x), operand("kernel", kernel)
     rows = GroupedTensor(x, what.as_sizes(group_sizes), None, x.shape)
     weights = GroupedTensor(kernel, None, None, kernel.shape)
     a, b = sides(rows, weights, contracting_dims, names=("x", "kernel"), dims="group_sizes")
@@ -152,8 +156,11 @@ def grouped_dense(
 
 
 def _dtype(asked: Any, a: Side, b: Side, ends: Ends) -> Any:
-    """The dtype of the result: as asked, or that of the operands, promoted."""
-    asked = jnp.result_type(a.tensor.dtype, b.tensor.dtype) if asked is None else asked
+    """The dtype of the result: as asked, or that of the operands, promoted, where what is quantized is any float."""
+    given = [side.tensor.dtype for side in (a, b) if not side.quantized]
+    if len(given) < 2 and not any(jnp.issubdtype(each, jnp.inexact) for each in given):
+        given = [np.dtype(np.float32)]
+    asked = jnp.result_type(*given) if asked is None else asked
     return what.result_dtype(asked, a.tensor, b.tensor, *([] if ends.bias is None else [ends.bias]))
 
 
@@ -215,11 +222,24 @@ def _stacked(a: Side, b: Side, dtype: Any, precision: Any) -> GroupedTensor:
     return GroupedTensor(out, None, None, out.shape)
 
 
+def _scaled_stacks(a: Side, b: Side, dtype: Any, precision: Any) -> GroupedTensor:
+    """Nothing is ragged, and there are scales: the rows of all groups of lhs, one group after the other."""
+    x, turned = laid(a, a.free, a.summed)
+    x = x.mT if turned else x
+    w, turned = laid(b, b.summed, b.free)
+    groups, rows, k = x.shape
+    x = x.merged(2, 1) if a.quantized else x.reshape(groups * rows, k)
+    sizes: Any = np.full((groups,), rows, np.int32)
+    out = grouped_matmul(x, w, sizes, dtype, transpose_rhs=turned, precision=precision)
+    shape = [groups] + [side.tensor.shape[axis] for side in (a, b) for axis in side.free]
+    return GroupedTensor(out.reshape(shape), None, None, tuple(shape))
+
+
 def _rows(side: Side, stack: Side, dtype: Any, **options: Any) -> GroupedTensor:
     """The ragged side's rows, each times a matrix of the stack."""
     free = side.ordered(side.free)
     x, other = laid(side, free, side.summed)
-    x = x.T if other else x
+    x = x.mT if other else x
     w, turned = laid(stack, stack.summed, stack.free)
     sizes = times(side.ragged(side.free), side.inner(side.free), x.shape[0])
     out = grouped_matmul(x, w, sizes, dtype, transpose_rhs=turned, **options)
@@ -237,7 +257,7 @@ def _summed(a: Side, b: Side, dtype: Any, **options: Any) -> GroupedTensor:
     left, right = paired(a, b)
     x, turned = laid(a, left, a.free)
     y, other = laid(b, right, b.free)
-    y = y.T if other else y
+    y = y.mT if other else y
     sizes = times(a.ragged(a.summed), a.inner(a.summed), y.shape[0])
     held = options.get("existing_out")
     count = None if held is None else held.shape[0]

@@ -12,6 +12,8 @@ import numpy as np
 
 from trencadis import problem as what
 from trencadis.debug import check_same, check_tensor
+from trencadis.quant.product import operand
+from trencadis.quant.scaled import Scaled, dequantize
 from trencadis.tensors import GroupedTensor, checked
 
 Array = jax.Array
@@ -44,6 +46,16 @@ class Side:
     def stacked(self) -> bool:
         """Neither is."""
         return not self.sizes
+
+    @property
+    def quantized(self) -> bool:
+        """Its numbers have scales."""
+        return isinstance(self.tensor.data, Scaled)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the numbers that it stands for."""
+        return np.dtype(np.float32) if self.quantized else self.tensor.dtype
 
     @property
     def last(self) -> int:
@@ -118,7 +130,8 @@ def _check_pair(a: Side, x: int, b: Side, y: int) -> None:
 def sound(name: str, tensor: GroupedTensor, dims: str = "") -> tuple[GroupedTensor, tuple[str, str]]:
     """A tensor whose sizes are checked, also at run time if that is asked for; and what the caller calls them."""
     said = (dims or f"{name}.first_dims", dims or f"{name}.last_dims")
-    tensor = checked(name, tensor, said)
+    data = operand(f"{name}.data", tensor.data)
+    tensor = checked(name, GroupedTensor(data, tensor.first_dims, tensor.last_dims, tensor.shape), said)
     check_tensor(name, tensor, said)
     return tensor, said
 
@@ -140,7 +153,7 @@ def _side(name: str, first: bool, tensor: GroupedTensor, axes: Axes, dims: str) 
     return Side(name, first, said, tensor, summed, tuple(axis for axis in mine if axis not in summed))
 
 
-def laid(side: Side, first: Axes, second: Axes) -> tuple[Array, bool]:
+def laid(side: Side, first: Axes, second: Axes) -> tuple[Any, bool]:
     """The data with two axes, each merged of several, after that of the groups; or with the second of them first."""
     data = side.tensor.data
     lead = (0,) if side.stacked else ()
@@ -149,8 +162,17 @@ def laid(side: Side, first: Axes, second: Axes) -> tuple[Array, bool]:
     order = (second, first) if turned else (first, second)
     if stored != (*order[0], *order[1]):
         data = data.transpose(*lead, *order[0], *order[1])
+    if isinstance(data, Scaled):
+        return data.merged(*(1 for _ in lead), *map(len, order)), turned
     shape = [data.shape[0]] * len(lead) + [side.extent(axes) for axes in order]
     return data.reshape(shape), turned
+
+
+def dequantized(side: Side) -> Side:
+    """The same side with numbers that have no scales, as a constant."""
+    if not side.quantized:
+        return side
+    return dataclasses.replace(side, tensor=dequantize(jax.lax.stop_gradient(side.tensor)))
 
 
 def paired(a: Side, b: Side) -> tuple[Axes, Axes]:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis import problem as what
-from trencadis.visits import offsets
+from trencadis.visits import offsets, owner
 
 Array = jax.Array
 Shape = tuple[int, ...]
@@ -38,7 +38,7 @@ class GroupedTensor:
     the sizes; `shape` is static, so that it goes through `jit`, `vmap`, `grad` and donation as it is.
 
     Attributes:
-      data: the numbers of all groups.
+      data: the numbers of all groups: an array, or a `quant.Scaled`.
       first_dims: i32[g], what each group has of the first axis; None if groups do not differ in it.
       last_dims: i32[g], what each group has of the last axis; None if groups do not differ in it.
       shape: the shape of the array of all groups, however `data` is stored.
@@ -69,7 +69,7 @@ class GroupedTensor:
         >>> GroupedTensor.ragged_rows(jnp.ones((4, 2)), jnp.array([3, 0])).num_groups
         2
         """
-        x = what.as_array("x", x)
+        x = _data("x", x)
         if x.ndim < 1:
             raise ValueError("x: want at least 1 dimension [m, ...]; got a scalar")
         return cls(x, _dims("sizes", sizes, x.shape[0], "rows of x"), None, x.shape)
@@ -81,7 +81,7 @@ class GroupedTensor:
         >>> GroupedTensor.ragged_cols(jnp.ones((2, 4)), [3, 1])
         GroupedTensor(float32[2,4], 2 groups of 3, 1 columns)
         """
-        x = what.as_array("x", x)
+        x = _data("x", x)
         if x.ndim < 2:
             raise ValueError(f"x: want at least 2 dimensions [..., m]; got shape {x.shape}")
         return cls(x, None, _dims("sizes", sizes, x.shape[-1], "columns of x"), x.shape)
@@ -93,7 +93,7 @@ class GroupedTensor:
         >>> GroupedTensor.stacked(jnp.ones((3, 2, 4)))
         GroupedTensor(float32[3,2,4], 3 groups)
         """
-        x = what.as_array("x", x)
+        x = _data("x", x)
         if x.ndim < 1:
             raise ValueError("x: want at least 1 dimension [g, ...]; got a scalar")
         return cls(x, None, None, x.shape)
@@ -106,7 +106,7 @@ class GroupedTensor:
         >>> [group.tolist() for group in flat.to_list()]
         [[[0.0, 1.0]], [[2.0, 3.0, 4.0], [5.0, 6.0, 7.0]]]
         """
-        flat = what.as_array("flat", flat)
+        flat = _data("flat", flat)
         if flat.ndim != 1:
             raise ValueError(f"flat: want 1 dimension [c]; got shape {flat.shape}")
         first, last = _flat_dims("flat", ("first_dims", "last_dims"), first_dims, last_dims, flat.shape[0])
@@ -151,7 +151,7 @@ class GroupedTensor:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the numbers."""
+        """Of the numbers, as they are stored."""
         return np.dtype(self.data.dtype)
 
     @property
@@ -165,16 +165,18 @@ class GroupedTensor:
         dims = self.first_dims if self.first_dims is not None else self.last_dims
         return int(self.shape[0] if dims is None else dims.shape[0])
 
-    def to_list(self) -> list[Array]:
-        """The groups as arrays; their sizes must be known now.
+    def to_list(self) -> list[Any]:
+        """The groups as arrays, or as `Scaled`; their sizes must be known now.
 
         >>> GroupedTensor.stacked(jnp.ones((2, 3))).to_list()
         [Array([1., 1., 1.], dtype=float32), Array([1., 1., 1.], dtype=float32)]
         """
         if self.first_dims is None and self.last_dims is None:
-            return list(jnp.unstack(self.data))
+            return list(self.unstack())
         first, last = (None if x is None else self._known(x) for x in (self.first_dims, self.last_dims))
         if first is not None and last is not None:
+            if quantized(self.data):
+                raise ValueError("to_list: a flat buffer of quantized matrices is not cut; dequantize it before")
             shapes = list(zip(first, last, strict=True))
             ends = list(itertools.accumulate((math.prod(shape) for shape in shapes), initial=0))
             return [
@@ -183,9 +185,9 @@ class GroupedTensor:
         sizes, axis = (first, 0) if last is None else (last, self.ndim - 1)
         assert sizes is not None
         ends = list(itertools.accumulate(sizes, initial=0))
-        return [jax.lax.slice_in_dim(self.data, a, b, axis=axis) for a, b in itertools.pairwise(ends)]
+        return [_cut(self.data, a, b, axis) for a, b in itertools.pairwise(ends)]
 
-    def unstack(self) -> tuple[Array, ...]:
+    def unstack(self) -> tuple[Any, ...]:
         """The groups of a stack, also where nothing is known but shapes.
 
         >>> len(GroupedTensor.stacked(jnp.ones((2, 3))).unstack())
@@ -193,6 +195,8 @@ class GroupedTensor:
         """
         if self.first_dims is not None or self.last_dims is not None:
             raise ValueError(f"unstack: want a stacked tensor; got {self!r}; to_list takes ragged ones apart")
+        if quantized(self.data):
+            return tuple(self.data[i] for i in range(self.shape[0]))
         return tuple(jnp.unstack(self.data))
 
     def _known(self, dims: Any) -> list[int]:
@@ -203,12 +207,32 @@ class GroupedTensor:
 
     def __repr__(self) -> str:
         dtype = getattr(self.data, "dtype", type(self.data).__name__)
-        shape = ",".join(map(str, self.shape))
+        data = repr(self.data) if quantized(self.data) else f"{dtype}[{','.join(map(str, self.shape))}]"
         said = [_said(x, axis) for x, axis in ((self.first_dims, "rows"), (self.last_dims, "columns")) if x is not None]
         dims = self.first_dims if self.first_dims is not None else self.last_dims
         known = self.shape[:1] if dims is None else getattr(dims, "shape", ())  # transformations put in what they like
         count = f"{known[-1] if known else '?'} groups"
-        return f"GroupedTensor({dtype}[{shape}], {' of '.join([count, ' by '.join(said)] if said else [count])})"
+        return f"GroupedTensor({data}, {' of '.join([count, ' by '.join(said)] if said else [count])})"
+
+
+def quantized(data: Any) -> bool:
+    """Whether data are no array, but stand for one as `quant.Scaled` does."""
+    return hasattr(data, "dequantize") and hasattr(data, "shape")
+
+
+def _data(name: str, x: Any) -> Any:
+    """What a grouped tensor may hold."""
+    return x if quantized(x) else what.as_array(name, x)
+
+
+def _cut(data: Any, start: int, end: int, axis: int) -> Any:
+    """A part of an axis, which is the first or the last."""
+    if not quantized(data):
+        return jax.lax.slice_in_dim(data, start, end, axis=axis)
+    if axis == 0:
+        return data[start:end]
+    order = tuple(range(data.ndim))
+    return data.transpose(*order[-1:], *order[:-1])[start:end].transpose(*order[1:], 0)
 
 
 def _said(dims: Any, axis: str) -> str:
@@ -247,7 +271,7 @@ def checked(name: str, tensor: GroupedTensor, dims: tuple[str, str]) -> GroupedT
       tensor: the tensor.
       dims: what the caller calls its first and its last dims.
     """
-    data = what.as_array(f"{name}.data", tensor.data)
+    data = _data(f"{name}.data", tensor.data)
     if data.shape != tensor.shape:
         raise ValueError(f"{name}: its data have shape {data.shape}; want that of the tensor, {tensor.shape}")
     if not data.ndim:
@@ -306,3 +330,31 @@ def flat_places(rows: Any, columns: Any, capacity: int) -> tuple[Array, Array]:
     bounds = offsets(jnp.minimum(rows, np.int32(capacity) // wide) * columns, capacity)  # no product passes 2**31
     inside = jnp.minimum(rows, (bounds[1:] - bounds[:-1]) // wide)
     return bounds[:-1], jnp.where(columns > 0, inside, rows)
+
+
+def along(tensor: GroupedTensor) -> tuple[Any, int]:
+    """How much of the axis that groups lie along belongs to each, and which axis that is; None of a stack."""
+    first, last = tensor.first_dims, tensor.last_dims
+    if first is not None and last is not None:
+        _, rows = flat_places(first, last, tensor.shape[0])
+        return rows * jnp.maximum(jnp.asarray(last), 0), 0
+    return (last, tensor.ndim - 1) if first is None else (first, 0)
+
+
+def owned_entries(tensor: GroupedTensor) -> Array:
+    """Whether a group owns an entry, in a shape that broadcasts against the data. Groups lie one after the other."""
+    sizes, axis = along(tensor)
+    if sizes is None:
+        return jnp.ones((1,) * tensor.ndim, bool)
+    end = offsets(jnp.asarray(sizes), tensor.shape[axis])[-1]
+    shape = [length if i == axis else 1 for i, length in enumerate(tensor.shape)]
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < end
+
+
+def spread(values: Array, tensor: GroupedTensor, fill: Any) -> Array:
+    """A value of each group at each of its entries, in a shape that broadcasts against the data."""
+    sizes, axis = along(tensor)
+    if sizes is None:
+        return values.reshape(-1, *(1,) * (tensor.ndim - 1))
+    values = jnp.append(values, jnp.full((1,), fill, values.dtype))[owner(sizes, tensor.shape[axis])]
+    return values.reshape([-1 if i == axis else 1 for i in range(tensor.ndim)])

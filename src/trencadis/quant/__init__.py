@@ -2,11 +2,13 @@
 
 formats     what a number is stored as, what its scale is, and how many share one
 scaled      `Scaled`, and how arrays become one and come back
+grouped     the same for grouped tensors, whose groups have scales of their own
 qarray      qwix's quantized arrays as `Scaled`
 product     what a product of such operands is, in products of arrays
 """
 
 from trencadis.quant.formats import FORMATS, Format
+from trencadis.quant.grouped import grouped_quantize
 from trencadis.quant.scaled import Scaled, dequantize, quantize
 
-__all__ = ["FORMATS", "Format", "Scaled", "dequantize", "quantize"]
+__all__ = ["FORMATS", "Format", "Scaled", "dequantize", "grouped_quantize", "quantize"]

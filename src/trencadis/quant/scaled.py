@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis.quant.formats import Format, format_of
+from trencadis.tensors import GroupedTensor
 
 Array = jax.Array
 Shape = tuple[int, ...]
@@ -82,6 +83,22 @@ class Scaled:
         block = tuple(self.block[axis] for axis in axes)
         return Scaled(self.values.transpose(axes), self.scale.transpose(axes), self.format, block, self.total)
 
+    def merged(self, *counts: int) -> Scaled:
+        """Neighbouring axes merged: as many into each new one as counts say, none into one that is 1 long.
+
+        Blocks that would reach into the next row of what is merged become shorter, with the same scale.
+        """
+        shape, block, scale = list(self.shape), list(self.block), self.scale
+        for at, count in enumerate(counts):
+            if not count:
+                shape.insert(at, 1)
+                block.insert(at, 1)
+                scale = jnp.expand_dims(scale, at)
+            for _ in range(count - 1):
+                scale, block[at : at + 2] = _joined(scale, at, shape[at : at + 2], block[at : at + 2])
+                shape[at : at + 2] = [shape[at] * shape[at + 1]]
+        return Scaled(self.values.reshape(shape), scale, self.format, tuple(block), self.total)
+
     def __getitem__(self, at: int | slice) -> Scaled:
         """Some of the first axis, such as groups: a slice of them, or one, without that axis."""
         if not isinstance(at, (int, slice)):
@@ -144,44 +161,77 @@ def quantize(x: Any, format: str | Format, granularity: str | tuple[int, ...] | 
     >>> quantize(jnp.ones((2, 64, 8)), "mxfp8", (1, 32, 1))  # weights [g, k, n], blocks along k
     Scaled(float8_e4m3fn[2,64,8], scales float8_e8m0fnu[2,2,8] of blocks 1 x 32 x 1)
     """
-    kind, x = format_of(format), jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"x: want a float dtype; got {x.dtype}")
-    block = _blocks(kind, granularity, x.shape)
-    x = x.astype(jnp.float32)
-    most = _largest(x, block)
-    total = None
-    if kind.total:
-        whole = jnp.max(jnp.where(jnp.isfinite(most), most, 0), initial=0)
-        total = whole / np.float32(kind.largest * float(jnp.finfo(kind.scales).max))
-        total = jnp.where(total > 0, total, 1)
-    scale = kind.scale_of(most if total is None else most / total)
-    spread = expanded(scale, block, x.shape)
-    values = kind.rounded(x / (spread if total is None else spread * total))
-    return Scaled(values, scale.astype(kind.scales), kind.name, block, total)
+    kind, x = format_of(format), checked_floats("x", x)
+    block = blocks(kind, granularity, x.shape)
+    most = largest(x, block)
+    whole = jnp.max(jnp.where(jnp.isfinite(most), most, 0), initial=0) if kind.total else None
+    return rounded(kind, x, block, most, whole)
 
 
-def dequantize(x: Scaled, dtype: Any = jnp.float32) -> Array:
-    """The numbers that a `Scaled` stands for.
+def dequantize(x: Any, dtype: Any = jnp.float32) -> Any:
+    """The numbers that a `Scaled` stands for; of a `GroupedTensor` that holds one, the same tensor of an array.
 
     >>> dequantize(quantize(jnp.array([3.0, -1.5]), "float8_e4m3fn"))
     Array([ 3. , -1.5], dtype=float32)
     """
+    if isinstance(x, GroupedTensor):
+        data = x.data.dequantize(dtype) if isinstance(x.data, Scaled) else x.data
+        return GroupedTensor(data, x.first_dims, x.last_dims, x.shape)
     if not isinstance(x, Scaled):
         raise TypeError(f"x: want a Scaled; got {type(x).__name__}")
     return x.dequantize(dtype)
 
 
+def rounded(kind: Format, x: Array, block: Shape, most: Array, whole: Array | None) -> Scaled:
+    """Numbers in a format: `most` is the largest of each block, and `whole` of what shares a scale of scales."""
+    total = None
+    if whole is not None:
+        total = whole / np.float32(kind.largest * float(jnp.finfo(kind.scales).max))
+        total = jnp.where(total > 0, total, 1)
+    scale = kind.scale_of(most if total is None else most / total)
+    spread = expanded(scale, block, x.shape)
+    values = kind.rounded(x / (spread if total is None else spread * total))
+    if total is not None and total.ndim:  # several: a `Scaled` has room for one, so they go to what they scale
+        return Scaled(values, scale * total, kind.name, block)
+    return Scaled(values, scale.astype(kind.scales), kind.name, block, total)
+
+
+def checked_floats(name: str, x: Any) -> Array:
+    """An array of floats, as float32."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name}: want a float dtype; got {x.dtype}")
+    return x.astype(jnp.float32)
+
+
 def expanded(scale: Array, block: Shape, shape: Shape) -> Array:
     """The scale of each entry; axes that have only one stay 1 long."""
     for axis, (length, size) in enumerate(zip(block, shape, strict=True)):
-        if length > 1 and scale.shape[axis] > 1:
-            scale = jnp.repeat(scale, length, axis=axis, total_repeat_length=scale.shape[axis] * length)
-            scale = jax.lax.slice_in_dim(scale, 0, size, axis=axis)
+        if scale.shape[axis] > 1:
+            scale = _repeated(scale, axis, length, size)
     return scale
 
 
-def _largest(x: Array, block: Shape) -> Array:
+def _joined(scale: Array, axis: int, shape: list[int], block: list[int]) -> tuple[Array, list[int]]:
+    """The scales, and the length of blocks, where an axis and the next are one."""
+    if scale.shape[axis + 1] == 1:  # a block is whole rows of the second
+        length = block[0] * shape[1]
+    else:
+        length = math.gcd(block[1], shape[1])
+        scale = _repeated(scale, axis, block[0], shape[0])
+        scale = _repeated(scale, axis + 1, block[1] // length, shape[1] // length)
+    joined = (*scale.shape[:axis], scale.shape[axis] * scale.shape[axis + 1], *scale.shape[axis + 2 :])
+    return scale.reshape(joined), [max(length, 1)]
+
+
+def _repeated(scale: Array, axis: int, times: int, size: int) -> Array:
+    """Each scale a number of times, as many in all as there is room for."""
+    if times == 1:
+        return scale
+    return jax.lax.slice_in_dim(jnp.repeat(scale, times, axis=axis), 0, size, axis=axis)
+
+
+def largest(x: Array, block: Shape) -> Array:
     """The largest magnitude of each block; NaN where there is one."""
     counts = [-(-size // length) for size, length in zip(x.shape, block, strict=True)]
     short = [(0, c * b - size) for c, b, size in zip(counts, block, x.shape, strict=True)]
@@ -189,7 +239,7 @@ def _largest(x: Array, block: Shape) -> Array:
     return parts.max(axis=tuple(range(1, parts.ndim, 2)), initial=0)
 
 
-def _blocks(kind: Format, granularity: Any, shape: Shape) -> Shape:
+def blocks(kind: Format, granularity: Any, shape: Shape) -> Shape:
     """How long blocks are along each axis: at least 1, at most the axis."""
     ndim = len(shape)
     if granularity is None:
