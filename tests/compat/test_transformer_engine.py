@@ -9,7 +9,22 @@ import oracle
 import pytest
 
 import trencadis as tr
-from trencadis.compat.transformer_engine import GroupedNoScaleTensor, grouped_dbias, grouped_dense, grouped_gemm
+from trencadis.compat.transformer_engine import (
+    GroupedNoScaleTensor,
+    GroupedScaledTensor1x,
+    QuantizeLayout,
+    QuantizerFactory,
+    QuantizerSet,
+    ScaledTensor2x,
+    ScalingMode,
+    TensorUsage,
+    grouped_dbias,
+    grouped_dense,
+    grouped_dequantize,
+    grouped_gemm,
+    grouped_quantize,
+    noop_quantizer_set,
+)
 
 pytestmark = pytest.mark.core
 
@@ -113,24 +128,164 @@ def test_all_four_logical_dims_of_operands(rng):
         oracle.check(summed, oracle.contraction(x, x, sizes))
 
 
-class GroupedScaledTensor1x:
-    """What the original has for numbers with scales."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Scales
 
-    def __init__(self, x):
-        self.data, self.scale_inv, self.first_dims, self.last_dims = x.data, jnp.ones(2), x.first_dims, None
-        self.original_shape = x.original_shape
+MODES = list(ScalingMode)[1:]
+OFF = {"float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3}  # a number's own error, of the largest that shares its scale
+
+
+def quantizer(mode, dtype=jnp.float8_e4m3fn, layout=QuantizeLayout.ROWWISE, groups=4):
+    return QuantizerFactory.create(1, mode, dtype, layout, groups)
+
+
+@pytest.mark.parametrize(
+    ("mode", "ragged"), [*((mode, True) for mode in MODES), (MODES[1], False)], ids=lambda x: getattr(x, "name", str(x))
+)
+def test_grouped_quantize(mode, ragged, rng):
+    """T-04, T-05: both layouts, three axes, sizes of no multiple; jitted, there and back; what is nobody's stays out."""
+    x = rng.normal(size=(75, 3, 40) if ragged else (4, 35, 3, 40)).astype(np.float32)
+    sizes, groups = (np.array([33, 0, 7, 30], np.int32), 4) if ragged else (None, 4)
+    x *= np.repeat([1, 10, 1e3, 0.1, 1e9], [33, 0, 7, 30, 5]).reshape(-1, 1, 1) if ragged else 1
+    x = x.astype(np.float32)
+    if ragged:
+        x[70:] = np.nan
+    axis = 1 if ragged else 2
+    q = quantizer(mode, layout=QuantizeLayout.ROWWISE_COLWISE, groups=groups)
+
+    @jax.jit
+    def call(x, q, sizes):
+        grouped_quantize(x, q, sizes, flatten_axis=axis)  # delayed scaling knows after the first what there was
+        both = grouped_quantize(x, q, sizes, flatten_axis=axis)
+        return both, *(grouped_dequantize(both.get_tensor(usage)) for usage in (TensorUsage.LHS, TensorUsage.RHS))
+
+    both, *back = call(x, q, sizes)
+    assert isinstance(both, ScaledTensor2x) and both.rowwise_tensor.data.ndim == both.rowwise_tensor.scale_inv.ndim == 1
+    starts = [(0, 33), (33, 33), (33, 40), (40, 70)] if ragged else [(i, i + 1) for i in range(4)]
+    for made in back:
+        assert isinstance(made, GroupedNoScaleTensor) and made.data.shape == x.shape and made.data.dtype == x.dtype
+        assert not ragged or not np.asarray(made.data[70:]).any()
+        for start, end in starts:
+            one, two = np.asarray(made.data)[start:end], x[start:end]
+            assert np.abs(one - two).max(initial=0) <= OFF["float8_e4m3fn"] * np.abs(two).max(initial=0)
+    if mode.is_tensor_scaling():
+        want = [np.abs(x[a:b]).max(initial=0) for a, b in starts]
+        np.testing.assert_array_equal(both.rowwise_tensor.amax, np.float32(want))
+        got = both.rowwise_tensor.scale_inv * 448
+        np.testing.assert_allclose(got[np.array(want) > 0], np.array(want)[np.array(want) > 0], rtol=1e-6)
+    else:
+        assert both.colwise_tensor.scale_inv.size == (x.size if ragged and axis == 1 else 4 * 2 * 3 * 40)
+
+
+def test_delayed_scaling_looks_back(rng):
+    """The scale of a call is that of the calls before; largest numbers are kept, group by group."""
+    q, sizes = quantizer(ScalingMode.DELAYED_TENSOR_SCALING, groups=2), jnp.array([1, 2])
+    for i, most in enumerate([4.0, 2.0, 8.0]):
+        made = grouped_quantize(jnp.array([[most], [0.0], [0.0], [99.0]]), q, sizes)
+        assert made.scale_inv[0] == (1 if i == 0 else np.float32(4 / 448)) and made.scale_inv[1] == 1
+        assert made.amax.tolist() == [most, 0]
+    assert q.scale.tolist() == [56, 1] and q.amax_history[0].max() == 8
+
+
+@pytest.mark.parametrize("mode", MODES[1:], ids=lambda mode: mode.name)
+def test_grouped_gemm_of_scaled_tensors(mode, rng):
+    """R-08: scaled by scaled, and scaled by not, in all three passes; that is the product of what they stand for."""
+    x, w, _, c, sizes = data((4, 5, 32, 64), jnp.float32, rng)
+    sizes = sizes.at[-1].add(-3)
+    x, c = x.at[-3:].set(jnp.nan), c.at[-3:].set(jnp.nan)
+
+    @jax.jit
+    def call(x, w, c, sizes):
+        made = [grouped_quantize(x, quantizer(mode), sizes), grouped_quantize(w, quantizer(mode)),
+                grouped_quantize(c, quantizer(mode, jnp.float8_e5m2), sizes)]  # fmt: skip
+        xs, ws, cs = made
+        plain = GroupedNoScaleTensor(w, None, None, None, w.shape)
+        out = [grouped_gemm(xs, each, contracting_dims=((1,), (1,))) for each in (ws, plain)]
+        out += [
+            grouped_gemm(cs, ws, contracting_dims=((1,), (2,))),
+            grouped_gemm(xs, cs, contracting_dims=((0,), (0,))),
+        ]
+        return out, [each.dequantize() for each in made]
+
+    (forward, mixed, dx, dw), (a, b, d) = call(x, w, c, sizes)
+    oracle.check(forward, oracle.rows(a, b, sizes))
+    oracle.check(mixed, oracle.rows(a, w, sizes))
+    oracle.check(dx, oracle.rows(d, b, sizes, transpose_rhs=True))
+    oracle.check(dw, oracle.contraction(a, d, sizes))
+
+
+@pytest.mark.parametrize("mode", MODES[:2], ids=lambda mode: mode.name)
+def test_grouped_dense_with_quantizers(mode, rng):
+    """Values and gradients are near the exact ones; that of the bias has no scales; that of the set is the next set."""
+    x, w, b, c, sizes = data((4, 5, 32, 64), jnp.bfloat16, rng)
+    quantizers = QuantizerFactory.create_set(scaling_mode=mode, n_groups=4)
+
+    @jax.jit
+    def step(x, w, b, quantizers):
+        layer = lambda x, w, b, quantizers: grouped_dense(x, w, sizes, bias=b, quantizer_set=quantizers)
+        out, back = jax.vjp(layer, x, w, b, quantizers)
+        lhs, rhs = (GroupedNoScaleTensor(a, None, s, None, a.shape) for a, s in ((x, sizes), (w, None)))
+        same = grouped_gemm(lhs, rhs, contracting_dims=((1,), (1,)), bias=b, quantizer_set=quantizers)
+        return out, same, *back(c)
+
+    out, same, dx, dw, db, after = step(x, w, b, quantizers)
+    assert [d.dtype for d in (out, dx, dw, db)] == [jnp.bfloat16] * 4 and isinstance(after, QuantizerSet)
+    wants = (oracle.rows(x, w, sizes, bias=b), oracle.rows(c, w, sizes, transpose_rhs=True),
+             oracle.contraction(x, c, sizes))  # fmt: skip
+    for got, want in zip((out, dx, dw), wants, strict=True):
+        assert 5e-3 < np.linalg.norm(oracle.wide(got) - want) / np.linalg.norm(want) < 0.1
+    np.testing.assert_array_equal(out, same)
+    oracle.check(db, oracle.contraction(np.ones((x.shape[0], 1)), c, sizes)[:, 0])
+    if mode is ScalingMode.DELAYED_TENSOR_SCALING:
+        most = np.array([np.abs(oracle.wide(x)[s:e]).max(initial=0) for s, e in oracle.bounds(sizes, len(x))])
+        np.testing.assert_allclose(after.x.scale, np.where(most, 448 / np.where(most, most, 1), 1), rtol=1e-6)
+        again = oracle.wide(step(x, w, b, after)[0])
+        assert np.linalg.norm(again - wants[0]) / np.linalg.norm(wants[0]) < 0.1 and (again != oracle.wide(out)).any()
+
+
+def test_without_a_quantizer_nothing_is_scaled():
+    """R-13, R-12: and a tensor that has sizes is not given them again."""
+    x = GroupedNoScaleTensor(jnp.ones((4, 2)), None, jnp.array([1, 3]), None, (4, 2))
+    assert grouped_quantize(x, None) is x and grouped_dequantize(x) is x
+    assert QuantizerFactory.create_set(scaling_mode=ScalingMode.NO_SCALING) == noop_quantizer_set
+    made = grouped_quantize(x.data, None, x.first_dims)
+    assert isinstance(made, GroupedNoScaleTensor) and made.first_dims is x.first_dims
+
+
+def scaled(x, **changes):
+    """X as if it had been quantized, by groups."""
+    given = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "scale_inv": jnp.ones(2), **changes}
+    return GroupedScaledTensor1x(
+        data=x.data.ravel(), amax=None, first_dims=x.first_dims, last_dims=None, dq_dtype=jnp.float32, _dq_func=None,
+        is_colwise=False, flatten_axis=1, original_shape=x.original_shape, **{"data_layout": "N", **given},
+    )  # fmt: skip
+
+
+MX = ScalingMode.MXFP8_1D_SCALING
+SET = QuantizerFactory.create_set(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, n_groups=3)
 
 
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda x, w: grouped_gemm(x.data, w), TypeError, "lhs: want a GroupedNoScaleTensor; got ArrayImpl"),
-        (lambda x, w: grouped_gemm(x, GroupedScaledTensor1x(w)), TypeError, "rhs: want a GroupedNoScaleTensor; got GroupedScaledTensor1x"),
-        (lambda x, w: grouped_gemm(GroupedScaledTensor1x(x), w), TypeError, "lhs: want a GroupedNoScaleTensor; got GroupedScaledTensor1x"),
+        (lambda x, w: grouped_gemm(x.data, w), TypeError, "lhs: want a GroupedNoScaleTensor or a GroupedScaledTensor1x; got ArrayImpl"),
+        (lambda x, w: grouped_gemm(x, scaled(w, scale_inv=jnp.ones(3))), ValueError, r"rhs.scale_inv: want 2 scales, not padded; got shape \(3,\)"),
+        (lambda x, w: grouped_gemm(scaled(x, scaling_mode=MX), w), ValueError, "lhs.scale_inv: want 4 scales"),
+        (lambda x, w: grouped_gemm(scaled(x, data_layout="T"), w), ValueError, "lhs.data_layout: want 'N'"),
+        (lambda x, w: grouped_gemm(scaled(x, pre_swizzled=True), w), ValueError, "lhs.pre_swizzled: want False"),
+        (lambda x, w: grouped_gemm(scaled(x), scaled(w), quantizer_set=SET), ValueError, "lhs and rhs are quantized already"),
+        (lambda x, w: grouped_gemm(x, w, quantizer_set=SET), ValueError, "quantizer: is for 3 groups; got a tensor of 2"),
+        (lambda x, w: grouped_dense(x.data[None], w.data, [1, 3], quantizer_set=SET), ValueError, r"quantizer_set: goes with x \[m, k\]"),
+        (lambda x, w: grouped_quantize(x, SET.x, x.first_dims), ValueError, "group_sizes: a GroupedNoScaleTensor has its own"),
+        (lambda x, w: grouped_quantize(x, SET.x, flatten_axis=2), ValueError, "flatten_axis: want an axis after the first of 2; got 2"),
+        (lambda x, w: quantizer(MX, jnp.int8), TypeError, "q_dtype: want float8_e4m3fn or float8_e5m2; got int8"),
+        (lambda x, w: quantizer(MX, groups=None), ValueError, "n_groups: want the number of groups"),
+        (lambda x, w: quantizer("mx"), TypeError, "scaling_mode: want a ScalingMode; got 'mx'"),
+        (lambda x, w: scaled(x, scaling_mode=MX).get_tensor(TensorUsage.RHS), ValueError, "usage: RHS wants a tensor with is_colwise=True"),
         (lambda x, w: tr.grouped_gemm(x, w, contracting_dims=((1,), (1,))), TypeError, "lhs: want a GroupedTensor"),
         (lambda x, w: grouped_gemm(dataclasses.replace(x, original_shape=(5, 2)), w), ValueError, r"lhs: its data have shape \(4, 2\); want as many numbers as original_shape \(5, 2\)"),
         (lambda x, w: grouped_gemm(w, w), ValueError, "Cannot infer number of gemms"),
-        (lambda x, w: grouped_gemm(x, w, quantizer_set="fp8"), ValueError, "quantizer_set: want the one that does"),
+        (lambda x, w: grouped_gemm(x, w, quantizer_set="fp8"), TypeError, "quantizer_set: want a QuantizerSet; got str"),
         (lambda x, w: grouped_dense(x.data, w.data, [1, 3], kernel_fsdp_info=("x", 0)), ValueError, "kernel_fsdp_info"),
         (lambda x, w: grouped_dbias(w.data, x.first_dims), ValueError, "grad: want 2 dimensions"),
     ],

@@ -2,13 +2,13 @@
 
 `from trencadis.compat.transformer_engine import GroupedNoScaleTensor, grouped_gemm, grouped_dense, grouped_dbias`. On
 every backend, for any sizes: groups may be empty, and rows past the last group are nobody's, so that they are 0 in
-results and in gradients. `group_offset`, `precision` and a bias are honoured. Tensors with scales are not here yet.
+results and in gradients. `group_offset`, `precision` and a bias are honoured. Tensors with scales, and the quantizers
+that make them, are those of `te_quantize`; one with scales may meet one without.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,48 +17,48 @@ import jax.numpy as jnp
 
 from trencadis import api, grouped
 from trencadis import problem as what
+from trencadis.compat.te_quantize import (
+    GroupedNoScaleTensor,
+    GroupedQuantizer,
+    GroupedScaledTensor1x,
+    QuantizeLayout,
+    QuantizerFactory,
+    QuantizerSet,
+    ScaledTensor2x,
+    ScalingMode,
+    TensorUsage,
+    grouped_dequantize,
+    grouped_quantize,
+    noop_quantizer_set,
+    quantized,
+    tensor_of,
+)
 from trencadis.tensors import GroupedTensor
 
 Array = jax.Array
 
-
-@dataclasses.dataclass(frozen=True)
-class QuantizerSet:
-    """Quantizers of the passes of a layer: none."""
-
-
-noop_quantizer_set = QuantizerSet()
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class GroupedNoScaleTensor:
-    """A grouped tensor as TransformerEngine has it: `data` may be flat, `original_shape` is its shape.
-
-    >>> x = GroupedNoScaleTensor(jnp.ones((3, 2)), None, jnp.array([1, 2]), None, (3, 2))
-    >>> x.ndim, x.dequantize().shape
-    (2, (3, 2))
-    """
-
-    data: Any
-    amax: Any
-    first_dims: Any
-    last_dims: Any
-    original_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-
-    @property
-    def ndim(self) -> int:
-        """Axes of `original_shape`."""
-        return len(self.original_shape)
-
-    def dequantize(self) -> Any:
-        """The data: there are no scales."""
-        return self.data
+__all__ = [
+    "GroupedNoScaleTensor",
+    "GroupedQuantizer",
+    "GroupedScaledTensor1x",
+    "QuantizeLayout",
+    "QuantizerFactory",
+    "QuantizerSet",
+    "ScaledTensor2x",
+    "ScalingMode",
+    "TensorUsage",
+    "grouped_dbias",
+    "grouped_dense",
+    "grouped_dequantize",
+    "grouped_gemm",
+    "grouped_quantize",
+    "noop_quantizer_set",
+]
 
 
 def grouped_gemm(
-    lhs: GroupedNoScaleTensor,
-    rhs: GroupedNoScaleTensor,
+    lhs: GroupedNoScaleTensor | GroupedScaledTensor1x,
+    rhs: GroupedNoScaleTensor | GroupedScaledTensor1x,
     contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (2,)),
     bias: Any = None,
     precision: Any = jax.lax.Precision.DEFAULT,
@@ -70,8 +70,8 @@ def grouped_gemm(
     """Forward, dgrad and wgrad by what is ragged, as `trencadis.grouped_gemm`; returns the data of the result.
 
     Args:
-      preferred_element_type: the dtype of the result; by default that of lhs.
-      quantizer_set: only the one that does nothing.
+      preferred_element_type: the dtype of the result; by default that of lhs, before it was quantized.
+      quantizer_set: what quantizes an operand that is not yet: `x` is for lhs, `kernel` for rhs.
       use_async_d2h_group_sizes: sizes are never copied to the host: there is nothing to make asynchronous.
 
     >>> x = GroupedNoScaleTensor(jnp.ones((3, 2)), None, jnp.array([1, 2]), None, (3, 2))
@@ -80,13 +80,18 @@ def grouped_gemm(
     (3, 4)
     """
     del use_async_d2h_group_sizes
-    _unscaled(quantizer_set)
-    a, b = _tensor("lhs", lhs), _tensor("rhs", rhs)
+    a, b = tensor_of("lhs", lhs), tensor_of("rhs", rhs)
     if all(dims is None for x in (a, b) for dims in (x.first_dims, x.last_dims)):
         raise ValueError("Cannot infer number of gemms: lhs and rhs have neither first_dims nor last_dims")
+    dtype = lhs.dq_dtype if isinstance(lhs, GroupedScaledTensor1x) else a.dtype
+    if not _noop(quantizer_set):
+        if isinstance(lhs, GroupedScaledTensor1x) and isinstance(rhs, GroupedScaledTensor1x):
+            raise ValueError("quantizer_set: lhs and rhs are quantized already; want the one that does nothing")
+        by = quantizer_set.x, quantizer_set.kernel
+        a, b = (_quantized(*each) for each in zip((a, b), (lhs, rhs), by, contracting_dims, strict=True))
     found = grouped.grouped_gemm(
         a, b, contracting_dims=contracting_dims, bias=bias, precision=precision, group_offset=group_offset,
-        preferred_element_type=a.dtype if preferred_element_type is None else preferred_element_type,
+        preferred_element_type=dtype if preferred_element_type is None else preferred_element_type,
     )  # fmt: skip
     return found.data if isinstance(found, GroupedTensor) else found
 
@@ -105,18 +110,32 @@ def grouped_dense(
 ) -> Array:
     """A dense layer for each group, as `trencadis.grouped_dense`. Gradients have the dtypes of what they belong to.
 
+    With quantizers, x and kernel are quantized, and so is the gradient of the result before it is multiplied; rounding
+    has the gradient of the identity. MXFP8 has its blocks along what a pass sums over. The gradient of quantizer_set is
+    the set of the next call, as in the original.
+
     Args:
       preferred_element_type: the dtype of the result; by default that of x.
-      quantizer_set: only the one that does nothing.
+      quantizer_set: of x and kernel `[g, k, n]`, with `contracting_dims` of ((1,), (1,)); or the one that does nothing.
       kernel_fsdp_info: only `(None, -1)`: gather a sharded kernel before the call.
 
     >>> grouped_dense(jnp.ones((3, 2)), jnp.ones((2, 2, 4)), jnp.array([1, 2])).shape
     (3, 4)
     """
-    _unscaled(quantizer_set)
     if tuple(kernel_fsdp_info) != (None, -1):
         raise ValueError(f"kernel_fsdp_info: want (None, -1), a kernel that is gathered; got {kernel_fsdp_info!r}")
     x = what.as_array("x", x)
+    if not _noop(quantizer_set):
+        kernel = what.as_array("kernel", kernel)
+        axes = tuple(tuple(axis % ndim for axis in each) for each, ndim in zip(contracting_dims, (2, 3), strict=True))
+        if (x.ndim, kernel.ndim, axes) != (2, 3, ((1,), (1,))):
+            raise ValueError(
+                f"quantizer_set: goes with x [m, k], kernel [g, k, n] and contracting_dims ((1,), (1,)); "
+                f"got {x.shape}, {kernel.shape} and {contracting_dims}"
+            )
+        out = x.dtype if preferred_element_type is None else preferred_element_type
+        bias = None if bias is None else what.as_array("bias", bias)
+        return _dense((out, precision), x, kernel, what.as_sizes(group_sizes), bias, group_offset, quantizer_set)
     return grouped.grouped_dense(
         x, kernel, group_sizes, contracting_dims=contracting_dims, bias=bias, precision=precision,
         preferred_element_type=x.dtype if preferred_element_type is None else preferred_element_type,
@@ -140,19 +159,67 @@ def grouped_dbias(grad: Any, group_sizes: Any) -> Array:
     return total[:, 0]
 
 
-def _tensor(name: str, x: Any) -> GroupedTensor:
-    if not isinstance(x, GroupedNoScaleTensor):
-        raise TypeError(f"{name}: want a GroupedNoScaleTensor; got {type(x).__name__}")
-    data = what.as_array(f"{name}.data", x.data)
-    both = all(getattr(dims, "size", 0) for dims in (x.first_dims, x.last_dims))
-    shape = data.shape if both else tuple(x.original_shape)
-    if data.size != math.prod(shape):
-        raise ValueError(f"{name}: its data have shape {data.shape}; want as many numbers as original_shape {shape}")
-    return GroupedTensor(data.reshape(shape), x.first_dims, x.last_dims, shape)
+def _noop(quantizer_set: Any) -> bool:
+    """Whether a set quantizes nothing."""
+    if quantizer_set is None:
+        return True
+    if not isinstance(quantizer_set, QuantizerSet):
+        raise TypeError(f"quantizer_set: want a QuantizerSet; got {type(quantizer_set).__name__}")
+    return quantizer_set.x is None and quantizer_set.kernel is None
 
 
-def _unscaled(quantizer_set: Any) -> None:
-    if quantizer_set is not noop_quantizer_set and quantizer_set is not None:
-        raise ValueError(
-            f"quantizer_set: want the one that does nothing: scales are not supported; got {quantizer_set!r}"
-        )
+def _quantized(tensor: GroupedTensor, given: Any, quantizer: Any, axes: Sequence[int]) -> GroupedTensor:
+    """An operand with scales, whose blocks lie along what is summed over."""
+    if quantizer is None or isinstance(given, GroupedScaledTensor1x):
+        return tensor
+    made, _, amax = quantized(tensor, quantizer, int(axes[-1]) % tensor.ndim)
+    quantizer.update(amax)
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A layer with quantizers: `how` is the dtype of the result and the precision
+
+
+def _both(x: Any, sizes: Any, quantizer: GroupedQuantizer | None, axes: tuple[int, int]) -> tuple[Any, Any, Any]:
+    """X as two products read it, quantized along one axis and along another; and the quantizer of the next call."""
+    if quantizer is None:
+        return x, x, None
+    tensor, after = GroupedTensor(x, sizes, None, x.shape), jax.tree.map(lambda leaf: leaf, quantizer)
+    one, _, amax = quantized(tensor, quantizer, axes[0])
+    same = quantizer.scaling_mode.is_tensor_scaling()
+    two = one if same else quantized(tensor, quantizer, axes[1])[0]
+    after.update(amax)
+    return one.data, two.data, after
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dense(how: Any, x: Any, kernel: Any, sizes: Any, bias: Any, first: Any, quantizers: QuantizerSet) -> Array:
+    return _forward(how, x, kernel, sizes, bias, first, quantizers)[0]
+
+
+def _forward(
+    how: Any, x: Any, kernel: Any, sizes: Any, bias: Any, first: Any, quantizers: QuantizerSet
+) -> tuple[Array, Any]:
+    rows, again, after_x = _both(x, sizes, quantizers.x, (1, 0))
+    weights, back, after_kernel = _both(kernel, None, quantizers.kernel, (1, 2))
+    out = api.grouped_matmul(rows, weights, sizes, how[0], group_offset=first, precision=how[1], bias=bias)
+    like = tuple(None if each is None else jnp.zeros((0,), each.dtype) for each in (x, kernel, bias))
+    return out, (again, back, sizes, first, quantizers.dgrad, (after_x, after_kernel), like)
+
+
+def _backward(how: Any, kept: Any, ct: Array) -> tuple[Any, ...]:
+    x, kernel, sizes, first, quantizer, after, like = kept
+    rows, again, after_grad = _both(ct, sizes, quantizer, (1, 0))
+    there = {"group_offset": first, "precision": how[1]}
+    dx = api.grouped_matmul(rows, kernel, sizes, like[0].dtype, transpose_rhs=True, **there)
+    sums = {"num_actual_groups": kernel.shape[0], "transpose_lhs": True, **there}
+    dw = api.transposed_grouped_matmul(x, again, sizes, like[1].dtype, **sums)
+    db = None
+    if like[2] is not None:
+        ones = jnp.ones((ct.shape[0], 1), ct.dtype)
+        db = api.transposed_grouped_matmul(ones, ct, sizes, like[2].dtype, **sums)[:, 0]
+    return dx, dw, None, db, None, QuantizerSet(after[0], after[1], after_grad)
+
+
+_dense.defvjp(_forward, _backward)
