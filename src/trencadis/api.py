@@ -89,7 +89,7 @@ def grouped_matmul(
     what.check_bias(asked, bias)
     what.check_existing_out(asked, existing_out)
     pins = _pins(asked, tiling, interpret, backend)
-    sizes, first = _sizes_and_window(asked, group_sizes, group_offset)
+    sizes, first = sizes_and_window(asked, group_sizes, group_offset)
     extras = [jnp.asarray(x) for x in (bias, existing_out) if x is not None]
     if isinstance(lhs, Scaled) or isinstance(rhs, Scaled):
         found = factored(asked, lhs, rhs)
@@ -160,7 +160,7 @@ def transposed_grouped_matmul(
     ).replace(epilogue=Epilogue(accumulate=existing_out is not None))  # fmt: skip
     what.check_existing_out(asked, existing_out)
     pins = _pins(asked, tiling, interpret, backend)
-    sizes, first = _sizes_and_window(asked, group_sizes, first)
+    sizes, first = sizes_and_window(asked, group_sizes, first)
     extras = [] if existing_out is None else [jnp.asarray(existing_out)]
     if isinstance(lhs, Scaled) or isinstance(rhs, Scaled):
         found = factored(asked, lhs, rhs)
@@ -256,7 +256,7 @@ def _pins(asked: Problem, tiling: TilingLike, interpret: bool, backend: str | No
     )
 
 
-def _sizes_and_window(asked: Problem, group_sizes: Any, group_offset: Any) -> tuple[Array, Array]:
+def sizes_and_window(asked: Problem, group_sizes: Any, group_offset: Any) -> tuple[Array, Array]:
     """Checked run-time integers: group_sizes `[1, groups]` and the first group of the window `[1]`."""
     first = what.first_group(group_offset)
     what.check_sizes(group_sizes, asked.m)
