@@ -13,7 +13,7 @@ ROUNDS = 7
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print both tables of docs/quantization.md."""
+    """Print the figures of docs/quantization.md."""
     ask = argparse.ArgumentParser(prog="python -m benchmarks.quantized", description=__doc__)
     ask.add_argument("--pin", type=int, metavar="CORE", help="one core, CPU time; otherwise all cores, wall time")
     asked = ask.parse_args(argv)
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         timing.pin(asked.pin)
     timing.no_tpu_here()
     _errors()
+    _gradients()
     _decoding(timing.wall_clock() if asked.pin is None else timing.cpu_clock())
 
 
@@ -49,6 +50,49 @@ def _errors() -> None:
         for scales, (left, right) in ({f"blocks of {block}": ((1, block), (1, block, 1))} if block else cases).items():
             q, r = quantize(x, name, left), quantize(w, name, right)
             print(f"{name:14} {scales:18} {off(q, r):7.3f} {off(x, r):8.3f} {r.nbytes * 8 / w.size:6.2f}")
+
+
+def _gradients() -> None:
+    """Relative errors in the norm of a layer with silu and of its gradients, against one that is not quantized."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import trencadis as tr
+    from trencadis.quant import Recipe
+
+    rng = np.random.default_rng(0)
+    g, each, k, n = 4, 64, 1024, 256
+    rows = rng.normal(size=(g * each, k)) * np.exp(0.5 * rng.normal(size=(g * each, 1)))
+    large = rows.copy()
+    large[:, rng.integers(0, k, 8)] *= 20
+    weights = [rng.normal(size=(g, k, n)) / 32, rng.standard_t(5, size=(g, k, n)) / 32]
+    y = jnp.asarray(rng.normal(size=(g * each, n)), jnp.float32)
+    data = [[jnp.asarray(z, jnp.float32) for z in pair] for pair in zip((rows, large), weights, strict=True)]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def layer(recipe: Recipe | None, x: Any, w: Any) -> Any:
+        dense = functools.partial(tr.grouped_dense, group_sizes=np.full(g, each), activation=jax.nn.silu)
+        out, pull = jax.vjp(lambda x, w: dense(x, w, quantization=recipe), x, w)
+        return out, *pull(y)
+
+    e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
+    blocks = ((e4m3, (1, 128)), (e4m3, (1, 128, 128)))
+    recipes = [
+        ("int8", "int8"), ("int8", "int8", "int8"), ("int8", "int8", e5m2),
+        (e4m3, e4m3), (e4m3, e4m3, e4m3), (e4m3, e4m3, e5m2), blocks, (*blocks, e5m2),
+        ("mxfp8", "mxfp8"), ("mxfp8", "mxfp8", "mxfp8"),
+    ]  # fmt: skip
+    for ways in recipes:
+        found = []
+        for x, w in data:
+            want = layer(None, x, w)
+            off = [
+                jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
+                for a, b in zip(layer(Recipe(*ways), x, w), want, strict=True)
+            ]
+            found.append(" ".join(f"{float(one):6.3f}" for one in off))
+        print("   ".join(found), Recipe(*ways))
 
 
 def _decoding(clock: Any) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +19,10 @@ from trencadis.epilogue import Activation
 from trencadis.general import general
 from trencadis.plan import check_backend
 from trencadis.quant.product import operand
+from trencadis.quant.recipe import Recipe
 from trencadis.sides import Side, arranged, laid, paired, sides, times
 from trencadis.tensors import GroupedTensor
+from trencadis.training import trained
 
 Array = jax.Array
 
@@ -118,6 +121,7 @@ def grouped_dense(
     interpret: bool = False,
     precision: Any = None,
     backend: str | None = None,
+    quantization: Recipe | None = None,
 ) -> Array:
     """A dense layer for each group of rows: `activation(x_i @ kernel_i + bias_i)`.
 
@@ -133,12 +137,17 @@ def grouped_dense(
       interpret: as in `grouped_matmul`.
       precision: as in `grouped_matmul`.
       backend: as in `grouped_matmul`.
+      quantization: what is quantized on the way, by a `quant.Recipe`. Gradients are those of the layer without it,
+        computed from the quantized numbers, which are all that is kept of x and kernel. They are not differentiated
+        again in what is quantized; and if they are quantized themselves (`grad`), JAX refuses forward mode.
 
     Returns:
       `[m, ...]`, the free axes of x, then those of kernel.
 
     >>> grouped_dense(jnp.ones((3, 2)), jnp.ones((2, 2, 1)), [1, 1], bias=jnp.array([[1.0], [-3.0]])).ravel()
     Array([ 3., -1.,  0.], dtype=float32)
+    >>> grouped_dense(jnp.ones((3, 2)), jnp.ones((2, 2, 1)), [1, 1], quantization=Recipe("int8", "int8")).ravel()
+    Array([2., 2., 0.], dtype=float32)
     """
     x, kernel = operand("x", x), operand("kernel", kernel)
     rows = GroupedTensor(x, what.as_sizes(group_sizes), None, x.shape)
@@ -149,8 +158,9 @@ def grouped_dense(
     _check_groups(a, b, group_offset, "m", ends)
     check_ends(a, b, ends, "m")
     fused, _ = _fused(a, b, "m", ends, dtype)
+    multiply = grouped_matmul if quantization is None else functools.partial(trained, quantization)
     return _rows(
-        a, b, dtype, precision=precision, backend=backend, interpret=interpret, group_offset=group_offset,
+        a, b, dtype, multiply, precision=precision, backend=backend, interpret=interpret, group_offset=group_offset,
         activation=activation, **fused,
     ).data  # fmt: skip
 
@@ -235,14 +245,16 @@ def _scaled_stacks(a: Side, b: Side, dtype: Any, precision: Any) -> GroupedTenso
     return GroupedTensor(out.reshape(shape), None, None, tuple(shape))
 
 
-def _rows(side: Side, stack: Side, dtype: Any, **options: Any) -> GroupedTensor:
+def _rows(
+    side: Side, stack: Side, dtype: Any, multiply: Callable[..., Array] = grouped_matmul, **options: Any
+) -> GroupedTensor:
     """The ragged side's rows, each times a matrix of the stack."""
     free = side.ordered(side.free)
     x, other = laid(side, free, side.summed)
     x = x.mT if other else x
     w, turned = laid(stack, stack.summed, stack.free)
     sizes = times(side.ragged(side.free), side.inner(side.free), x.shape[0])
-    out = grouped_matmul(x, w, sizes, dtype, transpose_rhs=turned, **options)
+    out = multiply(x, w, sizes, dtype, transpose_rhs=turned, **options)
     shape = [side.tensor.shape[axis] for axis in free] + [stack.tensor.shape[axis] for axis in stack.free]
     return arranged(
         side,
