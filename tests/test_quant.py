@@ -1,11 +1,13 @@
 """Quantized operands: what `Scaled` stands for, and products that are those of what it stands for."""
 
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import trencadis as tr
 from trencadis.quant import FORMATS, Scaled, dequantize, quantize
@@ -241,3 +243,17 @@ def test_gradients_of_what_is_not_quantized(granularity, x, w, rng):
     assert d_bias.dtype == jnp.bfloat16 and d_bias[:, 0].tolist() == SIZES.tolist()
     many = jax.vmap(lambda x: tr.grouped_matmul(x, r, SIZES))(np.stack([x, 2 * x]))
     close(many[1], by_rows(2 * x, exact(r)))
+
+
+@pytest.mark.parametrize(("format", "granularity"), [("int8", "column"), ("int4", (1, 32, 1)), ("nvfp4", (1, 16, 1))])
+def test_experts_over_a_mesh(format, granularity, x, w):
+    """With varying axes checked; what all experts share, as the total of nvfp4, is on every device."""
+    mesh = jax.make_mesh((G,), ("e",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:G])
+    r = quantize(w, format, granularity)
+    spec = jax.tree.map(lambda leaf: P("e") if leaf.ndim else P(), r)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), spec), out_specs=P())
+    def sharded(x, r):
+        return jax.lax.psum(tr.grouped_matmul(x, r, SIZES, group_offset=jax.lax.axis_index("e")), "e")
+
+    close(jax.jit(sharded)(x, r), by_rows(x, exact(r)))
