@@ -1,4 +1,4 @@
-"""How far off quantized operands are, and how long they take to decode: `python -m benchmarks.quantized --pin 1`."""
+"""How long decoding with quantized weights takes: `python -m benchmarks.quantized --pin 1`."""
 
 from __future__ import annotations
 
@@ -20,36 +20,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if asked.pin is not None:
         timing.pin(asked.pin)
     timing.no_tpu_here()
-    _errors()
     _gradients()
     _decoding(timing.wall_clock() if asked.pin is None else timing.cpu_clock())
-
-
-def _errors() -> None:
-    """Relative errors in the norm: normal rows with a few large columns, weights with heavy tails."""
-    import numpy as np
-
-    import trencadis as tr
-    from trencadis.quant import FORMATS, quantize
-
-    rng = np.random.default_rng(0)
-    g, each, k, n = 4, 64, 1024, 256
-    x = rng.normal(size=(g * each, k)).astype(np.float32)
-    x[:, rng.integers(0, k, 8)] *= 20
-    w = (rng.standard_t(5, size=(g, k, n)) / 32).astype(np.float32)
-    want = np.concatenate([x[i * each : (i + 1) * each].astype(np.float64) @ w[i].astype(np.float64) for i in range(g)])
-
-    def off(a: Any, b: Any) -> float:
-        found = np.asarray(tr.grouped_matmul(a, b, np.full(g, each)), np.float64)
-        return float(np.linalg.norm(found - want) / np.linalg.norm(want))
-
-    print(f"{'format':14} {'scales':18} {'both':>7} {'weights':>8} {'bits':>6}")
-    for name, kind in FORMATS.items():
-        block = kind.block
-        cases: dict[str, Any] = {"row x column": ("row", "column"), "1x128 by 128x128": ((1, 128), (1, 128, 128))}
-        for scales, (left, right) in ({f"blocks of {block}": ((1, block), (1, block, 1))} if block else cases).items():
-            q, r = quantize(x, name, left), quantize(w, name, right)
-            print(f"{name:14} {scales:18} {off(q, r):7.3f} {off(x, r):8.3f} {r.nbytes * 8 / w.size:6.2f}")
 
 
 def _gradients() -> None:

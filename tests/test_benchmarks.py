@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+import json
 import pathlib
 import platform
 import subprocess
@@ -25,6 +26,8 @@ from benchmarks import (  # noqa: E402
     peers,
     plot,
     problems,
+    quantized_errors,
+    quantized_picture,
     report,
     run,
     timing,
@@ -563,3 +566,42 @@ def test_the_check_ends_with_a_verdict(monkeypatch, tmp_path, capsys):
     assert "1 of 1 right" in capsys.readouterr().out and '"ok": true' in (tmp_path / "r.json").read_text()
     assert gpu_check.main(["--backend", "nonsense", "--jobs", "1"]) == 1
     assert "FAILED ValueError: backend" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors of quantized operands: the pages say what was measured, and it is still so
+
+
+@pytest.fixture(scope="module")
+def errors():
+    return json.loads((quantized_errors.RESULTS / "2026-11-15.json").read_text())
+
+
+def test_errors_on_the_pages(errors):
+    pages = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("quantized-numerics", "quantization", "serving")}
+    assert quantized_errors.table(errors) in pages["quantized-numerics"]
+    rows = {f"`{row['format']}`, {row['scales']}": row for row in errors["rows"]}
+    lines = [line.strip(" |").split(" | ") for line in (pages["quantization"] + pages["serving"]).splitlines()]
+    quoted = [(rows[line[0]], line) for line in lines if line[0] in rows]
+    assert len(quoted) == 11
+    for row, line in quoted:
+        assert f"{row['bits']:.2f}" in line and quantized_errors.span(errors, row, "weights") in line
+    for row, line in quoted[:4]:  # quantization.md
+        assert quantized_errors.span(errors, row, "both") in line
+
+
+def test_the_picture_of_errors_is_up_to_date(errors):
+    assert (ROOT / quantized_picture.PICTURE).read_text(encoding="utf-8") == quantized_picture.draw(errors)
+
+
+def test_errors_are_those_that_were_measured(errors):
+    name, scales, data = "int8", "row x column", "outlier channels"
+    row = next(row for row in errors["rows"] if (row["format"], row["scales"]) == (name, scales))
+    found = quantized_errors.errors(name, scales, *quantized_errors.operands(data))
+    for which in ("both", "weights"):
+        assert found[which] == pytest.approx(row[data][which], rel=1e-3)
+    assert max(each[data]["multiplying"] for each in errors["rows"] for data in errors["data"]) < 1e-6
+
+
+def test_errors_have_every_format(errors):
+    assert [(row["format"], row["scales"]) for row in errors["rows"]] == list(quantized_errors.cases())
