@@ -168,7 +168,11 @@ def _random(*arrays: tuple[tuple[int, ...], str]) -> Any:
 def _dense(problem: BenchProblem) -> tuple[Any, Any, str]:
     import jax
 
-    return jax.jit(lambda a, b: a @ b), _random(((problem.m, problem.k), "bfloat16"), ((problem.k, problem.n), "bfloat16")), "cuBLAS"
+    return (
+        jax.jit(lambda a, b: a @ b),
+        _random(((problem.m, problem.k), "bfloat16"), ((problem.k, problem.n), "bfloat16")),
+        "cuBLAS",
+    )
 
 
 def _kernel(problem: BenchProblem, which: str, fields: str, kind: str) -> tuple[Any, Any, str]:

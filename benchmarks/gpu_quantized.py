@@ -96,9 +96,7 @@ def _prepared(problem: BenchProblem, which: str, kind: str) -> tuple[Any, Any]:
     if which == "d_rhs":  # both [., m], quantized along m
         x = jax.jit(lambda: packed(normal(keys[0], k, m), left))()
         y = jax.jit(lambda: packed(normal(keys[1], n, m), left))()
-        fn = jax.jit(
-            lambda x, y, s: tr.transposed_grouped_matmul(x, y.mT, s, preferred_element_type=jnp.bfloat16)
-        )
+        fn = jax.jit(lambda x, y, s: tr.transposed_grouped_matmul(x, y.mT, s, preferred_element_type=jnp.bfloat16))
     else:
         flip = kind != WIDE or which == "d_lhs"
         x = jax.jit(lambda: packed(normal(keys[0], m, k), left))()

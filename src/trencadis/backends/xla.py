@@ -104,9 +104,7 @@ def _rows(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, ends
     return _each_group(problem, walk, group, out)
 
 
-def _contraction(
-    problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, ends: Extras, out: Array
-) -> Array:
+def _contraction(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, ends: Extras, out: Array) -> Array:
     """out[i] += lhs[rows of i].T @ rhs[rows of i]: one product for what is left over, then full tiles added to it."""
     kind = _operand_dtype(problem, plan.target)
     heights = _sum_heights(problem, plan.tiling.m)

@@ -162,9 +162,7 @@ def _stored(
         inner = problem.replace(n=n)
     named = {
         name: halves(filled(x, shape)) if layout.split == name else filled(x.astype(dtype), shape)
-        for name, x, shape, dtype in zip(
-            ("lhs", "rhs"), (lhs, rhs), shapes, (problem.lhs, problem.rhs), strict=True
-        )
+        for name, x, shape, dtype in zip(("lhs", "rhs"), (lhs, rhs), shapes, (problem.lhs, problem.rhs), strict=True)
     }
     return inner, named
 

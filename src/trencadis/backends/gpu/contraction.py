@@ -20,7 +20,6 @@ from trencadis.backends.gpu.walk import Tile, Walk, i32
 from trencadis.problem import Problem
 from trencadis.versions import flipped
 
-
 FEW = 64  # rows that are blanked at a time
 
 

@@ -42,7 +42,9 @@ class Rows:
         """The stages of both factors, and of weights that are widened."""
         problem, cut = self.problem, self.layout
         rhs = (cut.wide, cut.deep) if problem.transpose_rhs else (cut.deep, cut.wide)
-        memory = {"a": mgpu.SMEM((cut.stages, cut.tall, cut.deep), problem.lhs, transforms=tiled(problem.lhs, cut.lines))}
+        memory = {
+            "a": mgpu.SMEM((cut.stages, cut.tall, cut.deep), problem.lhs, transforms=tiled(problem.lhs, cut.lines))
+        }
         length = self.run * bits(problem.rhs) // 8 if cut.packed else cut.lines
         name = "packed" if cut.widened else "b"
         memory[name] = mgpu.SMEM((cut.stages, *rhs), problem.rhs, transforms=tiled(problem.rhs, length))

@@ -141,7 +141,9 @@ class Out:
     def _vector(self, name: str, tile: Tile) -> Any:
         """What the epilogue of a tile takes of a vector: for its rows, or for its columns."""
         if name != "by_row":
-            return self.refs[name].at[tile.group, pl.ds(pl.multiple_of(tile.across, self.layout.wide), self.layout.wide)]
+            return self.refs[name].at[
+                tile.group, pl.ds(pl.multiple_of(tile.across, self.layout.wide), self.layout.wide)
+            ]
         rows = pl.ds(pl.multiple_of(tile.down, GRAIN), self.layout.tall)
         return self.refs[name].at[rows if self.problem.form is Form.ROWS else (tile.group, rows)]
 
