@@ -23,6 +23,7 @@ from jax.interpreters import ad, batching, mlir
 from trencadis.backends import BACKENDS, INTERPRETED
 from trencadis.dtypes import accumulator, cast
 from trencadis.epilogue import Activation, Epilogue, activated, add
+from trencadis.parts import blocked
 from trencadis.plan import plan
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
@@ -50,6 +51,9 @@ def run(problem: Problem, pins: Pins, *operands: Any) -> Array:
 
 def expand(problem: Problem, pins: Pins, *operands: Any) -> Array:
     """The same result with the epilogue taken apart into products and elementwise operations."""
+    if problem.epilogue.blocks:
+        plain = Pins(backend=pins.backend, interpret=pins.interpret)
+        return blocked(problem, lambda inner, *given: run(inner, plain, *given), *operands)
     lhs, rhs, sizes, first, *extras = operands
     by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
     z = run(problem.replace(out=problem.acc, epilogue=Epilogue()), pins, lhs, rhs, sizes, first)
@@ -134,7 +138,8 @@ def _jvp(primals: Any, tangents: Any, *, problem: Problem, pins: Pins) -> tuple[
     lhs, rhs, sizes, first, *extras = primals
     d_lhs, d_rhs, _, _, *d_extras = tangents
     d_by_row, d_by_column, d_bias, d_existing = problem.epilogue.split(tuple(d_extras))
-    if any(x is not None and type(x) is not ad.Zero for x in (d_by_row, d_by_column)):
+    constants = tangents if problem.epilogue.blocks else (d_by_row, d_by_column)
+    if any(x is not None and type(x) is not ad.Zero for x in constants):
         return jax.jvp(functools.partial(expand, problem, pins), *_instantiated(primals, tangents))
     scales = problem.epilogue.split(tuple(extras))[:2]
     plain = problem.replace(epilogue=problem.epilogue.scaling)

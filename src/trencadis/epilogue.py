@@ -41,6 +41,7 @@ class Epilogue:
 
     by_row: bool = False  # scales of rows follow
     by_column: bool = False  # scales of columns follow
+    blocks: int = 0  # both change along the sum: [m, k / blocks] and [g, k / blocks, n / blocks]
     bias: np.dtype[Any] | None = None  # an operand [g, n] of this dtype follows
     activation: Activation | None = None  # a function of one number
     accumulate: bool = False  # an operand of the result's shape follows; the product is added to it
@@ -56,10 +57,11 @@ class Epilogue:
     @property
     def scaling(self) -> Epilogue:
         """That alone."""
-        return Epilogue(by_row=self.by_row, by_column=self.by_column)
+        return Epilogue(by_row=self.by_row, by_column=self.by_column, blocks=self.blocks)
 
     def __str__(self) -> str:
-        steps = ["scales"] * self.scaled + ["bias"] * (self.bias is not None)
+        scales = f"scales of {self.blocks}" if self.blocks else "scales"
+        steps = [scales] * self.scaled + ["bias"] * (self.bias is not None)
         if self.activation is not None:
             steps.append(getattr(self.activation, "__name__", type(self.activation).__name__))
         return " + ".join(steps + ["existing_out"] * self.accumulate)

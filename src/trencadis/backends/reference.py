@@ -11,6 +11,7 @@ from jax import lax
 from trencadis.backends.storage import whole
 from trencadis.dtypes import cast
 from trencadis.epilogue import Extras, add
+from trencadis.parts import blocked
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
@@ -31,7 +32,8 @@ def tiling(problem: Problem, target: Target) -> Tiling:
 
 def run(problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
     """For each group: mask, multiply, select."""
-    del plan
+    if problem.epilogue.blocks:
+        return blocked(problem, lambda inner, *given: run(inner, plan, *given), *operands)
     lhs, rhs, group_sizes, first, *extras = operands
     problem, lhs, rhs = whole(problem, lhs, rhs)
     by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))

@@ -23,6 +23,7 @@ from jax import lax
 from trencadis.backends.storage import from_bits, to_bits, whole
 from trencadis.dtypes import cast
 from trencadis.epilogue import Extras, add
+from trencadis.parts import blocked
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
@@ -54,6 +55,8 @@ def tiling(problem: Problem, target: Target) -> Tiling:
 
 def run(problem: Problem, plan: Any, *operands: Array) -> Array:
     """The result of a problem, in tiles of at most `plan.tiling.m` rows."""
+    if problem.epilogue.blocks:
+        return blocked(problem, lambda inner, *given: run(inner, plan, *given), *operands)
     lhs, rhs, group_sizes, first, *extras = operands
     problem, lhs, rhs = whole(problem, lhs, rhs)
     ends = problem.epilogue.split(tuple(extras))

@@ -18,6 +18,7 @@ from jax import lax
 from trencadis import problem as what
 from trencadis.autodiff import activate, run
 from trencadis.epilogue import Activation, Epilogue
+from trencadis.parts import in_parts
 from trencadis.problem import Form, Problem
 from trencadis.quant.qarray import from_qarray, is_qarray
 from trencadis.quant.scaled import Scaled, expanded
@@ -30,6 +31,7 @@ Operand = Any  # an array or a Scaled
 
 WHOLE = {"float4_e2m1fn": jnp.float8_e4m3fn}  # nothing multiplies 4 bits of a float; a byte holds them exactly
 
+BLOCKS = 128
 SHORT = 16  # entries of a sum below which it has no product of its own
 
 
@@ -69,7 +71,9 @@ def split_run(
     lhs, rhs, sizes, first = operands
     lhs, rhs = (lax.stop_gradient(x) if isinstance(x, Scaled) else x for x in (lhs, rhs))
     bare = asked.replace(epilogue=Epilogue())
-    multiply = _rows if asked.form is Form.ROWS else _contraction
+    multiply = _blocked if blocks_of(asked, lhs, rhs) else _rows if asked.form is Form.ROWS else _contraction
+    if bias is not None or activation is not None or existing is not None:
+        bare = bare.replace(out=np.dtype(np.float32))
     product = multiply(bare, pins, lhs, rhs, sizes, first)
     if bias is not None:
         mine = owned(asked, sizes, first)[:, None]
@@ -86,40 +90,45 @@ def split_run(
 # Rows: the sum runs along k
 
 
+def _blocked(asked: Problem, pins: Pins, lhs: Scaled, rhs: Scaled, sizes: Array, first: Array) -> Array:
+    """[m, n]. Scales of blocks that a kernel may take as they are."""
+    ends = Epilogue(by_row=True, by_column=True, blocks=blocks_of(asked, lhs, rhs))
+    scale = rhs.scale.mT if asked.transpose_rhs else rhs.scale  # [g, k / 128, n / 128]
+    scales = (x.astype(jnp.float32) for x in (lhs.scale, scale))
+    return run(asked.replace(epilogue=ends), pins, lhs.values, rhs.values, sizes, first, *scales)
+
+
 def _rows(asked: Problem, pins: Pins, lhs: Operand, rhs: Operand, sizes: Array, first: Array) -> Array:
     """[m, n]. Scales that change along k split the sum where they change, or go to lhs where that is too often."""
     axes = 1, 2 if asked.transpose_rhs else 1  # k
-    mine = owned(asked, sizes, first)[:, None]
-    local = local_group(asked, sizes, first)
     if _often(lhs, 1):
         lhs = lhs.dequantize()
     if _often(rhs, axes[1]) and _parts(rhs, 3 - axes[1]) == 1:
         by_group = jnp.squeeze(rhs.scales(), 3 - axes[1])  # [g or 1, k]
+        local = local_group(asked, sizes, first)
         each = by_group if by_group.shape[0] == 1 else jnp.take(by_group, local, axis=0)
         lhs, rhs = (lhs.dequantize() if isinstance(lhs, Scaled) else lhs) * each, _values(rhs)
     lengths = [x.block[axis] for x, axis in zip((lhs, rhs), axes, strict=True) if _parts(x, axis) > 1]
     step = min(math.gcd(*lengths), asked.k) if lengths else asked.k
-    count = -(-asked.k // step) if step else 1
-    short = count * step - asked.k
-    values = [_padded(_values(x), axis, short) for x, axis in zip((lhs, rhs), axes, strict=True)]
-    inner = asked.replace(k=step, lhs=np.dtype(values[0].dtype), rhs=np.dtype(values[1].dtype))
-    inner = inner.replace(out=inner.acc)
-    pins = pins if count == 1 else Pins(backend=pins.backend, interpret=pins.interpret)  # tiles are of all of k
+    pins = pins if step == asked.k else Pins(backend=pins.backend, interpret=pins.interpret)  # tiles are of all of k
 
-    def part(i: Any) -> Array:
-        x, y = (lax.dynamic_slice_in_dim(v, i * step, step, axis) for v, axis in zip(values, axes, strict=True))
-        product = run(inner, pins, x, y, sizes, first)
-        for operand, axis in zip((lhs, rhs), axes, strict=True):
-            if isinstance(operand, Scaled):
-                scale = _across(operand, axis, i * step)  # [m or 1, 1], or [g or 1, n or 1]
-                by_group = operand is rhs and scale.shape[0] > 1
-                product = product * (jnp.take(scale, local, axis=0) if by_group else scale)
-        return jnp.where(mine, product, 0)  # what nobody owns is 0, whatever scales say
+    def scales(i: Any) -> list[Array | None]:
+        down = _across(lhs, 1, i * step).reshape(-1) if isinstance(lhs, Scaled) else None
+        across = _across(rhs, axes[1], i * step) if isinstance(rhs, Scaled) else None
+        shapes = (asked.m,), (asked.local_groups, asked.n)
+        return [None if s is None else jnp.broadcast_to(s, shape) for s, shape in zip((down, across), shapes, strict=True)]
 
-    if count == 1:
-        return part(0)
-    total, *_ = vary_alike(jnp.zeros((asked.m, asked.n), jnp.float32), *jax.tree.leaves((lhs, rhs, sizes, first)))
-    return lax.scan(lambda sums, i: (sums + part(i), None), total, jnp.arange(count))[0]
+    operands = (_values(lhs), _values(rhs), sizes, first)
+    return in_parts(asked, step, operands, scales, lambda inner, *given: run(inner, pins, *given))
+
+
+def blocks_of(asked: Problem, lhs: Operand, rhs: Operand) -> int:
+    """How long blocks are that some kernels know: 1 x 128 of rows by 128 x 128 of weights; 0 if they are others."""
+    if asked.form is not Form.ROWS or not (isinstance(lhs, Scaled) and isinstance(rhs, Scaled)):
+        return 0
+    fits = asked.k % BLOCKS == 0 and asked.k > BLOCKS and lhs.total is None and rhs.total is None
+    same = lhs.dtype == rhs.dtype and lhs.block == (1, BLOCKS) and rhs.block == (1, BLOCKS, BLOCKS)
+    return BLOCKS if fits and same else 0
 
 
 def _often(x: Operand, axis: int) -> bool:
@@ -179,10 +188,6 @@ def _values(x: Operand) -> Array:
     if not isinstance(x, Scaled):
         return x
     return jnp.asarray(x.values).astype(WHOLE.get(x.values.dtype.name, x.values.dtype))
-
-
-def _padded(x: Array, axis: int, short: int) -> Array:
-    return jnp.pad(x, [(0, short if i == axis else 0) for i in range(x.ndim)]) if short else x
 
 
 def operand(name: str, x: Any) -> Operand:

@@ -70,6 +70,8 @@ def _arithmetic(problem: Problem) -> str | None:
     for name, dtype, known in dtypes:
         if dtype.name not in known:
             return f"{name} is {dtype.name}; it takes {', '.join(known)}"
+    if problem.epilogue.blocks and multiplied(problem).itemsize > 1:
+        return f"scales change along k; it takes them with operands of 8 bits, not {problem.lhs.name}"
     if (
         (multiplied(problem) == jnp.float32 or split(problem))
         and problem.asked not in TF32
@@ -120,6 +122,10 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
     named["sizes"] = flat_sizes(sizes, problem.m)
     named["first"] = first
     out_shape = (*problem.out_shape[:-1], inner.n)
+    if problem.epilogue.blocks:  # rows of what a copy finds, one step after the other
+        ends = ends._replace(by_row=ends.by_row.mT, by_column=ends.by_column.mT)
+        named["by_column"] = filled(ends.by_column, (*ends.by_column.shape[:2], up(ends.by_column.shape[2], 4)))
+        ends = ends._replace(by_column=None)
     if ends.by_row is not None:  # what a copy finds in a row is a multiple of 16 bytes
         named["by_row"] = filled(ends.by_row, (*ends.by_row.shape[:-1], up(ends.by_row.shape[-1], 4)))
     for name, vector in (("by_column", ends.by_column), ("bias", ends.bias)):

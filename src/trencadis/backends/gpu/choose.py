@@ -27,6 +27,7 @@ DEEPEST = 8  # stages; more of them hide nothing more
 TALL = 256  # rows of a tile, and
 WIDE = 192  # columns, or in turned tiles the other way round: two consumers have registers for no more sums
 WIDEST = {Form.ROWS: 256, Form.CONTRACTION: WIDE}  # columns of one instruction; a blanker leaves registers for fewer
+BLOCKED = 128  # columns of a tile whose scales change along the sum: those of one block
 PACKED = 128  # columns of a tile whose weights are widened
 FEW = 64  # rows of a group that make one block: reading its weights is all there is to do
 FEWER = 16  # rows that make one unit
@@ -56,6 +57,8 @@ def obey(problem: Problem, card: Card, tiling: Tiling) -> Layout:
     if _turned(problem) and tall < TALL and wide >= widest:
         return _layout(problem, card, max(tall // BLOCK * BLOCK, BLOCK), widest)
     tall = TALL if tall >= TALL else BLOCK * CONSUMERS
+    if problem.epilogue.blocks:
+        return _layout(problem, card, tall, BLOCKED)
     widest = min(widest, TALL * WIDE // tall)
     wide = max(min(wide, widest) // BLOCK * BLOCK, BLOCK)
     return _layout(problem, card, tall, wide)
@@ -72,6 +75,8 @@ def _tile(problem: Problem, cores: int) -> tuple[int, int]:
     """Rows and columns of a tile of the result."""
     if packed(problem):
         return _packed_tile(problem, 2 * UNIT if problem.m / problem.groups <= FEWER else WIDE)
+    if problem.epilogue.blocks:  # their sums take registers twice
+        return TALL if problem.m / problem.groups > FEW else CONSUMERS * BLOCK, BLOCKED
     if problem.n <= 128:
         return TALL, BLOCK if problem.n <= BLOCK else 128
     rows = problem.m / problem.groups
@@ -105,6 +110,8 @@ def _time(problem: Problem, cores: int, tall: int, wide: int) -> float:
 
 def _turned(problem: Problem) -> bool:
     """Whether padding is worth avoiding, and the result is of a width that an instruction transposes on its way out."""
+    if problem.epilogue.blocks:
+        return False
     rows = 0 if packed(problem) else problem.m / problem.groups
     return problem.form is Form.ROWS and problem.out.itemsize == 2 and problem.n > 128 and rows < LARGE
 
@@ -193,6 +200,8 @@ def _besides(problem: Problem, wide: int, slots: int, rows: int) -> int:
     """Bytes of shared memory that are not stages. Buffers have so many rows; arrays start at multiples of 1024."""
     staged = CONSUMERS * slots * rows * LINE
     epilogue = problem.epilogue
+    if epilogue.blocks:
+        return staged + 4096 * -(-problem.k // epilogue.blocks // 256) + 8 * TALL * DEEPEST
     vectors = [4 * TALL] * epilogue.by_row + [4 * wide] * epilogue.by_column
     vectors += [] if epilogue.bias is None else [wide * epilogue.bias.itemsize]
     noted = sum(-(-CONSUMERS * size // 1024) * 1024 for size in vectors)

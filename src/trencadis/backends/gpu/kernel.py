@@ -23,8 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu import contraction, mail, rows, stores
-from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, WIDENED, Layout
-from trencadis.backends.gpu.shapes import Shape, shapes
+from trencadis.backends.gpu.consumer import Consumer
+from trencadis.backends.gpu.layout import CONSUMERS, WIDENED, Layout
 from trencadis.backends.gpu.walk import Tile, Walk, i32
 from trencadis.problem import Form, Problem
 
@@ -49,7 +49,7 @@ def call(
         **form.scratch(),
         **stores.scratch(problem, layout),
         **mail.scratch(warpgroups - 1),
-        "full": mgpu.Barrier(num_arrivals=2, num_barriers=layout.stages),
+        "full": mgpu.Barrier(num_arrivals=2 + bool(problem.epilogue.blocks), num_barriers=layout.stages),
         "free": mgpu.Barrier(num_arrivals=CONSUMERS + bool(fourth), num_barriers=layout.stages),
     }
     if fourth == "blanker":
@@ -99,7 +99,7 @@ def _body(problem: Problem, layout: Layout, form: Any, refs: dict[str, Any]) -> 
 
     def consume() -> None:
         mgpu.set_max_registers(many, action="increase")
-        mail.listen(refs, functools.partial(_consume, problem, layout, form, refs, walk, role))
+        mail.listen(refs, Consumer(problem, layout, form, refs, walk, role).consume)
         mgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def copy() -> None:
@@ -163,69 +163,3 @@ def _widen(layout: Layout, form: Any, refs: dict[str, Any], tile: Tile, done: An
         mgpu.barrier_arrive(refs["free"].at[at])
 
     lax.fori_loop(i32(0), tile.steps, step, None)
-
-
-def _consume(
-    problem: Problem, layout: Layout, form: Any, refs: dict[str, Any], walk: Walk, role: Any, tile: Tile, done: Any
-) -> None:
-    """One consumer's part of a tile: the first half of its blocks, or the second."""
-    out = stores.Out(problem, layout, form, refs, role)
-    kinds = shapes(layout, problem.n)
-    ahead = layout.packed and not layout.widened
-    blocks = kinds.blocks(tile)
-    half = lax.div(blocks + i32(1), i32(2))
-    top = pl.multiple_of(jnp.where(role == 0, i32(0), half) * i32(BLOCK), BLOCK)
-    mine = jnp.where(role == 0, half, blocks - half)
-
-    def arrived(i: Any) -> Any:
-        at = mail.slot(done + i, layout.stages)
-        mgpu.barrier_wait(refs["full"].at[at])
-        if form.blanks:
-            pl.when(form.ends(walk, tile, i))(lambda: mgpu.barrier_wait(refs["blank"].at[at]))
-        if not layout.widened:
-            return at, at
-        to = mail.slot(done + i, WIDENED)
-        mgpu.barrier_wait(refs["ready"].at[to])
-        return at, to
-
-    def free(i: Any) -> None:
-        mgpu.barrier_arrive(refs["free"].at[mail.slot(done + i, layout.stages)])
-        if layout.widened:
-            mgpu.barrier_arrive(refs["spent"].at[mail.slot(done + i, WIDENED)])
-
-    def multiply(shape: Shape) -> None:
-        parts = out.parts(top, shape)
-        out.prepare(tile, parts)
-
-        def summed(acc: Any) -> Any:
-            def step(i: Any, _: Any) -> None:
-                at = arrived(i)
-                factors = form.factors(refs, at, pl.ds(top, shape.blocks * BLOCK), shape.columns)
-                if ahead:  # weights were unpacked while the product before was under way
-                    mgpu.wgmma_wait(0)
-                    pl.when(i > 0)(lambda: free(i - i32(1)))
-                mgpu.wgmma(acc, *factors)
-                if not ahead:  # meanwhile the other consumer multiplies: the sooner the stage is free, the better
-                    mgpu.wgmma_wait(0)
-                    free(i)
-
-            lax.fori_loop(i32(0), tile.steps, step, None)
-            if ahead:
-                mgpu.wgmma_wait(0)
-                pl.when(tile.steps > 0)(lambda: free(tile.steps - i32(1)))
-            return acc[...]
-
-        acc = pl.run_scoped(summed, mgpu.ACC((shape.blocks * BLOCK, shape.columns), problem.acc))
-        out.store(tile, parts, acc)
-
-    def skip() -> None:
-        """The tile is not so tall."""
-
-        def step(i: Any, _: Any) -> None:
-            arrived(i)
-            free(i)
-
-        lax.fori_loop(i32(0), tile.steps, step, None)
-
-    branches = [skip, *(functools.partial(multiply, shape) for shape in kinds.all)]
-    lax.switch(jnp.where(mine > 0, kinds.branch(tile, mine) + i32(1), i32(0)), branches)

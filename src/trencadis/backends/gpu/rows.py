@@ -48,6 +48,8 @@ class Rows:
         length = self.run * bits(problem.rhs) // 8 if cut.packed else cut.lines
         name = "packed" if cut.widened else "b"
         memory[name] = mgpu.SMEM((cut.stages, *rhs), problem.rhs, transforms=tiled(problem.rhs, length))
+        if problem.epilogue.blocks:
+            memory["scales"] = mgpu.SMEM((cut.stages, cut.tall), jnp.float32)  # of the rows
         if cut.widened:
             memory["b"] = mgpu.SMEM((WIDENED, *rhs), problem.lhs, transforms=tiled(problem.lhs))
         return memory
@@ -70,6 +72,10 @@ class Rows:
         place = (group, n, k) if problem.transpose_rhs else (group, k, n)
         rhs = refs["rhs"].at[(second, *place) if cut.split == "rhs" else place]
         mgpu.copy_gmem_to_smem(rhs, refs["packed" if cut.widened else "b"].at[slot], full)
+
+        if problem.epilogue.blocks:
+            scales = refs["by_row"].at[step, pl.ds(pl.multiple_of(tile.down, GRAIN), cut.tall)]
+            mgpu.copy_gmem_to_smem(scales, refs["scales"].at[slot], full)
 
         def rows(height: int) -> Any:
             place = (pl.ds(pl.multiple_of(tile.down, GRAIN), height), k)

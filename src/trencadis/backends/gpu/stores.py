@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, GRAIN, LINE, Layout, line
 from trencadis.backends.gpu.shapes import Shape
 from trencadis.backends.gpu.walk import Tile, i32
+from trencadis.backends.storage import up
 from trencadis.epilogue import Extras, inlined
 from trencadis.problem import Form, Problem
 from trencadis.versions import flipped, turnable
@@ -47,6 +48,8 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
 def notes(problem: Problem, layout: Layout) -> dict[str, tuple[int, Any]]:
     """The vectors that the epilogue of a tile takes, by name: their length, and their dtype."""
     epilogue = problem.epilogue
+    if epilogue.blocks:  # those of rows come with each step; of weights, here are those of all steps
+        return {"by_column": (up(-(-problem.k // epilogue.blocks), 4), np.dtype(np.float32))}
     return {
         **({"by_row": (layout.tall, np.dtype(np.float32))} if epilogue.by_row else {}),
         **({"by_column": (layout.wide, np.dtype(np.float32))} if epilogue.by_column else {}),
@@ -116,11 +119,16 @@ class Out:
             for part in parts[:buffers]:
                 self._fetch(tile, part)
 
-    def store(self, tile: Tile, parts: list[Part], acc: jax.Array) -> None:
-        """Write a consumer's blocks of a tile, as many parts at a time as there are buffers."""
-        buffers, *_ = cut(self.problem, self.layout)
+    def wait(self, tile: Tile) -> None:
+        """Wait for the vectors that the epilogue takes."""
         if notes(self.problem, self.layout):
             pl.when(tile.steps > 0)(lambda: mgpu.barrier_wait(self._noted))
+
+    def store(self, tile: Tile, parts: list[Part], sums: list[jax.Array]) -> None:
+        """Write a consumer's blocks of a tile [64, wide], as many parts at a time as there are buffers."""
+        buffers, *_ = cut(self.problem, self.layout)
+        if not self.problem.epilogue.blocks:
+            self.wait(tile)
         for first in range(0, len(parts), buffers):
             some = parts[first : first + buffers]
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what the buffers held is read out
@@ -128,7 +136,7 @@ class Out:
                 for part in some:
                     self._fetch(tile, part)
             for part in some:
-                self._fill(tile, part, acc)
+                self._fill(tile, part, sums[part.down // BLOCK])
             mgpu.commit_smem()
             self._send(tile, some)
             mgpu.commit_smem_to_gmem_group()
@@ -140,10 +148,11 @@ class Out:
 
     def _vector(self, name: str, tile: Tile) -> Any:
         """What the epilogue of a tile takes of a vector: for its rows, or for its columns."""
+        if self.problem.epilogue.blocks:
+            return self.refs[name].at[tile.group, lax.div(tile.across, i32(self.problem.epilogue.blocks))]
         if name != "by_row":
-            return self.refs[name].at[
-                tile.group, pl.ds(pl.multiple_of(tile.across, self.layout.wide), self.layout.wide)
-            ]
+            columns = pl.ds(pl.multiple_of(tile.across, self.layout.wide), self.layout.wide)
+            return self.refs[name].at[tile.group, columns]
         rows = pl.ds(pl.multiple_of(tile.down, GRAIN), self.layout.tall)
         return self.refs[name].at[rows if self.problem.form is Form.ROWS else (tile.group, rows)]
 
@@ -179,7 +188,7 @@ class Out:
     def _put(self, staged: Any, tile: Tile, part: Part, sums: jax.Array, right: int, wide: int) -> None:
         """Finish sums [64, wide], and put them into a buffer of that shape, or the transpose of one."""
         row = right if self.layout.turned else part.row
-        acc = self._finished(tile, part, row, sums[part.down : part.down + BLOCK, right : right + wide])
+        acc = self._finished(tile, part, row, sums[:, right : right + wide])
 
         def laid(x: Any) -> Any:
             return turnable(x) if self.layout.turned else x
@@ -221,7 +230,7 @@ class Out:
     def _finished(self, tile: Tile, part: Part, row: Any, acc: jax.Array) -> jax.Array:
         """Scales, bias and activation of sums [64, wide] from a row of the tile on; rows nobody owns stay zero."""
         epilogue, vectors = self.problem.epilogue, notes(self.problem, self.layout)
-        if not vectors and epilogue.activation is None:
+        if epilogue.blocks or (not vectors and epilogue.activation is None):
             return acc
         down, right = (1, 0) if self.layout.turned else (0, 1)  # the axes of acc along rows of the result, and columns
         spread = {}
