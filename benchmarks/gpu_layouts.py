@@ -26,6 +26,7 @@ from benchmarks.timing import TIMED, WARM
 KINDS = {
     "bf16": ("bfloat16", "bfloat16", False),
     "e4m3": ("float8_e4m3fn", "float8_e4m3fn", True),
+    "deepseek": ("float8_e4m3fn", "float8_e4m3fn", True),
     "int8": ("int8", "int8", True),
     "w-int8": ("bfloat16", "int8", True),
     "w-int8-kn": ("bfloat16", "int8", False),
@@ -197,7 +198,7 @@ def _kernel(problem: BenchProblem, which: str, fields: str, kind: str) -> tuple[
         m=problem.m, k=k, n=n, groups=problem.g, local_groups=problem.g,
         lhs=jnp.dtype(lhs), rhs=jnp.dtype(rhs), out=jnp.dtype(jnp.bfloat16),
         transpose_rhs=which != "d_rhs" and (which == "d_lhs" or last), transpose_lhs=which == "d_rhs" and narrow,
-        epilogue=Epilogue(by_row=narrow, by_column=kind != "bf16"),
+        epilogue=Epilogue(by_row=narrow, by_column=kind != "bf16", blocks=128 if kind == "deepseek" else 0),
     )  # fmt: skip
     changes = {key: int(value) for key, value in (field.split("=") for field in fields.split())}
     layout = choose(asked, card).replace(**changes)
@@ -206,8 +207,11 @@ def _kernel(problem: BenchProblem, which: str, fields: str, kind: str) -> tuple[
     right = asked.rhs_shape[::-1] if turned else asked.rhs_shape
     operands = [*_random((asked.lhs_shape, lhs), (right, rhs)), sizes, jnp.zeros((1,), jnp.int32)]
     down = (problem.g, k) if which == "d_rhs" else (problem.m,)
+    across = (problem.g, n)
+    if asked.epilogue.blocks:
+        down, across = (problem.m, -(-k // 128)), (problem.g, -(-k // 128), -(-n // 128))
     operands += [jnp.full(down, 0.5)] if asked.epilogue.by_row else []
-    operands += [jnp.full((problem.g, n), 0.5)] if asked.epilogue.by_column else []
+    operands += [jnp.full(across, 0.5)] if asked.epilogue.by_column else []
 
     def call(x: Any, y: Any, *rest: Any) -> Any:
         return execute(asked, layout, x, y.mT if turned else y, *rest)

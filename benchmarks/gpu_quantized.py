@@ -1,6 +1,7 @@
 """Quantized operands on a GPU, through the doors: what each kind takes, and how far it is from float64.
 
     python -m benchmarks.gpu_quantized [--problems mixtral-8x7b decode-128] [--kinds e4m3 w-int8] [--json FILE]
+    python -m benchmarks.gpu_quantized --check    small problems with odd sizes, by value, also in the interpreter
 
 Operands are quantized beforehand. Those that the tensor cores multiply in 8 bits are stored with the axis of the sum
 last, which is what they take. Times are those of `benchmarks.run`: two calls, ten timed ones, the median.
@@ -9,6 +10,7 @@ last, which is what they take. Times are those of `benchmarks.run`: two calls, t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -43,7 +45,10 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--json", help="where to write the results")
+    parser.add_argument("--check", action="store_true", help="small problems, by value; nothing is timed")
     args = parser.parse_args()
+    if args.check:
+        raise SystemExit(_check())
     results = []
     for problem in select(",".join(args.problems) if args.problems else None, "gpu"):
         for which in args.passes:
@@ -52,7 +57,81 @@ def main() -> None:
                     results.append(_measure(problem, which, kind))
                     print(_row(results[-1]), flush=True)
     if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(results, indent=1))
+        import jax
+
+        about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "results": results}
+        pathlib.Path(args.json).write_text(json.dumps(about, indent=1) + "\n")
+
+
+def _check() -> int:
+    """How many small problems are wrong: sizes that are no multiples of tiles, NaN in what nobody owns, a window."""
+    import jax
+    import jax.numpy as jnp
+
+    import trencadis as tr
+    from trencadis.quant import Scaled, dequantize, quantize
+
+    interpret = jax.default_backend() == "cpu"
+    m, k, n = (96, 192, 192) if interpret else (700, 576, 320)
+    sizes = np.array([5, m // 3, 0, m // 2])  # of which the first is no local group
+    low, high = int(sizes[0]), int(sizes.sum())
+    mine = (np.arange(m) >= low) & (np.arange(m) < high)
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w, y = (jax.random.normal(key, s) for key, s in zip(keys, ((m, k), (3, k, n), (m, n)), strict=True))
+    how: dict[str, Any] = {"backend": "gpu", "interpret": interpret, "group_offset": 1}
+
+    def spoilt(q: Any) -> Any:
+        """Rows that nobody owns are NaN."""
+        scale = jnp.where(mine[:, None], q.scale, jnp.nan)
+        values = q.values if q.format == "int8" else jnp.where(mine[:, None], q.values, jnp.nan).astype(q.dtype)
+        return Scaled(values, scale, q.format, q.block)
+
+    def off(got: Any, want: Any) -> float:
+        return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
+
+    def rows(a: Any, b: Any, last: bool, out: Any) -> float:
+        b_stored = b.mT if last else b
+        got = tr.grouped_matmul(a, b_stored, sizes, out, transpose_rhs=last, bias=y[:3], **how)
+        wide = [np.asarray(dequantize(v) if isinstance(v, Scaled) else v, np.float64) for v in (a, b, y)]
+        want, start = np.zeros((m, n)), low
+        for i, size in enumerate(sizes[1:]):
+            part = slice(start, start + size)
+            want[part], start = wide[0][part] @ wide[1][i] + wide[2][i], start + size
+        return off(got, want)
+
+    def contraction(name: str, out: Any) -> float:
+        a, b = quantize(x.T, name, "row"), quantize(y.T, name, "row")
+        got = tr.transposed_grouped_matmul(a, b.mT, sizes, out, num_actual_groups=3, **how)
+        wide = [np.asarray(dequantize(v), np.float64) for v in (a, b)]
+        bounds = np.cumsum(sizes)
+        parts = itertools.pairwise(bounds)
+        return off(got, np.stack([wide[0][:, s:e] @ wide[1][:, s:e].T for s, e in parts]))
+
+    cases: dict[str, Any] = {}
+    rounded = jnp.where(mine[:, None], x, jnp.nan).astype(jnp.bfloat16)
+    for name in ("int8", "int4", "float8_e4m3fn", "float8_e5m2"):
+        for last, out in ((True, jnp.bfloat16), (False, jnp.bfloat16), (True, jnp.float32)):
+            weights = quantize(w, name, "column")
+            cases[f"bf16 x {name}, last={last}, {out.__name__}"] = (rows, rounded, weights, last, out)
+        if name != "int4":
+            both = spoilt(quantize(x, name, "row")), quantize(w, name, "column")
+            blocks = spoilt(quantize(x, name, (1, 128))), quantize(w, name, (1, 128, 128))
+            cases[f"{name} x {name}"] = (rows, *both, True, jnp.bfloat16)
+            cases[f"{name} x {name}, blocks"] = (rows, *blocks, True, jnp.float32)
+            cases[f"{name}, contraction"] = (contraction, name, jnp.bfloat16)
+    return _wrong(cases)
+
+
+def _wrong(cases: dict[str, Any]) -> int:
+    """How many cases are: functions that give an error, with arguments of which the last is the result's dtype."""
+    wrong = 0
+    for name, (fn, *args) in cases.items():
+        error = fn(*args)
+        limit = 3e-3 if np.dtype(args[-1]).itemsize == 2 else 1e-3  # of rounding, or of sums in the tensor cores
+        wrong += not error < limit
+        print(f"{name:<45}{error:.1e}{'' if error < limit else '  WRONG'}", flush=True)
+    print(f"{len(cases) - wrong} of {len(cases)} are right", flush=True)
+    return wrong
 
 
 def _row(found: dict[str, Any]) -> str:

@@ -23,7 +23,6 @@ from trencadis.problem import Form, Problem
 from trencadis.quant.qarray import from_qarray, is_qarray
 from trencadis.quant.scaled import Scaled, expanded
 from trencadis.tiling import Pins
-from trencadis.versions import vary_alike
 from trencadis.visits import local_group, owned
 
 Array = jax.Array
@@ -116,7 +115,8 @@ def _rows(asked: Problem, pins: Pins, lhs: Operand, rhs: Operand, sizes: Array, 
         down = _across(lhs, 1, i * step).reshape(-1) if isinstance(lhs, Scaled) else None
         across = _across(rhs, axes[1], i * step) if isinstance(rhs, Scaled) else None
         shapes = (asked.m,), (asked.local_groups, asked.n)
-        return [None if s is None else jnp.broadcast_to(s, shape) for s, shape in zip((down, across), shapes, strict=True)]
+        pairs = zip((down, across), shapes, strict=True)
+        return [None if s is None else jnp.broadcast_to(s, shape) for s, shape in pairs]
 
     operands = (_values(lhs), _values(rhs), sizes, first)
     return in_parts(asked, step, operands, scales, lambda inner, *given: run(inner, pins, *given))
@@ -126,7 +126,7 @@ def blocks_of(asked: Problem, lhs: Operand, rhs: Operand) -> int:
     """How long blocks are that some kernels know: 1 x 128 of rows by 128 x 128 of weights; 0 if they are others."""
     if asked.form is not Form.ROWS or not (isinstance(lhs, Scaled) and isinstance(rhs, Scaled)):
         return 0
-    fits = asked.k % BLOCKS == 0 and asked.k > BLOCKS and lhs.total is None and rhs.total is None
+    fits = asked.k > BLOCKS and lhs.total is None and rhs.total is None
     same = lhs.dtype == rhs.dtype and lhs.block == (1, BLOCKS) and rhs.block == (1, BLOCKS, BLOCKS)
     return BLOCKS if fits and same else 0
 

@@ -114,6 +114,9 @@ def run(problem: Problem, plan: Any, *operands: Array) -> Array:
 
 def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any = None) -> Array:
     """The result of a problem by a kernel of this layout; each operand is padded where a copy engine wants it."""
+    from trencadis.backends.gpu import stores  # here, so that who has no GPU needs nothing of what it imports
+    from trencadis.backends.gpu.kernel import call
+
     lhs, rhs, sizes, first, *extras = operands
     ends = problem.epilogue.split(tuple(extras))
     if interpret is not None:  # which has no atomic operations, and no factors in registers
@@ -124,7 +127,8 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
     out_shape = (*problem.out_shape[:-1], inner.n)
     if problem.epilogue.blocks:  # rows of what a copy finds, one step after the other
         ends = ends._replace(by_row=ends.by_row.mT, by_column=ends.by_column.mT)
-        named["by_column"] = filled(ends.by_column, (*ends.by_column.shape[:2], up(ends.by_column.shape[2], 4)))
+        length = stores.notes(inner, layout)["by_column"][0]
+        named["by_column"] = filled(ends.by_column, (*ends.by_column.shape[:2], length))
         ends = ends._replace(by_column=None)
     if ends.by_row is not None:  # what a copy finds in a row is a multiple of 16 bytes
         named["by_row"] = filled(ends.by_row, (*ends.by_row.shape[:-1], up(ends.by_row.shape[-1], 4)))
@@ -133,8 +137,6 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
             named[name] = filled(vector, (problem.local_groups, inner.n))
     if ends.existing is not None:
         named["existing"] = filled(ends.existing, out_shape)
-    from trencadis.backends.gpu.kernel import call  # here, so that who has no GPU needs nothing of what it imports
-
     out = call(inner, layout, named, out_shape, interpret)
     return out if out_shape == problem.out_shape else lax.slice(out, (0,) * out.ndim, problem.out_shape)
 

@@ -56,9 +56,9 @@ def obey(problem: Problem, card: Card, tiling: Tiling) -> Layout:
         return _layout(problem, card, *_packed_tile(problem, tall))
     if _turned(problem) and tall < TALL and wide >= widest:
         return _layout(problem, card, max(tall // BLOCK * BLOCK, BLOCK), widest)
-    tall = TALL if tall >= TALL else BLOCK * CONSUMERS
     if problem.epilogue.blocks:
-        return _layout(problem, card, tall, BLOCKED)
+        return _layout(problem, card, CONSUMERS * BLOCK, BLOCKED)
+    tall = TALL if tall >= TALL else BLOCK * CONSUMERS
     widest = min(widest, TALL * WIDE // tall)
     wide = max(min(wide, widest) // BLOCK * BLOCK, BLOCK)
     return _layout(problem, card, tall, wide)
@@ -76,7 +76,7 @@ def _tile(problem: Problem, cores: int) -> tuple[int, int]:
     if packed(problem):
         return _packed_tile(problem, 2 * UNIT if problem.m / problem.groups <= FEWER else WIDE)
     if problem.epilogue.blocks:  # their sums take registers twice
-        return TALL if problem.m / problem.groups > FEW else CONSUMERS * BLOCK, BLOCKED
+        return CONSUMERS * BLOCK, BLOCKED
     if problem.n <= 128:
         return TALL, BLOCK if problem.n <= BLOCK else 128
     rows = problem.m / problem.groups
@@ -146,11 +146,11 @@ def split(problem: Problem) -> str:
 def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
     dtype, narrow = multiplied(problem), packed(problem)
     lines = _lines(problem)
-    deep = _deep(problem, lines)
-    stage = deep * (tall * bits(dtype) + wide * bits(problem.rhs if narrow else dtype)) // 8
     turned = _turned(problem) and (narrow or wide == WIDEST[Form.ROWS])
-    slots, buffer = (1, tall) if turned else (_slots(problem, wide), BLOCK)
     widened = narrow and not (turned and problem.transpose_rhs)  # a factor in registers is the first, with k last
+    deep = _deep(problem, lines, widened)
+    stage = deep * (tall * bits(dtype) + wide * bits(problem.rhs if narrow else dtype)) // 8
+    slots, buffer = (1, tall) if turned else (_slots(problem, wide), BLOCK)
     besides = _besides(problem, wide, slots, buffer) + widened * WIDENED * deep * wide * dtype.itemsize
     stages = min((card.shared - besides) // stage, DEEPEST)
     operations = 2 * problem.rows * problem.k * problem.n
@@ -172,10 +172,10 @@ def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
     )
 
 
-def _deep(problem: Problem, lines: int) -> int:
+def _deep(problem: Problem, lines: int, widened: bool) -> int:
     """Entries of the sum in one step: a line of each operand, or two of rows whose weights are packed."""
     if packed(problem):
-        return line(problem.rhs) if problem.transpose_rhs else 2 * line(problem.lhs)
+        return 2 * line(problem.lhs) if widened else line(problem.rhs)
     return line(multiplied(problem), LINE if problem.form is Form.ROWS else lines)
 
 
@@ -200,9 +200,9 @@ def _besides(problem: Problem, wide: int, slots: int, rows: int) -> int:
     """Bytes of shared memory that are not stages. Buffers have so many rows; arrays start at multiples of 1024."""
     staged = CONSUMERS * slots * rows * LINE
     epilogue = problem.epilogue
-    if epilogue.blocks:
-        return staged + 4096 * -(-problem.k // epilogue.blocks // 256) + 8 * TALL * DEEPEST
     vectors = [4 * TALL] * epilogue.by_row + [4 * wide] * epilogue.by_column
+    if epilogue.blocks:  # scales of the rows of each stage, and of the weights of all steps
+        vectors = [2 * BLOCK * DEEPEST * 4 // CONSUMERS, 4 * -(-problem.k // epilogue.blocks) + 128]
     vectors += [] if epilogue.bias is None else [wide * epilogue.bias.itemsize]
     noted = sum(-(-CONSUMERS * size // 1024) * 1024 for size in vectors)
     barriers = 8 * (4 * DEEPEST + 2 * WIDENED + 2 * TOLD + (1 + slots) * CONSUMERS + 1)

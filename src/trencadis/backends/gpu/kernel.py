@@ -34,7 +34,8 @@ PARAMS = mgpu.CompilerParams(
     reduction_scratch_bytes=0,
     unsafe_no_auto_barriers=True,  # all threads arrive at a barrier, and `commit_smem` is called where they must meet
 )
-REGISTERS = {"": (232, 40, 0), "blanker": (224, 32, 32), "widener": (168, 40, 136)}  # consumers, copier, the fourth
+# of a thread: consumers, the copier, and the others; there are 512 for all warpgroups
+REGISTERS = {"": (232, 40, 0), "blanker": (224, 32, 32), "widener": (168, 40, 136)}
 
 
 def call(
@@ -43,18 +44,18 @@ def call(
     """Run the kernel. Operands by name: sizes, first, lhs, rhs, and those of the epilogue."""
     existing = operands.pop("existing", None)
     form = FORMS[problem.form](problem, layout)
-    fourth = _fourth(layout, form)
-    warpgroups = CONSUMERS + 1 + bool(fourth)
+    helper = _helper(layout, form)
+    warpgroups = CONSUMERS + 1 + bool(helper)
     shared = {
         **form.scratch(),
         **stores.scratch(problem, layout),
         **mail.scratch(warpgroups - 1),
         "full": mgpu.Barrier(num_arrivals=2 + bool(problem.epilogue.blocks), num_barriers=layout.stages),
-        "free": mgpu.Barrier(num_arrivals=CONSUMERS + bool(fourth), num_barriers=layout.stages),
+        "free": mgpu.Barrier(num_arrivals=CONSUMERS + bool(helper), num_barriers=layout.stages),
     }
-    if fourth == "blanker":
+    if helper == "blanker":
         shared["blank"] = mgpu.Barrier(num_barriers=layout.stages)
-    if fourth == "widener":
+    if helper == "widener":
         shared["ready"] = mgpu.Barrier(num_barriers=WIDENED)
         shared["spent"] = mgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=WIDENED)
     # what the kernel reads and writes is a reference; what it only writes is a result
@@ -86,16 +87,16 @@ def call(
     return jax.freeze(refs["out"]) if existing is not None else out[0]
 
 
-def _fourth(layout: Layout, form: Any) -> str:
-    """What the fourth warpgroup is, if there is one."""
+def _helper(layout: Layout, form: Any) -> str:
+    """What the warpgroup beside consumers and copier is, if there is one."""
     return "blanker" if form.blanks else "widener" if layout.widened else ""
 
 
 def _body(problem: Problem, layout: Layout, form: Any, refs: dict[str, Any]) -> None:
     block, role = lax.axis_index("block"), lax.axis_index("role")
     walk = Walk(problem, layout, refs["sizes"], refs["first"])
-    fourth = _fourth(layout, form)
-    many, few, some = REGISTERS[fourth]
+    helper = _helper(layout, form)
+    many, few, some = REGISTERS[helper]
 
     def consume() -> None:
         mgpu.set_max_registers(many, action="increase")
@@ -118,7 +119,7 @@ def _body(problem: Problem, layout: Layout, form: Any, refs: dict[str, Any]) -> 
 
     # one tree of branches: the compiler gives each role its own number of registers only then
     def others() -> None:
-        lax.cond(role == CONSUMERS, copy, {"blanker": blank, "widener": widen}[fourth]) if fourth else copy()
+        lax.cond(role == CONSUMERS, copy, {"blanker": blank, "widener": widen}[helper]) if helper else copy()
 
     lax.cond(role < CONSUMERS, consume, others)
 

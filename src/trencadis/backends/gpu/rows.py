@@ -100,8 +100,8 @@ class Rows:
         tiles = mgpu.Tiling(((4 * rows, self.run), (rows, self.run), (8,)))  # 8 numbers to a lane
         layout = mgpu.Layout.TILED(tiles, (-5,), (-3, -2), -1)
         for top in range(0, wide.shape[0], BLOCK):
-            some = mgpu.layout_cast(packed.at[pl.ds(top, BLOCK)][...], layout)
-            wide.at[pl.ds(top, BLOCK)][...] = _as(some, wide.dtype)
+            some = pl.ds(top, BLOCK)
+            wide.at[some][...] = _as(mgpu.layout_cast(packed.at[some][...], layout), wide.dtype)
         mgpu.commit_smem()
 
     def place(self, ref: Any, tile: Tile, row: Any, rows: int, columns: Any) -> Any:

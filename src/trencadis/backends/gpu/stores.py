@@ -49,7 +49,7 @@ def notes(problem: Problem, layout: Layout) -> dict[str, tuple[int, Any]]:
     """The vectors that the epilogue of a tile takes, by name: their length, and their dtype."""
     epilogue = problem.epilogue
     if epilogue.blocks:  # those of rows come with each step; of weights, here are those of all steps
-        return {"by_column": (up(-(-problem.k // epilogue.blocks), 4), np.dtype(np.float32))}
+        return {"by_column": (up(-(-problem.k // epilogue.blocks), 32), np.dtype(np.float32))}
     return {
         **({"by_row": (layout.tall, np.dtype(np.float32))} if epilogue.by_row else {}),
         **({"by_column": (layout.wide, np.dtype(np.float32))} if epilogue.by_column else {}),
