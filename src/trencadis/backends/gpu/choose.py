@@ -148,7 +148,7 @@ def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
     lines = _lines(problem)
     turned = _turned(problem) and (narrow or wide == WIDEST[Form.ROWS])
     widened = narrow and not (turned and problem.transpose_rhs)  # a factor in registers is the first, with k last
-    deep = _deep(problem, lines, widened)
+    deep = _deep(problem, lines, tall > BLOCK or widened)
     stage = deep * (tall * bits(dtype) + wide * bits(problem.rhs if narrow else dtype)) // 8
     slots, buffer = (1, tall) if turned else (_slots(problem, wide), BLOCK)
     besides = _besides(problem, wide, slots, buffer) + widened * WIDENED * deep * wide * dtype.itemsize
@@ -172,10 +172,10 @@ def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
     )
 
 
-def _deep(problem: Problem, lines: int, widened: bool) -> int:
-    """Entries of the sum in one step: a line of each operand, or two of rows whose weights are packed."""
+def _deep(problem: Problem, lines: int, short: bool) -> int:
+    """Entries of the sum in one step: a line of each operand, and two of rows, or more, whose weights are packed."""
     if packed(problem):
-        return 2 * line(problem.lhs) if widened else line(problem.rhs)
+        return 2 * line(problem.lhs) if short else line(problem.rhs)
     return line(multiplied(problem), LINE if problem.form is Form.ROWS else lines)
 
 
