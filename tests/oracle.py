@@ -15,7 +15,10 @@ def wide(x):
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
-def rows(lhs, rhs, sizes, *, first=0, transpose_rhs=False, existing_out=None, bias=None, activation=None):
+def rows(
+    lhs, rhs, sizes, *, first=0, transpose_rhs=False, existing_out=None, bias=None, activation=None, scales=(None, None)
+):
+    """Scales are those of rows [m] and of columns [g, n]."""
     lhs, rhs = wide(lhs), wide(rhs)
     if transpose_rhs:
         rhs = rhs.swapaxes(1, 2)
@@ -23,20 +26,24 @@ def rows(lhs, rhs, sizes, *, first=0, transpose_rhs=False, existing_out=None, bi
     for i, (start, end) in enumerate(bounds(sizes, lhs.shape[0])):
         if first <= i < first + rhs.shape[0]:
             z = lhs[start:end] @ rhs[i - first]
+            z = z if scales[0] is None else z * wide(scales[0])[start:end, None]
+            z = z if scales[1] is None else z * wide(scales[1])[i - first]
             if bias is not None:
                 z = z + wide(bias)[i - first]
             out[start:end] = z if activation is None else activation(z)
     return out if existing_out is None else out + wide(existing_out)
 
 
-def contraction(lhs, rhs, sizes, *, first=0, local=None, existing_out=None):
-    """Lhs is [m, k] here."""
+def contraction(lhs, rhs, sizes, *, first=0, local=None, existing_out=None, scales=(None, None)):
+    """Lhs is [m, k] here; scales are [g, k] and [g, n]. What an empty group has is 0."""
     lhs, rhs = wide(lhs), wide(rhs)
     local = len(sizes) - first if local is None else local
     out = np.zeros((local, lhs.shape[1], rhs.shape[1]), np.result_type(lhs, rhs))
     for i, (start, end) in enumerate(bounds(sizes, lhs.shape[0])):
-        if first <= i < first + local:
-            out[i - first] = lhs[start:end].T @ rhs[start:end]
+        if first <= i < first + local and start < end:
+            z = lhs[start:end].T @ rhs[start:end]
+            z = z if scales[0] is None else z * wide(scales[0])[i - first][:, None]
+            out[i - first] = z if scales[1] is None else z * wide(scales[1])[i - first]
     return out if existing_out is None else out + wide(existing_out)
 
 

@@ -28,7 +28,8 @@ class Chip:
     vmem: int  # bytes
     cores: int  # TensorCores in the device
     mxus: int
-    int8: bool = True  # whether the MXU multiplies int8; where it does not, the compiler widens both operands
+    narrow: tuple[str, ...] = ()  # operands of 8 bits that the MXU multiplies, or loads as bfloat16 beside one
+    blind: str | None = "float8_e4m3fn"  # that of them which it loads as a float8 without NaN
     # The clock at which the fastest schedule that the compiler allows reaches `peak_bf16`; it comes out as published.
     clock: float
     # From the static profile that libtpu writes of its own schedules (--xla_jf_dump_static_llo_profile_to).
@@ -58,27 +59,31 @@ def _mm(bf16: int, f32: int, f8: int) -> Mapping[str, int]:
 CHIPS: dict[str, Chip] = {
     "v4": Chip(
         name="v4", kind="TPU v4", topology="v4:2x2x1",
-        hbm=1228e9 / 2, peak_bf16=275e12 / 2, int8=False, vmem=16 * MIB, cores=1, mxus=4, clock=1.05e9,
+        hbm=1228e9 / 2, peak_bf16=275e12 / 2, vmem=16 * MIB, cores=1, mxus=4, clock=1.05e9,
         mm=_mm(8, 8, 16), pop=115, pop_gap=8, pops=1, dma_in=700, dma_out=600, granule=512,
     ),
     "v5e": Chip(
         name="v5e", kind="TPU v5 lite", also=("TPU v5e",), topology="v5e:2x2",
         hbm=819e9, peak_bf16=197e12, vmem=128 * MIB, cores=1, mxus=4, clock=1.503e9,
+        narrow=("int8", "float8_e4m3fn", "float8_e5m2"),
         mm=_mm(16, 8, 32), pop=123, pop_gap=8, pops=2, dma_in=1130, dma_out=436,
     ),
     "v5p": Chip(
         name="v5p", kind="TPU v5", also=("TPU v5p",), topology="v5p:2x2x1",
         hbm=2765e9, peak_bf16=459e12 / 2, vmem=64 * MIB, cores=2, mxus=4, clock=1.751e9,
+        narrow=("int8", "float8_e4m3fn", "float8_e5m2"),
         mm=_mm(16, 8, 32), pop=123, pop_gap=8, pops=2, dma_in=672, dma_out=630,
     ),
     "v6e": Chip(
         name="v6e", kind="TPU v6 lite", also=("TPU v6e",), topology="v6e:2x2",
         hbm=1640e9, peak_bf16=918e12, vmem=128 * MIB, cores=1, mxus=2, clock=1.751e9,
+        narrow=("int8", "float8_e4m3fn", "float8_e5m2"),
         mm=_mm(8, 4, 16), pop=192, pop_gap=2, pops=4, dma_in=545, dma_out=453,
     ),
     "v7x": Chip(
         name="v7x", kind="TPU7x", also=("TPU v7x", "TPU v7"), topology="tpu7x:2x2x1",
-        hbm=7380e9 / 2, peak_bf16=2307e12 / 2, int8=False, vmem=64 * MIB, cores=1, mxus=2, clock=2.2e9,
+        hbm=7380e9 / 2, peak_bf16=2307e12 / 2, vmem=64 * MIB, cores=1, mxus=2, clock=2.2e9,
+        narrow=("float8_e4m3fn", "float8_e5m2"), blind=None,
         mm=_mm(8, 4, 8), pop=211, pop_gap=1, pops=4, dma_in=700, dma_out=600, slots=6,
     ),
 }  # fmt: skip

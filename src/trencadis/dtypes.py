@@ -16,6 +16,16 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(dtype)
 
 
+def width(dtype: Any) -> float:
+    """Bytes of a number where many are stored together.
+
+    >>> width(jnp.bfloat16), width(jnp.int4)
+    (2.0, 0.5)
+    """
+    bits = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
+    return bits.get(jnp.dtype(dtype).name, 8 * jnp.dtype(dtype).itemsize) / 8
+
+
 def accumulator(lhs: Any, rhs: Any) -> np.dtype[Any]:
     """The dtype in which products of these two dtypes, or the two themselves, are summed.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -27,5 +28,7 @@ class Backend(Protocol):
 
 
 BACKENDS: dict[str, Backend] = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
+# what some backends say of how they would do a problem on a target: a sentence, or None
+NOTES: dict[str, Callable[[Problem, Target], str | None]] = {"tpu": tpu.note}
 # backends whose kernels can be interpreted anywhere, and what they are interpreted as
 INTERPRETED = {"tpu": Target(platform="tpu"), "gpu": Target(platform="cuda", kind=CARDS["h200"].kind)}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from trencadis import problem as what
 from trencadis.api import grouped_matmul, transposed_grouped_matmul
 from trencadis.autodiff import grouped_p
-from trencadis.backends import BACKENDS, INTERPRETED
+from trencadis.backends import BACKENDS, INTERPRETED, NOTES
 from trencadis.cards import CARDS
 from trencadis.chips import CHIPS
 from trencadis.cost import Cost, cost
@@ -41,11 +41,13 @@ class Verdict:
     tiling: Tiling | None = None
     reason: str | None = None
     because: str | None = None
+    note: str | None = None  # how it would do it, where that is worth a word
 
     def __str__(self) -> str:
         if self.reason is not None:
             return f"{self.backend:<10} no   {self.reason}"
-        return f"{self.backend:<10} yes  tile {self.tiling}" + (f" <- {self.because}" if self.because else "")
+        chosen, note = f" <- {self.because}" if self.because else "", f"; {self.note}" if self.note else ""
+        return f"{self.backend:<10} yes  tile {self.tiling}{chosen}{note}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +268,7 @@ def _verdicts(problem: Problem, target: Target, chosen: Plan) -> Iterator[Verdic
             reason=reason,
             tiling=BACKENDS[name].tiling(problem, target) if reason is None else None,
             because=chosen.because if name == chosen.backend else None,
+            note=NOTES[name](problem, target) if reason is None and name in NOTES else None,
         )
 
 

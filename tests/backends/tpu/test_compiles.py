@@ -9,6 +9,7 @@ from ahead import compiled, kernels, largest
 
 import trencadis as tr
 from trencadis.chips import CHIPS
+from trencadis.quant import Scaled
 
 pytestmark = pytest.mark.core
 
@@ -61,6 +62,50 @@ def test_compiles_to_a_kernel_and_nothing_else(form, kind, option, chip):
     fn, shapes = call(form, option, *KINDS[kind])
     text = compiled(CHIPS[chip], fn, *shapes, donate=(3,) if option == "existing_out" else ())
     assert kernels(text) == [f"trencadis_{form}"]
+    assert largest(text)[0] <= 16 * G * N, largest(text)
+
+
+@pytest.mark.parametrize(
+    ("form", "lhs", "rhs", "flip", "chip"),
+    [
+        ("rows", "int8", "int8", False, "v5e"),
+        ("rows", "bfloat16", "int8", False, "v5p"),
+        ("rows", "bfloat16", "float8_e4m3fn", False, "v7x"),
+        ("rows", "float8_e4m3fn", "float8_e4m3fn", True, "v6e"),
+        ("contraction", "int8", "int8", True, "v7x"),
+        ("contraction", "float8_e4m3fn", "float8_e5m2", False, "v5e"),
+    ],
+)
+def test_quantized_operands_compile_to_a_kernel(form, lhs, rhs, flip, chip):
+    """Values go in as they are stored: what is made beside the kernel are vectors of scales."""
+    common = dict(preferred_element_type=jnp.bfloat16, tiling=TILE, backend="tpu")
+    if form == "rows":
+        shapes = [((M, K), lhs), ((G, N, K) if flip else (G, K, N), rhs)]
+        scales = [((M, 1), "float32"), ((G, N, 1) if flip else (G, 1, N), "float32")]
+        blocks, run = [(1, K), (1, 1, K) if flip else (1, K, 1)], tr.grouped_matmul
+        common["transpose_rhs"] = flip
+    else:
+        shapes, scales = [((K, M) if flip else (M, K), lhs), ((M, N), rhs)], [((K, 1) if flip else (1, K), "float32")]
+        blocks, run = [(1, M) if flip else (M, 1), (M, 1)], tr.transposed_grouped_matmul
+        scales.append(((1, N), "float32"))
+        common["transpose_lhs"] = not flip
+
+    def fn(x, w, s, *scales):
+        given = [
+            value if value.dtype == jnp.bfloat16 else Scaled(value, scale, value.dtype.name, block)
+            for value, scale, block in zip((x, w), scales, blocks, strict=True)
+        ]
+        return run(*given, s, **common)
+
+    text = compiled(CHIPS[chip], fn, *shapes, ((G,), "int32"), *scales)
+    assert kernels(text) == [f"trencadis_{form}"]
+    assert largest(text)[0] <= 4 * G * N, largest(text)
+
+
+def test_int4_weights_are_read_as_they_are_stored():
+    fn, shapes = call("rows", "plain", "bfloat16", "int4", "bfloat16")
+    text = compiled(CHIPS["v6e"], fn, *shapes)
+    assert kernels(text) == ["trencadis_rows"]
     assert largest(text)[0] <= 16 * G * N, largest(text)
 
 

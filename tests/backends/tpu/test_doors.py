@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import trencadis as tr
+from trencadis.quant import quantize
 
 pytestmark = pytest.mark.core
 
@@ -59,6 +60,16 @@ def test_gradient(xwy):
     oracle.check(out, oracle.rows(x, w, SIZES))
     oracle.check(dx, oracle.rows(c, w, SIZES, transpose_rhs=True))
     oracle.check(dw, oracle.contraction(x, c, SIZES))
+
+
+def test_quantized_operands(xwy):
+    """Rows of nobody are 0 though their scales are NaN."""
+    x, w, y = xwy
+    mine, how = np.arange(M)[:, None] < sum(SIZES), dict(backend="tpu", interpret=True)
+    q, p = quantize(jnp.where(mine, x, jnp.nan), "int8", "row"), quantize(w, "int8", "column")
+    oracle.check(rows(q, p, **how), oracle.rows(jnp.where(mine, q.dequantize(), 0), p.dequantize(), SIZES))
+    q, p = quantize(x, "float8_e4m3fn", "column"), quantize(y, "float8_e5m2")
+    oracle.check(summed(q, p, **how), oracle.contraction(q.dequantize(), p.dequantize(), SIZES))
 
 
 def test_forward_mode(xwy):

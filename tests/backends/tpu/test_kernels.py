@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreted import STRICT, check, races_found, rows_layout, sum_layout, tricky
+from interpreted import STRICT, check, races_found, rows_layout, run, sum_layout, tricky
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from poisoned import numbers, rows_problem, spans, spoil, sum_problem
 
+from trencadis.chips import CHIPS
 from trencadis.epilogue import Epilogue
 
 pytestmark = pytest.mark.core
@@ -20,6 +21,10 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 def relu(z):
     return np.maximum(z, 0) if isinstance(z, np.ndarray) else jnp.maximum(z, 0)
+
+
+def scaled(ends=Epilogue(), by_row=True):
+    return dataclasses.replace(ends, by_row=by_row, by_column=True)
 
 
 BIAS, MORE = Epilogue(bias=np.dtype("float32"), activation=relu), Epilogue(accumulate=True)
@@ -50,6 +55,19 @@ CASES = {
         rows_problem(37, 96, 256, 4, "s8 bf16 f32", local=3, batch=2, transpose_rhs=True),
         rows_layout(wide=128, **BYTE),
     ),
+    # tiles begin inside lines of 128 scales; two cores
+    "rows, int8 with scales": (
+        rows_problem(200, 130, 384, 6, "s8 s8 f32", local=4, epilogue=scaled(BIAS)),
+        rows_layout(wide=128, cores=2, slab=32, grain=32, heights=(32, 160)),
+    ),
+    "rows, float8 weights": (
+        rows_problem(61, 128, 256, 5, "bf16 e4 f32", transpose_rhs=True, epilogue=scaled(MORE, by_row=False)),
+        rows_layout(wide=128, **HALF),
+    ),
+    "rows, int4 weights": (
+        rows_problem(61, 130, 200, 5, "s8 s4 f32", epilogue=scaled(by_row=False)),
+        rows_layout(wide=200, chunk=200, **BYTE),
+    ),
     # a window; the last block of k, the last block of n and its last chunk are smaller than the others; steps are
     # taller than slabs, so that a span's last step is filled up with rows that were never copied
     "contraction": (
@@ -67,6 +85,10 @@ CASES = {
     "contraction, int8": (
         sum_problem(110, 128, 256, 6, "s8 s8 s32", epilogue=MORE),
         sum_layout(slab=32, grain=32, fine=64, heights=(128,)),
+    ),
+    "contraction, float8 with scales": (
+        sum_problem(110, 384, 640, 6, "e4 e5 f32", local=4, epilogue=scaled(MORE)),
+        sum_layout(slab=32, grain=32, fine=64, heights=(128,), deep=256, wide=512, chunk=256, cores=2),
     ),
     "contraction, batch": (
         sum_problem(75, 128, 256, 5, "bf16 f32 f32", local=4, batch=2, precision=HIGHEST),
@@ -101,6 +123,15 @@ def test_equals_its_meaning_whatever_others_hold(name):
             owned = [row for span in spans(problem, sizes, first) for row in span]
             rest = np.setdiff1d(np.arange(problem.rows), owned)
             assert got[rest].tobytes() == extras[-1][rest].tobytes()
+
+
+def test_int8_is_exact_where_it_is_multiplied_as_bfloat16():
+    """A sum of more than 2**24 is odd: float32 would round it."""
+    problem, layout = rows_problem(40, 1300, 128, 2, "s8 s8 s32"), rows_layout(chip=CHIPS["v4"], wide=128, **BYTE)
+    lhs, rhs = np.full((40, 1300), -128, np.int8), np.full((2, 1300, 128), -128, np.int8)
+    lhs[:, 0] = rhs[:, 0] = 1
+    got = run(problem, layout, lhs, rhs, np.array([[23, 17]], np.int32), np.zeros(1, np.int32))
+    np.testing.assert_array_equal(got, 1299 * 2**14 + 1)
 
 
 def test_cores_do_not_meet():

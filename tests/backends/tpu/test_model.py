@@ -20,6 +20,7 @@ pytestmark = pytest.mark.core
     [
         ("rows", "v7x", "bfloat16", 4096, 64),  # bound by memory
         ("rows", "v6e", "float32", 2048, 8),  # bound by products
+        ("rows", "v6e", "int8", 4096, 64),  # half of the bytes
         ("contraction", "v5e", "bfloat16", 4096, 64),
         ("contraction", "v6e", "float32", 2048, 8),
     ],
@@ -27,13 +28,15 @@ pytestmark = pytest.mark.core
 def test_predicts_the_schedule_within_a_quarter(form, chip, dtype, m, g):
     k = n = 1024
     sizes = np.random.default_rng(0).multinomial(m, np.ones(g) / g).astype(np.int32)
+    out = jnp.dtype(dtype if jnp.dtype(dtype).itemsize > 1 else "bfloat16")
     if form == "rows":
         problem, fn = problem_of((m, k), (g, k, n), dtype=dtype), tr.grouped_matmul
     else:
         problem = problem_of((k, m), (m, n), groups=g, dtype=dtype).replace(transpose_lhs=False)
         fn = lambda *xs, **options: tr.transposed_grouped_matmul(*xs, transpose_lhs=True, **options)
+    problem = problem.replace(out=out)
     lhs, rhs = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in (problem.lhs_shape, problem.rhs_shape))
-    found = tpu.inspect(lambda *xs: fn(*xs, jnp.dtype(dtype), backend="tpu"), lhs, rhs, sizes, generation=chip)
+    found = tpu.inspect(lambda *xs: fn(*xs, out, backend="tpu"), lhs, rhs, sizes, generation=chip)
     (kernel,) = found.kernels
     expected = predict(problem, choose(problem, CHIPS[chip]), machine_for(problem, CHIPS[chip]))
     assert 0.75 <= expected / kernel.seconds <= 1.25

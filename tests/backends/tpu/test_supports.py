@@ -50,7 +50,8 @@ def but(problem=ROWS, **changes):
         (but(precision=("highest", "default")), V6E, r"precision is \('highest', 'default'\)"),
         (but(precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32), V6E, "precision is BF16_BF16_F32"),
         (but(epilogue=Epilogue(activation=jnp.arctan)), V6E, "activation arctan does not lower in a kernel .*atan"),
-        (but(lhs=np.dtype("int8"), rhs=np.dtype("int8")), Target(platform="tpu", kind="TPU v4"), "no int8 products"),
+        (but(lhs=np.dtype(jnp.int4)), V6E, "lhs is int4; it takes"),
+        (but(rhs=np.dtype(jnp.float8_e4m3fnuz)), V6E, "rhs is float8_e4m3fnuz; it takes .* float8_e4m3fn, float8_e5m2"),
         (but(k=200_000), V6E, "no block of k = 200000 columns fits into the 128 MiB of VMEM of a v6e"),
     ],
 )

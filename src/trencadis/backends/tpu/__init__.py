@@ -3,6 +3,7 @@
 run         operands as the kernel wants them; the kernel; the result as the problem wants it
 choose      layouts that fit into VMEM, and the fastest of them by model
 kernel      the body of both forms: walk, streams, and what the form does at each place (rows, contraction)
+products    in which dtypes tiles are multiplied; nans, scales: what some chips and epilogues add to that
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from trencadis.backends.storage import filled, flat_sizes, up
+from trencadis.backends.tpu import products
 from trencadis.backends.tpu.choose import chip_for, choose, obey, padded
 from trencadis.backends.tpu.kernel import call
 from trencadis.backends.tpu.layout import Layout
+from trencadis.backends.tpu.scales import laid
 from trencadis.chips import CHIPS, Chip
 from trencadis.dtypes import accumulator
 from trencadis.epilogue import elementwise
@@ -30,7 +33,7 @@ from trencadis.versions import apart
 
 Array = jax.Array
 
-OPERANDS = ("bfloat16", "float32", "int8")
+OPERANDS = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 RESULTS = ("bfloat16", "float32", "int8", "int32")
 SCALARS = 2**16  # group sizes that scalar memory takes
 
@@ -48,14 +51,13 @@ def supports(problem: Problem, target: Target) -> str | None:
 
 def _arithmetic(problem: Problem) -> str | None:
     """Why the kernels cannot compute it."""
-    dtypes = [("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, OPERANDS), ("the result", problem.out, RESULTS)]
+    weights = (*OPERANDS, "int4") if problem.form is Form.ROWS else OPERANDS
+    dtypes = [("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, weights), ("the result", problem.out, RESULTS)]
     if problem.epilogue.bias is not None:
         dtypes.append(("bias", problem.epilogue.bias, ("bfloat16", "float32")))
     for name, dtype, known in dtypes:
         if dtype.name not in known:
             return f"{name} is {dtype.name}; it takes {', '.join(known)}"
-    if problem.epilogue.scaled:
-        return "it does not multiply by scales"
     if _precision(problem) is None:
         return f"precision is {problem.asked}; it has DEFAULT and HIGHEST"
     return None if problem.epilogue.activation is None else _unable(problem)
@@ -67,8 +69,6 @@ def _size(problem: Problem, chip: Chip) -> str | None:
         return "there is nothing to multiply"
     if problem.batch * problem.groups > SCALARS:
         return f"{problem.batch * problem.groups} group sizes are too many for scalar memory; it takes {SCALARS}"
-    if chip.name == "v4" and problem.lhs == problem.rhs == jnp.int8:
-        return "a v4 has no int8 products"
     if choose(padded(problem), chip) is None:
         return f"no block of k = {problem.k} columns fits into the {chip.vmem >> 20} MiB of VMEM of a {chip.name}"
     return None
@@ -78,6 +78,11 @@ def tiling(problem: Problem, target: Target) -> Tiling:
     """Rows of the tallest tile, and the columns of k and n that a block holds."""
     layout = choose(padded(problem), chip_for(target))
     return Tiling(layout.tallest, layout.deep, layout.wide)
+
+
+def note(problem: Problem, target: Target) -> str | None:
+    """How operands of few bits are multiplied."""
+    return products.note(padded(problem), chip_for(target))
 
 
 def run(problem: Problem, plan: Any, *operands: Array) -> Array:
@@ -99,7 +104,7 @@ def run(problem: Problem, plan: Any, *operands: Array) -> Array:
 def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, **options: Any) -> Array:
     """The result of a problem by a kernel of this layout; `inner` is the problem as the kernel sees it."""
     lhs, rhs, sizes, first, *extras = operands
-    _, _, bias, existing = problem.epilogue.split(tuple(extras))
+    by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
     rows = up(problem.rows, layout.slab)
     k, n = inner.k, inner.n
     out_shape = (rows, n) if problem.form is Form.ROWS else (problem.spans, k, n)
@@ -115,8 +120,11 @@ def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, 
         "lhs": lhs,
         "rhs": rhs,
     }
-    if bias is not None:
-        named["bias"] = filled(bias, (problem.local_groups, n))[:, None, :]  # [g, 1, n]
+    if by_row is not None:
+        named["by_row"] = laid(inner, layout, by_row)
+    for name, vector in (("by_column", by_column), ("bias", bias)):
+        if vector is not None:
+            named[name] = filled(vector, (problem.local_groups, n))[:, None, :]  # [g, 1, n]
     if existing is not None:
         named["existing"] = filled(existing, out_shape)
     out = call(inner.replace(precision=_precision(problem)), layout, named, out_shape, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ from trencadis.backends.tpu import contraction, rows
 from trencadis.backends.tpu.columns import LANES
 from trencadis.backends.tpu.layout import Layout, heights_table
 from trencadis.backends.tpu.model import Machine, code, longest, predict
-from trencadis.backends.tpu.products import operand_dtype
+from trencadis.backends.tpu.products import kinds
 from trencadis.chips import CHIPS, Chip, chip_of
+from trencadis.dtypes import width
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
@@ -45,7 +47,7 @@ def padded(problem: Problem) -> Problem:
 
     if problem.form is Form.CONTRACTION:
         return problem.replace(n=whole(problem.n), k=whole(problem.k))
-    return problem.replace(n=whole(problem.n, large=2 * problem.k * problem.n * problem.rhs.itemsize > LARGE))
+    return problem.replace(n=whole(problem.n, large=2 * problem.k * problem.n * width(problem.rhs) > LARGE))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -65,7 +67,7 @@ def obey(problem: Problem, chip: Chip, tiling: Tiling) -> Layout:
 
 def _best(problem: Problem, chip: Chip, layouts: list[Layout]) -> Layout | None:
     machine = machine_for(problem, chip)
-    fit = [layout for layout in layouts if vmem(problem, layout, chip) <= chip.vmem * VMEM_SHARE]
+    fit = [layout for layout in layouts if vmem(problem, layout) <= chip.vmem * VMEM_SHARE]
     # a program that is too long takes too long to compile; the shortest is better than none
     short = [layout for layout in fit if longest(problem, layout, machine) <= LONGEST[machine.side]]
     fit = short or sorted(fit, key=lambda layout: longest(problem, layout, machine))[:8]
@@ -79,18 +81,18 @@ def _best(problem: Problem, chip: Chip, layouts: list[Layout]) -> Layout | None:
 
 def machine_for(problem: Problem, chip: Chip) -> Machine:
     """The model's machine for the dtype in which the problem is multiplied."""
-    return Machine.of(chip, operand_dtype(problem), transposed=problem.transpose_rhs)
+    return Machine.of(chip, kinds(problem, chip), (problem.lhs, problem.rhs), transposed=problem.transpose_rhs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What fits
 
 
-def vmem(problem: Problem, layout: Layout, chip: Chip) -> int:
+def vmem(problem: Problem, layout: Layout) -> int:
     """Bytes of all buffers, and about what the compiler needs besides: it keeps the streamed operand of a program."""
     form = rows if problem.form is Form.ROWS else contraction
     held = sum(_bytes(shape) for shape in form.scratch(problem, layout).values())
-    wide = max(operand_dtype(problem).itemsize, 1 if chip.int8 else 2)
+    wide = max(kind.itemsize for kind in kinds(problem, layout.chip))
     if problem.form is Form.CONTRACTION:
         return held + int(1.3 * layout.deep * 2 * layout.fine * wide) + (1 << 20)
     return held + layout.tallest * problem.k * wide + (1 << 20)
@@ -100,8 +102,8 @@ def _bytes(shape: Any) -> int:
     if getattr(shape, "memory_space", None) != pltpu.VMEM:
         return 0
     *lead, sub, lane = shape.shape
-    size = shape.dtype.itemsize
-    return math.prod(lead) * up(sub, 32 // size) * up(lane, LANES) * size
+    size = width(shape.dtype)
+    return int(math.prod(lead) * up(sub, int(32 / size)) * up(lane, LANES) * size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -111,10 +113,9 @@ def _bytes(shape: Any) -> int:
 def _layouts(problem: Problem, chip: Chip, tiling: Tiling | None) -> Iterator[Layout]:
     machine = machine_for(problem, chip)
     slab, grain = alignment(problem, chip)
-    if problem.form is Form.ROWS:
-        yield from _row_layouts(problem, machine, tiling, slab, grain)
-    else:
-        yield from _sum_layouts(problem, machine, tiling, slab, grain)
+    form = _row_layouts if problem.form is Form.ROWS else _sum_layouts
+    for layout in form(problem, machine, tiling, slab, grain):
+        yield dataclasses.replace(layout, chip=chip)
 
 
 def alignment(problem: Problem, chip: Chip) -> tuple[int, int]:

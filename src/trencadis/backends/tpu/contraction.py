@@ -7,6 +7,7 @@ rows are multiplied as they came. The last step of a sum rounds it on its way ou
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,13 +15,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from trencadis.backends.tpu import scales
 from trencadis.backends.tpu.columns import LANES, Columns, i32, span
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.products import multiply
 from trencadis.backends.tpu.streams import Ahead, Outbox, Stream
 from trencadis.backends.tpu.walk import Place, Walk
 from trencadis.dtypes import cast
-from trencadis.epilogue import add
+from trencadis.epilogue import Extras, add
 from trencadis.problem import Problem
 
 
@@ -34,6 +36,7 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
         "y_sem": pltpu.SemaphoreType.DMA((2, parts)),
         "sums": pltpu.VMEM((parts, deep, chunk), problem.acc),
         **Outbox.scratch(layout.out_slots, deep, chunk, problem.out),
+        **scales.scratch(problem, layout),
     }
     if problem.epilogue.accumulate:
         buffers["e"] = pltpu.VMEM((2, parts, deep, chunk), problem.out)
@@ -48,6 +51,7 @@ class Contraction:
         self.problem, self.layout, self.walk, self.hbm, self.vmem = problem, layout, walk, hbm, vmem
         self.k = Columns(problem.k, layout.deep, layout.deep)
         self.n = Columns(problem.n, layout.wide, layout.chunk)
+        self.scales = scales.Scales(problem, layout, self.n, hbm, vmem)
         self.out = Outbox(vmem, (self.k.even, self.n.even), lambda at, *size: self._out(*(at or (0, 0, 0)), *size))
 
     def _out(self, which: Any, row: Any, column: Any, rows: Any, columns: Any) -> Any:
@@ -87,6 +91,21 @@ class Contraction:
                 lambda place: some(place, self.n.count(self._block(place)[1])),
             ),
         }
+        if self.problem.epilogue.by_row:
+            streams["by_row"] = Stream(
+                walk,
+                lambda place: (place.span, self._block(place)[0]),
+                self._copy_lines,
+                lambda place: some(place, i32(1)),
+                self.layout.x_slots,
+            )
+        for name in scales.across(self.problem):
+            streams[name] = Stream(
+                walk,
+                lambda place: (place.span, self._block(place)[1]),
+                functools.partial(self._copy_across, name),
+                lambda place: some(place, self.n.count(self._block(place)[1])),
+            )
         if self.problem.epilogue.accumulate:
             streams["e"] = Stream(
                 walk,
@@ -115,6 +134,14 @@ class Contraction:
             self.vmem["y"].at[slot, part, inside, span(0, size, LANES)],
             self.vmem["y_sem"].at[slot, part],
         )
+
+    def _copy_lines(self, place: Place, slot: Any, part: Any) -> Any:
+        del part
+        block = place.span * i32(self.k.blocks) + self._block(place)[0]
+        return self.scales.copy_lines(block * i32(self.scales.lines), slot)
+
+    def _copy_across(self, name: str, place: Place, slot: Any, part: Any) -> Any:
+        return self.scales.copy(name, place.span, self._block(place)[1], slot, part)
 
     def _copy_e(self, place: Place, slot: Any, part: Any) -> Any:
         kb, nb = self._block(place)
@@ -210,8 +237,8 @@ class Contraction:
     def _product(self, x: Any, y: Any, row: Any, size: int) -> Any:
         rows = span(row, size, self.layout.fine)
         if self.problem.transpose_lhs:
-            return multiply(self.problem, x[:, rows], y[rows, :], (1,), (0,))  # [deep, chunk]
-        return multiply(self.problem, x[rows, :], y[rows, :], (0,), (0,))
+            return multiply(self.problem, self.layout.chip, x[:, rows], y[rows, :], (1, 0))  # [deep, chunk]
+        return multiply(self.problem, self.layout.chip, x[rows, :], y[rows, :], (0, 0))
 
     def _sum(self, place: Place, part: Any, x: Any, y: Any) -> None:
         """The long steps before the last step of the sum."""
@@ -235,6 +262,13 @@ class Contraction:
         left = steps - i32(2) * before
         only = (place.row == self.walk.floor(place.start)) & (before == 0)
 
+        if "by_row" in self.vmem:
+            pl.when((part == i32(0)) & (left > 0))(lambda: self.scales.turn(ahead["by_row"].slot))
+
+        def scaled(total: Any) -> Any:
+            down, along = self.scales.down(0, self.layout.deep, LANES), self.scales.across("by_column", ahead, part)
+            return problem.epilogue.finish(total, Extras(down, along), problem.out)
+
         def put(result: Any) -> None:
             if problem.epilogue.accumulate:
                 old = self.vmem["e"][ahead["e"].slot, part]
@@ -245,11 +279,11 @@ class Contraction:
 
             @pl.when((left == i32(short)) & only)
             def _(short: int = short) -> None:
-                put(self._product(x, y, 0, short * fine))
+                put(scaled(self._product(x, y, 0, short * fine)))
 
             @pl.when((left == i32(short)) & jnp.logical_not(only))
             def _(short: int = short) -> None:
-                put(sums[...] + self._product(x, y, before * i32(2 * fine), short * fine))
+                put(scaled(sums[...] + self._product(x, y, before * i32(2 * fine), short * fine)))
 
         @pl.when(left == i32(0))
         def _() -> None:

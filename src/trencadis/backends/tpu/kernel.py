@@ -30,9 +30,9 @@ def call(problem: Problem, layout: Layout, operands: dict[str, jax.Array], out_s
     work = cost(problem)
 
     def body(*refs: Any) -> None:
-        given = dict(zip([*names, "out", *shapes], refs, strict=True))
-        hbm = {name: given[name] for name in (*names, "out")}
-        _body(problem, layout, hbm, {name: given[name] for name in shapes})
+        outside = [*names, "out"]
+        hbm, vmem = dict(zip(outside, refs, strict=False)), dict(zip(shapes, refs[len(outside) :], strict=True))
+        _body(problem, layout, hbm, vmem)
 
     return pl.pallas_call(
         body,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from trencadis.chips import CHIPS, Chip
 from trencadis.problem import Form, Problem
 
 
@@ -23,6 +24,7 @@ class Layout:
     k_outside: bool = True  # contraction: whether blocks of k change less often than blocks of n
     x_slots: int = 2  # tiles of lhs that are held or on their way
     out_slots: int = 4  # chunks of the result that may be on their way out
+    chip: Chip = CHIPS["v6e"]  # whose products are taken
     cores: int = 1
 
     @property

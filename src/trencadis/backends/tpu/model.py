@@ -10,17 +10,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from trencadis.backends.storage import up
 from trencadis.backends.tpu.layout import Layout
 from trencadis.chips import Chip
+from trencadis.dtypes import width
 from trencadis.problem import Form, Problem
 
 HBM_SHARE = 0.9  # of the bandwidth that copies reach
 CHUNK = 260  # cycles around a chunk: waits, and the copy of its result
+UNPACK = 1 / 480  # cycles for a float8_e4m3fn to become a bfloat16, where the chip does not know its NaN
 TILE = 420  # cycles around a tile: three walkers, and the copies of its operands
+
+Pair = tuple[np.dtype[Any], np.dtype[Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,27 +37,35 @@ class Machine:
     side: int  # of an MXU: depth and width in which products are padded
     rate: float  # multiply-adds in a cycle, of all MXUs
     ramp: int  # cycles to fill and drain
+    unpack: tuple[float, float]  # cycles to convert a number of lhs and one of rhs, beside the products
     least: int  # rows below which a tile takes as long as this many, as its weights have to be loaded
 
     @classmethod
-    def of(cls, chip: Chip, operand: object, *, transposed: bool = False) -> Machine:
-        """The machine for operands of one dtype; transposed weights take twice as long to load."""
+    def of(cls, chip: Chip, kinds: Pair, stored: Pair | None = None, *, transposed: bool = False) -> Machine:
+        """The machine for operands multiplied as `kinds`; transposed weights take twice as long to load."""
         rate = chip.peak_bf16 / chip.clock / 2
         large = rate / chip.mxus > 2**15
-        if jnp.dtype(operand).itemsize == 1 and chip.int8:
-            rate *= 2
-        if jnp.dtype(operand).itemsize == 4:
+        wide = max(kind.itemsize for kind in kinds)
+        if wide == 1:
+            rate *= 2 * chip.mm["bf16"] / chip.mm["s8" if kinds[0] == jnp.int8 else "f8"]
+        if wide == 4:
             rate /= 2 if large else 1.5
+        left, right = (
+            UNPACK if kind != held and held.name == chip.blind else 0.0
+            for kind, held in zip(kinds, stored or kinds, strict=True)
+        )
         least = (125 if large else 34) * (2 if transposed else 1)
-        return cls(chip, 256 if large else 128, rate, 300 if large else 220, least)
+        return cls(chip, 256 if large else 128, rate, 300 if large else 220, (left, right), least)
 
     def rows(self, height: int, k: int, chunk: int) -> float:
         """Cycles of a product `[height, k] x [k, chunk]`, the weights of which are loaded for it."""
-        return self.ramp + max(height, self.least) * up(k, self.side) * up(chunk, self.side) / self.rate
+        product = max(height, self.least) * up(k, self.side) * up(chunk, self.side) / self.rate
+        return self.ramp + max(product, k * (height * self.unpack[0] + chunk * self.unpack[1]))
 
     def step(self, deep: int, rows: int, chunk: int) -> float:
         """Cycles of a product `[rows, deep]ᵀ x [rows, chunk]`, added to a sum."""
-        return self.ramp + deep * up(rows, self.side) * up(chunk, self.side) / self.rate
+        product = deep * up(rows, self.side) * up(chunk, self.side) / self.rate
+        return self.ramp + max(product, rows * (deep * self.unpack[0] + chunk * self.unpack[1]))
 
     def seconds(self, cycles: float, moved: float, tiles: int, slots: int) -> float:
         """Arithmetic beside copies; where a group takes several tiles, copies of the next group get in their way."""
@@ -79,11 +93,11 @@ def _start(problem: Problem, layout: Layout, machine: Machine) -> float:
     """Seconds before the first product, and those of the last one."""
     if problem.form is Form.ROWS:
         cycles = machine.rows(layout.tallest, problem.k, layout.chunk)
-        moved = problem.k * (layout.tallest * problem.lhs.itemsize + layout.chunk * problem.rhs.itemsize)
+        moved = problem.k * (layout.tallest * width(problem.lhs) + layout.chunk * width(problem.rhs))
     else:
         cycles = machine.step(layout.deep, 2 * layout.fine, layout.chunk)
-        moved = layout.tallest * (layout.deep * problem.lhs.itemsize + layout.chunk * problem.rhs.itemsize)
-        moved += layout.deep * layout.chunk * problem.out.itemsize
+        moved = layout.tallest * (layout.deep * width(problem.lhs) + layout.chunk * width(problem.rhs))
+        moved += layout.deep * layout.chunk * width(problem.out)
     return cycles / machine.chip.clock + moved / (machine.chip.hbm * HBM_SHARE)
 
 
@@ -113,9 +127,9 @@ def _rows(problem: Problem, layout: Layout, machine: Machine, size: float) -> fl
         cycles += (machine.rows(height, problem.k, layout.chunk) + CHUNK) * chunks + TILE * blocks
         tiles, left = tiles + 1, left - height // layout.slab
     turns = blocks if tiles > 1 else layout.cores
-    moved = problem.k * problem.n * problem.rhs.itemsize
-    moved += turns * (size + layout.grain) * problem.k * problem.lhs.itemsize
-    moved += size * problem.n * problem.out.itemsize * (2 if problem.epilogue.accumulate else 1)
+    moved = problem.k * problem.n * width(problem.rhs)
+    moved += turns * (size + layout.grain) * problem.k * width(problem.lhs)
+    moved += size * problem.n * width(problem.out) * (2 if problem.epilogue.accumulate else 1)
     return machine.seconds(cycles * _share(blocks, layout), moved, tiles, layout.x_slots)
 
 
@@ -132,8 +146,8 @@ def _contraction(problem: Problem, layout: Layout, machine: Machine, size: float
     x_turns, y_turns = n_blocks, k_blocks
     if tiles == 1:
         x_turns, y_turns = (1, y_turns) if layout.k_outside else (x_turns, 1)
-    moved = problem.k * problem.n * problem.out.itemsize * (2 if problem.epilogue.accumulate else 1)
-    moved += rows * (x_turns * problem.k * problem.lhs.itemsize + y_turns * problem.n * problem.rhs.itemsize)
+    moved = problem.k * problem.n * width(problem.out) * (2 if problem.epilogue.accumulate else 1)
+    moved += rows * (x_turns * problem.k * width(problem.lhs) + y_turns * problem.n * width(problem.rhs))
     behind = 1.02 if layout.out_slots < 3 else 1.0  # the next sum may have to wait for a buffer
     return behind * machine.seconds(cycles * _share(blocks, layout), moved, tiles, layout.x_slots)
 

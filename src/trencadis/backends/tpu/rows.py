@@ -7,6 +7,7 @@ slab that two groups share is kept, until the later group has filled its part; s
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from trencadis.backends.tpu import scales
 from trencadis.backends.tpu.columns import LANES, Columns, i32, span
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.products import multiply
@@ -23,6 +25,7 @@ from trencadis.dtypes import cast
 from trencadis.epilogue import Extras, add
 from trencadis.problem import Problem
 
+TALL = {"x", "by_row"}  # what comes in once for a tile of rows; all else comes in chunks
 ZEROS = 256  # rows of the block of zeros that unowned rows are written from
 
 
@@ -38,10 +41,8 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
         **Outbox.scratch(layout.out_slots, tall, chunk, problem.out),
         "kept": pltpu.VMEM((-(-problem.n // chunk), layout.slab, chunk), problem.out),
         "kept_sem": pltpu.SemaphoreType.DMA,
+        **scales.scratch(problem, layout),
     }
-    if problem.epilogue.bias is not None:
-        buffers["b"] = pltpu.VMEM((2, parts, 1, chunk), problem.epilogue.bias)
-        buffers["b_sem"] = pltpu.SemaphoreType.DMA((2, parts))
     if problem.epilogue.accumulate:
         buffers["e"] = pltpu.VMEM((2, parts, tall, chunk), problem.out)
         buffers["e_sem"] = pltpu.SemaphoreType.DMA((2, parts))
@@ -58,6 +59,7 @@ class Rows:
     def __init__(self, problem: Problem, layout: Layout, walk: Walk, hbm: dict[str, Any], vmem: dict[str, Any]) -> None:
         self.problem, self.layout, self.walk, self.hbm, self.vmem = problem, layout, walk, hbm, vmem
         self.n = Columns(problem.n, layout.wide, layout.chunk)
+        self.scales = scales.Scales(problem, layout, self.n, hbm, vmem)
         self.out = Outbox(vmem, (None, self.n.even), lambda at, *size: self._out(*(at or (0, 0)), *size))
 
     def _out(self, row: Any, column: Any, rows: Any, columns: Any) -> Any:
@@ -67,7 +69,7 @@ class Rows:
 
     def streams(self) -> dict[str, Stream]:
         """The operands on their way in; all but lhs in chunks."""
-        walk, epilogue = self.walk, self.problem.epilogue
+        walk, ends = self.walk, self.problem.epilogue
 
         def chunks(place: Place) -> Any:
             return self.n.count(place.block)
@@ -75,15 +77,15 @@ class Rows:
         def weights(place: Place) -> Any:
             return place.span, place.block
 
-        streams = {
-            "x": Stream(
-                walk, lambda place: (place.span, place.row), self._copy_x, lambda place: i32(1), self.layout.x_slots
-            ),
-            "w": Stream(walk, weights, self._copy_w, chunks),
-        }
-        if epilogue.bias is not None:
-            streams["b"] = Stream(walk, weights, self._copy_b, chunks)
-        if epilogue.accumulate:
+        def tall(copy: Any) -> Stream:
+            return Stream(walk, lambda place: (place.span, place.row), copy, lambda place: i32(1), self.layout.x_slots)
+
+        streams = {"x": tall(self._copy_x), "w": Stream(walk, weights, self._copy_w, chunks)}
+        if ends.by_row:
+            streams["by_row"] = tall(lambda place, slot, part: self.scales.copy_lines(scales.line(place.row), slot))
+        for name in scales.across(self.problem):
+            streams[name] = Stream(walk, weights, functools.partial(self._copy_across, name), chunks)
+        if ends.accumulate:
             streams["e"] = Stream(walk, lambda place: (place.span, place.block, place.row), self._copy_e, chunks)
         return streams
 
@@ -104,14 +106,8 @@ class Rows:
             source, target = self.hbm["rhs"].at[which, :, columns], target.at[:, inside]
         return pltpu.make_async_copy(source, target, self.vmem["w_sem"].at[slot, part])
 
-    def _copy_b(self, place: Place, slot: Any, part: Any) -> Any:
-        at, size = self.n.of_chunk(place.block, part)
-        which = lax.rem(place.span, i32(self.problem.weights))
-        return pltpu.make_async_copy(
-            self.hbm["bias"].at[which, :, span(at, size, LANES)],
-            self.vmem["b"].at[slot, part, :, span(0, size, LANES)],
-            self.vmem["b_sem"].at[slot, part],
-        )
+    def _copy_across(self, name: str, place: Place, slot: Any, part: Any) -> Any:
+        return self.scales.copy(name, lax.rem(place.span, i32(self.problem.weights)), place.block, slot, part)
 
     def _copy_e(self, place: Place, slot: Any, part: Any) -> Any:
         at, size = self.n.of_chunk(place.block, part)
@@ -135,11 +131,14 @@ class Rows:
     def visit(self, place: Place, before: Any, streams: dict[str, Stream], ahead: dict[str, Ahead]) -> dict[str, Any]:
         """One tile of rows with one block of weights; `before` is where the rows of the span before ended."""
         walk = self.walk
-        streams["x"].wait(place, ahead["x"])
+        for name in (name for name in streams if name in TALL):
+            streams[name].wait(place, ahead[name])
+        if "by_row" in streams:
+            pl.when(ahead["by_row"].fresh)(lambda: self.scales.turn(ahead["by_row"].slot))
         height, chunks = walk.height(place), self.n.count(place.block)
 
         def chunk(part: Any, none: None) -> None:
-            for name in (name for name in streams if name != "x"):
+            for name in (name for name in streams if name not in TALL):
                 streams[name].wait(place, ahead[name], part)
 
             @pl.when(place.row == walk.floor(place.start))
@@ -151,7 +150,7 @@ class Rows:
 
                 @pl.when(height == i32(h))
                 def _(h: int = h) -> None:
-                    self._multiply(h, part, slot, ahead)
+                    self._multiply(h, place, part, slot, ahead)
 
             streams["w"].free(ahead["w"], part)
             streams["x"].free(ahead["x"], 0, part == chunks - i32(1))  # what comes in goes before what goes out
@@ -163,13 +162,14 @@ class Rows:
         lax.fori_loop(i32(0), chunks, chunk, None)
         return {"w": chunks, "x": 1}
 
-    def _multiply(self, h: int, part: Any, slot: Any, ahead: dict[str, Ahead]) -> None:
+    def _multiply(self, h: int, place: Place, part: Any, slot: Any, ahead: dict[str, Ahead]) -> None:
         problem, vmem = self.problem, self.vmem
         x = vmem["x"][ahead["x"].slot, :h, :]  # [h, k]
         w = vmem["w"][ahead["w"].slot, part]  # [k, chunk] or [chunk, k]
-        sums = multiply(problem, x, w, (1,), (1 if problem.transpose_rhs else 0,))  # [h, chunk]
-        bias = vmem["b"][ahead["b"].slot, part] if problem.epilogue.bias is not None else None  # [1, chunk]
-        result = problem.epilogue.finish(sums, Extras(bias=bias), problem.out)
+        sums = multiply(problem, self.layout.chip, x, w, (1, 1 if problem.transpose_rhs else 0))  # [h, chunk]
+        down = self.scales.down(place.row & i32(LANES - 1), h, self.layout.slab)
+        along = (self.scales.across(name, ahead, part) for name in ("by_column", "bias"))
+        result = problem.epilogue.finish(sums, Extras(down, *along), problem.out)
         if problem.epilogue.accumulate:
             result = add(vmem["e"][ahead["e"].slot, part, :h, :], result)
         vmem["o"][slot, :h, :] = cast(result, problem.out)
