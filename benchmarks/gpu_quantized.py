@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="small problems, by value; nothing is timed")
     args = parser.parse_args()
     if args.check:
-        raise SystemExit(_check())
+        raise SystemExit(_wrong(checks()))
     results = []
     for problem in select(",".join(args.problems) if args.problems else None, "gpu"):
         for which in args.passes:
@@ -63,8 +63,11 @@ def main() -> None:
         pathlib.Path(args.json).write_text(json.dumps(about, indent=1) + "\n")
 
 
-def _check() -> int:
-    """How many small problems are wrong: sizes that are no multiples of tiles, NaN in what nobody owns, a window."""
+def checks() -> dict[str, Any]:
+    """Small problems: sizes that are no multiples of tiles, NaN in what nobody owns, a window, a bias.
+
+    By name: a function that gives the error of a result, and its arguments, of which the last is the result's dtype.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -119,17 +122,21 @@ def _check() -> int:
             cases[f"{name} x {name}"] = (rows, *both, True, jnp.bfloat16)
             cases[f"{name} x {name}, blocks"] = (rows, *blocks, True, jnp.float32)
             cases[f"{name}, contraction"] = (contraction, name, jnp.bfloat16)
-    return _wrong(cases)
+    return cases
+
+
+def limit(dtype: Any) -> float:
+    """Of an error: that of rounding a result of this dtype, or of sums in the tensor cores."""
+    return 3e-3 if np.dtype(dtype).itemsize == 2 else 1e-3
 
 
 def _wrong(cases: dict[str, Any]) -> int:
-    """How many cases are: functions that give an error, with arguments of which the last is the result's dtype."""
+    """How many cases are; each is printed."""
     wrong = 0
     for name, (fn, *args) in cases.items():
-        error = fn(*args)
-        limit = 3e-3 if np.dtype(args[-1]).itemsize == 2 else 1e-3  # of rounding, or of sums in the tensor cores
-        wrong += not error < limit
-        print(f"{name:<45}{error:.1e}{'' if error < limit else '  WRONG'}", flush=True)
+        error, most = fn(*args), limit(args[-1])
+        wrong += not error < most
+        print(f"{name:<45}{error:.1e}{'' if error < most else '  WRONG'}", flush=True)
     print(f"{len(cases) - wrong} of {len(cases)} are right", flush=True)
     return wrong
 

@@ -18,6 +18,7 @@ from trencadis.dtypes import accumulator
 
 Activation = Callable[[jax.Array], jax.Array]
 
+IN_PARTS = "scales change along k, and it multiplies each part of the sum by itself"  # why a backend refuses blocks
 CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")  # what does nothing but hold operations
 
 

@@ -31,8 +31,7 @@ def plan(problem: Problem, target: Target, pins: Pins = Pins()) -> Plan:
     >>> print(plan(problem_of((4096, 1024), (8, 1024, 1024), groups=8), Target(platform="cpu")))
     xla, tile 256·1024·1024: first of xla, reference
     """
-    if pins.interpret and pins.backend in INTERPRETED and target.platform != INTERPRETED[pins.backend].platform:
-        target = INTERPRETED[pins.backend]  # a kernel is interpreted as it is, wherever that happens
+    target = _seen(target, pins)
     reasons = refusals(problem, target)
     name, because = pins.backend, "asked for"
     if name is None and pins.interpret:
@@ -47,6 +46,20 @@ def plan(problem: Problem, target: Target, pins: Pins = Pins()) -> Plan:
     if pins.tilings.forward is not None:
         tiling, because = pins.tilings.forward, f"{because}; tiling as given"
     return Plan(target=target, backend=name, tiling=tiling, interpret=pins.interpret, because=because)
+
+
+def taken(problem: Problem, target: Target, pins: Pins) -> bool:
+    """Whether a backend that may be chosen takes the problem as it is, and not in parts."""
+    reasons = refusals(problem, _seen(target, pins))
+    name = "reference" if pins.interpret and pins.backend is None else pins.backend
+    return None in (reasons.values() if name is None else [reasons[name]])
+
+
+def _seen(target: Target, pins: Pins) -> Target:
+    """The target as a backend sees it: a kernel is interpreted as it is, wherever that happens."""
+    if pins.interpret and pins.backend in INTERPRETED and target.platform != INTERPRETED[pins.backend].platform:
+        return INTERPRETED[pins.backend]
+    return target
 
 
 def refusals(problem: Problem, target: Target) -> dict[str, str | None]:

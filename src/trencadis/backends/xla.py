@@ -22,8 +22,7 @@ from jax import lax
 
 from trencadis.backends.storage import from_bits, to_bits, whole
 from trencadis.dtypes import cast
-from trencadis.epilogue import Extras, add
-from trencadis.parts import blocked
+from trencadis.epilogue import IN_PARTS, Extras, add
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
@@ -41,9 +40,9 @@ _0 = np.int32(0)
 
 
 def supports(problem: Problem, target: Target) -> str | None:
-    """Everything, everywhere."""
-    del problem, target
-    return None
+    """Everything, everywhere; a sum whose scales change comes in parts."""
+    del target
+    return IN_PARTS if problem.epilogue.blocks else None
 
 
 def tiling(problem: Problem, target: Target) -> Tiling:
@@ -55,8 +54,6 @@ def tiling(problem: Problem, target: Target) -> Tiling:
 
 def run(problem: Problem, plan: Any, *operands: Array) -> Array:
     """The result of a problem, in tiles of at most `plan.tiling.m` rows."""
-    if problem.epilogue.blocks:
-        return blocked(problem, lambda inner, *given: run(inner, plan, *given), *operands)
     lhs, rhs, group_sizes, first, *extras = operands
     problem, lhs, rhs = whole(problem, lhs, rhs)
     ends = problem.epilogue.split(tuple(extras))

@@ -1,6 +1,7 @@
 """A layout fits into the shared memory of the card, and a tile that the caller asks for is rounded to what there is."""
 
 import functools
+import itertools
 import math
 
 import hypothesis
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 import trencadis as tr
 from trencadis.api import problem_of
 from trencadis.backends.gpu.choose import choose, multiplied, obey, tiling_of
-from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, line
+from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, bits
 from trencadis.cards import CARDS
 from trencadis.epilogue import Epilogue
 from trencadis.plan import plan
@@ -25,6 +26,8 @@ from .ahead import H200, kernels, lowered
 pytestmark = pytest.mark.core
 
 DTYPES = ["bfloat16", "float16", "float32"]
+EIGHT = ["int8", "float8_e4m3fn"]
+PAIRS = [*itertools.product([*DTYPES, *EIGHT], repeat=2), ("bfloat16", "int4")]
 
 
 def question(form, m, k, n, g, dtype="bfloat16", **changes):
@@ -42,24 +45,36 @@ def shared(problem, layout):
     """Bytes of shared memory that the kernel of a layout takes, written down again: arrays lie at multiples of 1024."""
     whole = lambda size: -(-size // 1024) * 1024
     item = multiplied(problem).itemsize
-    stages = sum(whole(layout.stages * side * layout.deep * item) for side in (layout.tall, layout.wide))
+    few = bits(problem.rhs) if layout.packed else 8 * item
+    stages = whole(layout.stages * layout.tall * layout.deep * item)
+    stages += whole(layout.stages * layout.wide * layout.deep * few // 8)
+    widened = whole(2 * layout.wide * layout.deep * item) * layout.widened
     staged = whole(CONSUMERS * layout.slots * (layout.tall if layout.turned else BLOCK) * 128)
-    bias = problem.epilogue.bias
-    biases = 0 if bias is None else whole(CONSUMERS * layout.wide * bias.itemsize)
-    mail = whole(5 * 9 * 4)
-    return stages + staged + biases + mail + 8 * (3 * layout.stages + 2 * 4 + 1 + (1 + layout.slots) * CONSUMERS)
+    ends = problem.epilogue
+    noted = 0 if ends.bias is None else whole(CONSUMERS * layout.wide * ends.bias.itemsize)
+    if ends.blocks:
+        noted += whole(layout.stages * layout.tall * 4) + whole(CONSUMERS * -(-problem.k // 128 // 32) * 32 * 4)
+    else:
+        noted += whole(CONSUMERS * layout.tall * 4) * ends.by_row + whole(CONSUMERS * layout.wide * 4) * ends.by_column
+    barriers = 8 * (3 * layout.stages + 2 * 2 + 2 * 4 + 1 + (1 + layout.slots) * CONSUMERS)
+    return stages + widened + staged + noted + whole(5 * 9 * 4) + barriers
 
 
 def check(problem, layout):
     assert shared(problem, layout) <= H200.shared
-    assert 2 <= layout.stages <= 8
-    assert layout.deep == line(multiplied(problem))
-    assert layout.flat == (multiplied(problem) == np.float32)
+    assert 2 <= layout.stages <= 8  # with fewer, whoever unpacks a step ahead would wait for itself
+    item = multiplied(problem).itemsize
+    lines = 64 if item == 1 and problem.form is Form.CONTRACTION else 128
+    assert layout.deep in ([128, 256] if layout.packed else [lines // item])
+    assert layout.flat == (item != 2)
     if layout.turned:
-        assert layout.tall in (64, 128, 192) and layout.wide == 256  # half the columns to each consumer, in blocks
         assert problem.form is Form.ROWS and problem.out.itemsize == 2
+        if layout.packed:
+            assert layout.tall in range(16, 193, 16) and layout.wide == 128
+        else:
+            assert layout.tall in (64, 128, 192) and layout.wide == 256  # half the columns to each consumer, in blocks
     assert layout.turned or (layout.tall in (128, 256) and layout.wide % BLOCK == 0)
-    assert layout.tall * layout.wide <= 256 * 192  # sums in the registers of two warpgroups
+    assert layout.tall * layout.wide <= (128 * 128 if problem.epilogue.blocks else 256 * 192)  # sums in registers
     assert layout.wide <= (256 if problem.form is Form.ROWS else 192)  # of one instruction
     assert layout.panel >= 1 and layout.blocks == H200.cores
 
@@ -67,16 +82,21 @@ def check(problem, layout):
 @pytest.mark.parametrize("form", ["rows", "contraction"])
 @hypothesis.settings(max_examples=150)
 @hypothesis.given(
-    m=size(2**20), k=size(20000), n=size(20000), g=size(1024), lhs=st.sampled_from(DTYPES), rhs=st.sampled_from(DTYPES),
-    out=st.sampled_from(DTYPES), extra=st.sampled_from(["none", "bfloat16", "float32", "accumulate"]),
-    flip=st.booleans(),
+    m=size(2**20), k=size(20000), n=size(20000), g=size(1024), pair=st.sampled_from(PAIRS), out=st.sampled_from(DTYPES),
+    extra=st.sampled_from(["none", "bfloat16", "float32", "accumulate", "blocks"]),
+    flip=st.booleans(), by_row=st.booleans(), by_column=st.booleans(),
 )  # fmt: skip
-def test_a_layout_fits(form, m, k, n, g, lhs, rhs, out, extra, flip):
+def test_a_layout_fits(form, m, k, n, g, pair, out, extra, flip, by_row, by_column):
+    lhs, rhs = pair
+    blocks = 128 if extra == "blocks" and form == "rows" and lhs == rhs and jnp.dtype(lhs).itemsize == 1 else 0
+    by_row, by_column = by_row or blocks > 0, by_column or blocks > 0
+    extra = "none" if extra == "blocks" else extra
     bias = None if extra in ("none", "accumulate") or form == "contraction" else np.dtype(jnp.dtype(extra))
     kinds = {name: np.dtype(jnp.dtype(x)) for name, x in (("lhs", lhs), ("rhs", rhs), ("out", out))}
     flips = {"transpose_rhs": flip} if form == "rows" else {"transpose_lhs": flip}
     problem = question(form, m, k, n, g, **kinds, **flips)
-    problem = problem.replace(epilogue=Epilogue(bias=bias, accumulate=extra == "accumulate"))
+    scales = {"by_row": by_row, "by_column": by_column, "blocks": blocks}
+    problem = problem.replace(epilogue=Epilogue(bias=bias, accumulate=extra == "accumulate", **scales))
     layout = choose(problem, H200)
     check(problem, layout)
     for tile in ((m, k, n), (1, 1, 1), (128, 64, 256), (10**6, 10**6, 10**6)):

@@ -51,9 +51,10 @@ def cuda(kind):
         (ROWS, cuda("NVIDIA A100-SXM4-80GB"), r"for Hopper GPUs; the target is cuda \(NVIDIA A100-SXM4-80GB\)"),
         (ROWS, cuda("NVIDIA B200"), r"its kernels are for Hopper GPUs; the target is cuda \(NVIDIA B200\)"),
         (ROWS, dataclasses.replace(H200, partitioned=True), "XLA cannot partition a kernel .*; wrap .* jax.shard_map"),
-        (but(lhs="int8", rhs="int8"), H200, f"lhs is int8; {TAKES}"),
+        (but(lhs="int16", rhs="int8"), H200, f"lhs is int16; {TAKES}"),
+        (but(rhs=jnp.int4), H200, f"rhs is int4; {TAKES}"),
         (but(rhs="float64"), H200, f"rhs is float64; {TAKES}"),
-        (but(lhs=jnp.float8_e4m3fn), H200, f"lhs is float8_e4m3fn; {TAKES}"),
+        (but(lhs=jnp.float8_e4m3b11fnuz), H200, f"lhs is float8_e4m3b11fnuz; {TAKES}"),
         (but(out="int32"), H200, f"the result is int32; {TAKES}"),
         (but(epilogue=Epilogue(bias=np.dtype("int32"))), H200, f"bias is int32; {TAKES}"),
         (but(precision="highest"), H200, "precision is highest; it multiplies float32 as tf32"),
@@ -73,6 +74,12 @@ def cuda(kind):
 def test_reasons(problem, target, reason):
     assert re.fullmatch(f".*{reason}.*", gpu.supports(problem, target))
     assert plan(problem, target).backend != "gpu"
+
+
+def test_scales_along_k_are_for_operands_of_8_bits():
+    blocks = Epilogue(by_row=True, by_column=True, blocks=128)
+    assert re.match("scales change along k; .* of 8 bits", gpu.supports(but(epilogue=blocks), H200) or "")
+    assert gpu.supports(but(lhs="int8", rhs="int8", epilogue=blocks), H200) is None
 
 
 def test_too_many_tiles_to_count():

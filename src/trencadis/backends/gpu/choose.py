@@ -93,7 +93,8 @@ def _tile(problem: Problem, cores: int) -> tuple[int, int]:
 def _packed_tile(problem: Problem, tall: int) -> tuple[int, int]:
     """A tile of at most so many rows, if there is one, whose weights are packed."""
     if _turned(problem):
-        return min(max(tall // UNIT * UNIT, UNIT), WIDE), PACKED
+        most = WIDE if problem.transpose_rhs else 2 * BLOCK  # beside weights that are widened in shared memory
+        return min(max(tall // UNIT * UNIT, UNIT), most), PACKED
     return CONSUMERS * BLOCK, PACKED if problem.n > BLOCK else BLOCK
 
 

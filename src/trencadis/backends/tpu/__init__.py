@@ -25,7 +25,7 @@ from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.scales import laid
 from trencadis.chips import CHIPS, Chip
 from trencadis.dtypes import accumulator
-from trencadis.epilogue import elementwise
+from trencadis.epilogue import IN_PARTS, elementwise
 from trencadis.problem import Form, Problem
 from trencadis.target import Target
 from trencadis.tiling import Tiling
@@ -58,6 +58,8 @@ def _arithmetic(problem: Problem) -> str | None:
     for name, dtype, known in dtypes:
         if dtype.name not in known:
             return f"{name} is {dtype.name}; it takes {', '.join(known)}"
+    if problem.epilogue.blocks:
+        return IN_PARTS
     if _precision(problem) is None:
         return f"precision is {problem.asked}; it has DEFAULT and HIGHEST"
     return None if problem.epilogue.activation is None else _unable(problem)

@@ -1,0 +1,77 @@
+"""Operands of few bits: by value in the interpreter, and lowered to one kernel with nothing of size beside it."""
+
+import functools
+
+import jax.numpy as jnp
+import pytest
+
+import trencadis as tr
+from benchmarks.gpu_quantized import checks, limit
+from trencadis.quant import Scaled
+
+from .ahead import kernels, lowered, made
+
+pytestmark = pytest.mark.core
+
+CASES = functools.cache(checks)
+INTERPRETED = [
+    "bf16 x int8, last=False, bfloat16",
+    "bf16 x int4, last=True, bfloat16",
+    "bf16 x float8_e5m2, last=True, float32",
+    "int8 x int8",
+    "float8_e4m3fn x float8_e4m3fn, blocks",
+    "float8_e4m3fn, contraction",
+]
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_by_value(name):
+    """Unowned rows and their scales are NaN, sizes are no multiples of anything, the first group is not held here."""
+    error, *args = CASES()[name]
+    assert error(*args) < limit(args[-1])
+
+
+M, K, N, G = 512, 256, 320, 4
+
+
+def rows(left, right, k=K, blocks=False, last=True):
+    """A product of rows of one dtype, scaled or bfloat16, with weights of another; shapes of its arguments."""
+    row, column = ((1, 128), (1, 128, 128)) if blocks else ((1, k), (1, 1, k) if last else (1, k, 1))
+    shape = (G, N, k) if last else (G, k, N)
+
+    def scales(shape, block):
+        return tuple(-(-size // length) for size, length in zip(shape, block, strict=True)), "float32"
+
+    def call(x, down, w, across, sizes):
+        x = x if left == "bfloat16" else Scaled(x, down, left, row)
+        w = Scaled(w, across, right, column)
+        return tr.grouped_matmul(x, w, sizes, jnp.bfloat16, transpose_rhs=last, backend="gpu")
+
+    return call, [((M, k), left), scales((M, k), row), (shape, right), scales(shape, column), ((G,), "int32")]
+
+
+def contraction(dtype):
+    def call(x, down, y, across, sizes):
+        x, y = Scaled(x, down, dtype, (1, M)), Scaled(y, across, dtype, (1, M))
+        return tr.transposed_grouped_matmul(x, y.mT, sizes, jnp.bfloat16, backend="gpu")
+
+    return call, [((K, M), dtype), ((K, 1), "float32"), ((N, M), dtype), ((N, 1), "float32"), ((G,), "int32")]
+
+
+LOWERED = {
+    "e4m3, lines of 64": lambda: rows("float8_e4m3fn", "float8_e4m3fn", k=192),
+    "int8, blocks": lambda: rows("int8", "int8", blocks=True),
+    "int4 in registers": lambda: rows("bfloat16", "int4"),
+    "e5m2 widened": lambda: rows("bfloat16", "float8_e5m2", last=False),
+    "e4m3, contraction": lambda: contraction("float8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_lowers_to_one_kernel(name):
+    """Neither are weights widened beside it, nor is anything transposed, but scales."""
+    fn, shapes = LOWERED[name]()
+    text = lowered(fn, *shapes)
+    assert kernels(text) == 1
+    size, operation = made(text)
+    assert size <= G * max(K, N, M), operation
