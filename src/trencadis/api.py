@@ -94,6 +94,8 @@ def grouped_matmul(
     if isinstance(lhs, Scaled) or isinstance(rhs, Scaled):
         found = factored(asked, lhs, rhs)
         if found is None:
+            if activation is not None:
+                check_activation(activation, np.float32, asked.out)
             ends = {"bias": bias, "existing": existing_out, "activation": activation}
             return split_run(asked, pins, (lhs, rhs, sizes, first), **ends)
         asked, lhs, rhs, scales = found

@@ -37,7 +37,7 @@ from trencadis.versions import (
     result_type,
     vary_alike,
 )
-from trencadis.visits import clamped, local_group, owned
+from trencadis.visits import clamped, local_group, owned, spans
 
 Array = jax.Array
 
@@ -81,7 +81,9 @@ def _scaled(problem: Problem, z: Array, by_row: Any, by_column: Any, sizes: Any,
     z = z.astype(accumulator(z.dtype, np.float32))
     if problem.form is Form.CONTRACTION:
         z = z if by_row is None else z * by_row[:, :, None]
-        return z if by_column is None else z * by_column[:, None, :]
+        z = z if by_column is None else z * by_column[:, None, :]
+        starts, ends = spans(problem, sizes, first)
+        return jnp.where((ends > starts)[:, None, None], z, 0)
     if by_row is not None:
         z = z * by_row[:, None]
     if by_column is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,7 @@ def in_parts(problem: Problem, step: int, operands: tuple[Array, ...], scales: S
         x, y = (lax.dynamic_slice_in_dim(v, i * step, step, axis) for v, axis in zip((lhs, rhs), axes, strict=True))
         by_row, by_column = scales(i)
         ends = Epilogue(by_row=by_row is not None, by_column=by_column is not None)
-        inner = problem.replace(
-            k=step, lhs=np.dtype(x.dtype), rhs=np.dtype(y.dtype), out=np.dtype(np.float32), epilogue=ends
-        )
+        inner = part_of(problem.replace(lhs=np.dtype(x.dtype), rhs=np.dtype(y.dtype), epilogue=ends), step)
         return multiply(inner, x, y, *rest, *(s for s in (by_row, by_column) if s is not None))
 
     if count == 1:
@@ -42,6 +41,12 @@ def in_parts(problem: Problem, step: int, operands: tuple[Array, ...], scales: S
     # in shard_map a loop carries what varies over the same axes of the mesh
     total, *_ = vary_alike(jnp.zeros((problem.m, problem.n), jnp.float32), lhs, rhs, *rest, *jax.tree.leaves(scales(0)))
     return lax.scan(lambda sums, i: (sums + part(i), None), total, jnp.arange(count))[0]
+
+
+def part_of(problem: Problem, step: int) -> Problem:
+    """The problem of one part."""
+    ends = dataclasses.replace(problem.epilogue, blocks=0)
+    return problem.replace(k=step, out=np.dtype(np.float32), epilogue=ends)
 
 
 def blocked(problem: Problem, multiply: Multiply, *operands: Array) -> Array:

@@ -116,6 +116,20 @@ class Problem:
         """Shape of the result."""
         return (self.rows, self.n) if self.form is Form.ROWS else (self.spans, self.k, self.n)
 
+    @property
+    def operands(self) -> list[tuple[Shape, Any]]:
+        """Shapes and dtypes of all operands: of every problem, and those of the epilogue."""
+        ends, length = self.epilogue, self.epilogue.blocks
+        parts = -(-self.k // length) if length else 0
+        down = (self.m,) if self.form is Form.ROWS else (self.local_groups, self.k)
+        across = (self.local_groups, self.n)
+        found: list[tuple[Shape, Any]] = [(self.lhs_shape, self.lhs), (self.rhs_shape, self.rhs)]
+        found += [((self.batch, self.groups), np.int32), ((self.batch,), np.int32)]
+        found += [((self.m, parts) if length else down, np.float32)] * ends.by_row
+        found += [((across[0], parts, -(-self.n // length)) if length else across, np.float32)] * ends.by_column
+        found += [(across, ends.bias)] * (ends.bias is not None)
+        return found + [(self.out_shape, self.out)] * ends.accumulate
+
     def replace(self, **changes: Any) -> Problem:
         """The same problem with some fields changed."""
         return dataclasses.replace(self, **changes)

@@ -53,7 +53,8 @@ def run(problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
         x, y = jnp.where(mine, lhs, 0), jnp.where(mine, rhs, 0).astype(problem.acc)
         down = None if by_row is None else by_row[i][:, None]
         z = problem.epilogue.finish(jnp.dot(x.T, y, precision=precision), Extras(down, _of(by_column, i)), problem.out)
-        return out.at[i].set(cast(z if existing is None else add(existing[i], z), problem.out))
+        z = cast(z if existing is None else add(existing[i], z), problem.out)
+        return out.at[i].set(jnp.where(ends[i] > starts[i], z, out[i]))  # scales of an empty group may be anything
 
     precision = problem.precision if problem.precision is not None else lax.Precision.HIGHEST
     body = rows if problem.form is Form.ROWS else contraction

@@ -21,7 +21,8 @@ from trencadis.backends import BACKENDS, INTERPRETED, NOTES
 from trencadis.cards import CARDS
 from trencadis.chips import CHIPS
 from trencadis.cost import Cost, cost
-from trencadis.plan import Plan, plan, refusals
+from trencadis.parts import part_of
+from trencadis.plan import Plan, plan, refusals, taken
 from trencadis.problem import Form, Problem
 from trencadis.quant.qarray import from_qarray, is_qarray
 from trencadis.quant.scaled import Scaled
@@ -228,6 +229,8 @@ def _known_sizes(group_sizes: Any, asked: Problem) -> list[int] | None:
 
 def _pass(name: str, found: tuple[Problem, Pins], target: Target) -> Pass:
     problem, pins = found
+    if problem.epilogue.blocks and not taken(problem, target, pins):
+        problem = part_of(problem, problem.epilogue.blocks)
     chosen = plan(problem, target, pins)
     verdicts = tuple(_verdicts(problem, target, chosen))
     return Pass(name=name, problem=problem, plan=chosen, backends=verdicts, copies=tuple(_copies(problem, chosen)))
@@ -237,9 +240,7 @@ def _copies(problem: Problem, chosen: Plan) -> Iterator[str]:
     """The large arrays that a backend with kernels makes before its kernel and after it."""
     if chosen.backend not in INTERPRETED:
         return
-    shapes = [problem.lhs_shape, problem.rhs_shape, (problem.batch, problem.groups), (problem.batch,)]
-    dtypes = [problem.lhs, problem.rhs, jnp.int32, jnp.int32]
-    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in problem.operands]
     run = functools.partial(BACKENDS[chosen.backend].run, problem, chosen)
     for equation in _plain(jax.make_jaxpr(run)(*operands).jaxpr):
         source, made = equation.invars[0].aval, equation.outvars[0].aval
