@@ -70,7 +70,8 @@ def compiled(format, granularity, shape):
     def call(data, first, last):
         return dequantize(grouped_quantize(GroupedTensor(data, first, last, shape), format, granularity)).data
 
-    return jax.jit(call)
+    # with the emitters that users have: those that the tests have round float32 to float4 twice
+    return jax.jit(call, compiler_options={"xla_backend_extra_options": ""})
 
 
 @pytest.mark.parametrize(("format", "ragged", "granularity", "lengths"), LAWS, ids=str)
