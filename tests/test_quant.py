@@ -166,10 +166,16 @@ def test_rows_are_those_of_what_the_operands_stand_for(format, left, right, x, w
     if q.scale.shape[0] == M:
         q = Scaled(q.values, q.scale.at[9:].set(jnp.nan), q.format, q.block, q.total)
     x[9:] = np.nan
-    multiply = jax.jit(tr.grouped_matmul, static_argnames="transpose_rhs")
-    for a, b in ((q, r), (x, r), (q, w)):
-        close(multiply(a, b, SIZES), by_rows(exact(a), exact(b)))
-    close(multiply(q, r.mT, SIZES, transpose_rhs=True), by_rows(exact(q), exact(r)))
+
+    @jax.jit
+    def products(q, r, x, w):
+        straight = [tr.grouped_matmul(a, b, SIZES) for a, b in ((q, r), (x, r), (q, w))]
+        return *straight, tr.grouped_matmul(q, r.mT, SIZES, transpose_rhs=True)
+
+    left, right = exact(q), exact(r)
+    wants = by_rows(left, right), by_rows(x, right), by_rows(left, w), by_rows(left, right)
+    for got, want in zip(products(q, r, x, w), wants, strict=True):
+        close(got, want)
 
 
 SUMS = [("int8", *pair) for pair in itertools.product(["tensor", "row", (0, 1), (1, 32)], ["row", (0, 1)])]
@@ -180,10 +186,17 @@ def test_sums_are_those_of_what_the_operands_stand_for(format, left, right, x, r
     y = rng.normal(size=(M, N)).astype(np.float32)
     q, r = quantize(x, format, left), quantize(y, format, right)
     old = rng.normal(size=(G, K, N)).astype(np.float32)
-    multiply = jax.jit(tr.transposed_grouped_matmul, static_argnames="transpose_lhs")
-    for a, b in ((q, r), (x, r), (q, y)):
-        close(multiply(a, b, SIZES, transpose_lhs=True), by_sums(exact(a), exact(b)))
-    close(multiply(q.transpose(), r, SIZES, existing_out=old), by_sums(exact(q), exact(r)) + old)
+
+    @jax.jit
+    def products(q, r, x, y):
+        pairs = (q, r), (x, r), (q, y)
+        straight = [tr.transposed_grouped_matmul(a, b, SIZES, transpose_lhs=True) for a, b in pairs]
+        return *straight, tr.transposed_grouped_matmul(q.transpose(), r, SIZES, existing_out=old)
+
+    left, right = exact(q), exact(r)
+    wants = by_sums(left, right), by_sums(x, right), by_sums(left, y), by_sums(left, right) + old
+    for got, want in zip(products(q, r, x, y), wants, strict=True):
+        close(got, want)
 
 
 def test_a_sum_is_not_cut_into_single_numbers(x, w):
