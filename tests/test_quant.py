@@ -1,5 +1,6 @@
 """Quantized operands: what `Scaled` stands for, and products that are those of what it stands for."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -270,3 +271,93 @@ def test_experts_over_a_mesh(format, granularity, x, w):
         return jax.lax.psum(tr.grouped_matmul(x, r, SIZES, group_offset=jax.lax.axis_index("e")), "e")
 
     close(jax.jit(sharded)(x, r), by_rows(x, exact(r)))
+
+
+def _small():
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((12, 48), (3, 48, 16)))
+    return x, w, jnp.array([4, 3, 2])  # the last three rows are nobody's
+
+
+def test_scales_of_what_nobody_owns_reach_no_gradient():
+    x, w, sizes = _small()
+    rows = quantize(x.at[10].set(jnp.nan), "int8", "row")
+    d_y = jax.grad(lambda y: tr.transposed_grouped_matmul(rows, y, sizes, transpose_lhs=True).sum())(jnp.ones((12, 16)))
+    np.testing.assert_array_equal(d_y[9:], 0)
+    fine = quantize(w, "int8", (1, 8, 0))
+    fine = Scaled(fine.values, fine.scale.at[2].set(jnp.nan), "int8", fine.block)
+    np.testing.assert_array_equal(jax.grad(lambda x: tr.grouped_matmul(x, fine, sizes).sum())(x)[9:], 0)
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_scales_of_empty_groups_reach_nothing(backend):
+    x, _, _ = _small()
+    columns = quantize(x.at[10, 1].set(jnp.nan), "int8", (0, 1))  # the scale of a column is NaN, for all groups
+    sizes = jnp.array([4, 0, 3])
+    out = tr.transposed_grouped_matmul(columns, jnp.ones((12, 16)), sizes, transpose_lhs=True, backend=backend)
+    np.testing.assert_array_equal(out[1], 0)
+
+
+def test_float16_gradients_have_room_for_scales():
+    x, w, sizes = _small()
+    packed = quantize(w * 0.02, "int8", "column")
+
+    def loss(x, w):
+        return (tr.grouped_matmul(x, w, sizes, jnp.float16).astype(jnp.float32) * 1e-4).sum()
+
+    got, want = jax.grad(loss)(x.astype(jnp.float16), packed), jax.grad(loss)(x, packed.dequantize())
+    assert jnp.linalg.norm(got - want) < 0.01 * jnp.linalg.norm(want)
+
+
+def test_sums_in_parts_are_as_wide_as_others():
+    x, w, sizes = _small()
+    parts = quantize(w, "int8", (1, 16, 1))
+    turned = tr.grouped_matmul(x * (1 + 2j), parts, sizes, jnp.complex64)
+    np.testing.assert_allclose(turned.imag, 2 * tr.grouped_matmul(x, parts, sizes), rtol=1e-5, atol=1e-5)
+    before = jnp.full((12, 16), 2**24 + 1, jnp.int32)  # more than float32 holds
+    after = tr.grouped_matmul(x, parts, sizes, jnp.int32, existing_out=before)
+    np.testing.assert_array_equal(after[9:], before[9:])
+
+
+@pytest.mark.parametrize("granularity", ["column", (1, 16, 1), (1, 8, 0)])
+def test_no_groups_give_zeros(granularity):
+    x, _, _ = _small()
+    none = quantize(jnp.ones((0, 48, 16)), "int8", granularity)
+    sizes = jnp.zeros((0,), jnp.int32)
+
+    def total(x):
+        return tr.grouped_matmul(x, none, sizes, bias=jnp.ones((0, 16))).sum()
+
+    assert total(x) == 0
+    np.testing.assert_array_equal(jax.grad(total)(x), 0)
+
+
+def test_is_no_sequence():
+    _, w, _ = _small()
+    with pytest.raises(TypeError, match="not iterable"):
+        list(quantize(w, "int8", "column"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"block": (1, 0, 1)}, "rhs: want blocks of a length along each axis"),
+        ({"block": (1, 48)}, "rhs: want blocks of a length along each axis"),
+        ({"total": np.ones(3, np.float32)}, "rhs: want one total"),
+    ],
+)
+def test_a_scaled_that_does_not_hold_together_is_named(fields, said):
+    x, w, sizes = _small()
+    with pytest.raises(ValueError, match=said):
+        tr.grouped_matmul(x, dataclasses.replace(quantize(w, "int8", "column"), **fields), sizes)
+
+
+def test_what_cannot_be_quantized_is_named():
+    x, _, _ = _small()
+    for wrong in (None, quantize(x, "int8")):
+        with pytest.raises(TypeError, match="x: want an array of floats"):
+            quantize(wrong, "int8")
+    with pytest.raises(ValueError, match="granularity: want 2 lengths"):
+        quantize(x, "int8", 5)
+    with pytest.raises(ValueError, match="format: want one of"):
+        quantize(x, ["int8"])

@@ -57,6 +57,11 @@ def expand(problem: Problem, pins: Pins, *operands: Any) -> Array:
     by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
     z = run(problem.replace(out=problem.acc, epilogue=Epilogue()), pins, lhs, rhs, sizes, first)
     z = _scaled(problem, z, by_row, by_column, sizes, first)
+    return ended(problem, z, bias, existing, sizes, first)
+
+
+def ended(problem: Problem, z: Array, bias: Any, existing: Any, sizes: Any, first: Any) -> Array:
+    """The result from sums that are scaled: bias, activation and existing_out, one after the other."""
     if bias is not None:
         z = add(z, _bias_rows(problem, bias, sizes, first, problem.sum))
     if problem.epilogue.activation is not None:
@@ -79,6 +84,8 @@ def _scaled(problem: Problem, z: Array, by_row: Any, by_column: Any, sizes: Any,
     if by_row is None and by_column is None:
         return z
     z = z.astype(accumulator(z.dtype, np.float32))
+    if problem.spans == 0:
+        return jnp.zeros_like(z)
     if problem.form is Form.CONTRACTION:
         z = z if by_row is None else z * by_row[:, :, None]
         z = z if by_column is None else z * by_column[:, None, :]
@@ -198,7 +205,10 @@ def _transpose(ct: Any, lhs: Any, rhs: Any, sizes: Any, first: Any, *extras: Any
     plain = problem.replace(epilogue=Epilogue())
     d_lhs, d_rhs = ADJOINTS[problem.form]
     by_row, by_column, *_ = problem.epilogue.split(extras)
-    d_product = _scaled(problem, ct, by_row, by_column, sizes, first).astype(ct.dtype)  # scales go with the gradient
+    d_product = _scaled(problem, ct, by_row, by_column, sizes, first)  # scales go with the gradient
+    if ct.dtype == jnp.bfloat16:  # which holds them; other narrow floats have no room
+        d_product = d_product.astype(ct.dtype)
+    plain = plain.replace(out=np.dtype(d_product.dtype))
 
     def d_bias() -> Array:
         ones = _ones(problem, ct)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from trencadis.dtypes import cast
+from trencadis.dtypes import accumulator, cast
 from trencadis.epilogue import Epilogue
 from trencadis.problem import Problem
 from trencadis.versions import vary_alike
@@ -22,7 +22,7 @@ Scales = Callable[[Any], list[Array | None]]  # of a part: [m] of rows and [g, n
 
 
 def in_parts(problem: Problem, step: int, operands: tuple[Array, ...], scales: Scales, multiply: Multiply) -> Array:
-    """[m, n], float32: the sum over parts of k, each so long, each with scales of its own."""
+    """[m, n], float32 or wider: the sum over parts of k, each so long, each with scales of its own."""
     lhs, rhs, *rest = operands
     axes = 1, 2 if problem.transpose_rhs else 1  # k
     count = -(-problem.k // step) if step else 1
@@ -39,14 +39,15 @@ def in_parts(problem: Problem, step: int, operands: tuple[Array, ...], scales: S
     if count == 1:
         return part(0)
     # in shard_map a loop carries what varies over the same axes of the mesh
-    total, *_ = vary_alike(jnp.zeros((problem.m, problem.n), jnp.float32), lhs, rhs, *rest, *jax.tree.leaves(scales(0)))
+    sums = jnp.zeros((problem.m, problem.n), accumulator(accumulator(lhs.dtype, rhs.dtype), np.float32))
+    total, *_ = vary_alike(sums, lhs, rhs, *rest, *jax.tree.leaves(scales(0)))
     return lax.scan(lambda sums, i: (sums + part(i), None), total, jnp.arange(count))[0]
 
 
 def part_of(problem: Problem, step: int) -> Problem:
     """The problem of one part."""
     ends = dataclasses.replace(problem.epilogue, blocks=0)
-    return problem.replace(k=step, out=np.dtype(np.float32), epilogue=ends)
+    return problem.replace(k=step, out=accumulator(problem.acc, np.float32), epilogue=ends)
 
 
 def blocked(problem: Problem, multiply: Multiply, *operands: Array) -> Array:

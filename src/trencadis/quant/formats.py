@@ -75,6 +75,6 @@ def format_of(name: Any) -> Format:
     """
     if isinstance(name, Format):
         return name
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"format: want one of {', '.join(FORMATS)}; got {name!r}")
     return FORMATS[name]

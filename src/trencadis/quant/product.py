@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 
 from trencadis import problem as what
-from trencadis.autodiff import activate, run
+from trencadis.autodiff import ended, run
+from trencadis.dtypes import accumulator
 from trencadis.epilogue import Activation, Epilogue
 from trencadis.parts import in_parts
 from trencadis.problem import Form, Problem
@@ -70,19 +71,15 @@ def split_run(
     lhs, rhs, sizes, first = operands
     lhs, rhs = (lax.stop_gradient(x) if isinstance(x, Scaled) else x for x in (lhs, rhs))
     bare = asked.replace(epilogue=Epilogue())
-    multiply = _blocked if blocks_of(asked, lhs, rhs) else _rows if asked.form is Form.ROWS else _contraction
-    if bias is not None or activation is not None or existing is not None:
-        bare = bare.replace(out=np.dtype(np.float32))
-    product = multiply(bare, pins, lhs, rhs, sizes, first)
-    if bias is not None:
-        mine = owned(asked, sizes, first)[:, None]
-        shift = jnp.take(bias.astype(jnp.float32), local_group(asked, sizes, first), axis=0)  # its gradient too
-        product = product + jnp.where(mine, shift, 0)
-    if activation is not None:
-        return activate(asked, activation, product, sizes, first)
-    if existing is not None:
-        product = product + existing.astype(product.dtype)
-    return product.astype(asked.out)
+    follows = bias is not None or activation is not None or existing is not None
+    if blocks_of(asked, lhs, rhs):
+        wide = accumulator(accumulator(lhs.dtype, rhs.dtype), np.float32)
+        product = _blocked(bare.replace(out=wide) if follows else bare, pins, lhs, rhs, sizes, first)
+    else:
+        multiply = _rows if asked.form is Form.ROWS else _contraction
+        product = multiply(bare, pins, lhs, rhs, sizes, first)
+    ends = dataclasses.replace(asked.epilogue, by_row=True, activation=activation)  # scaled sums are no integers
+    return ended(asked.replace(epilogue=ends), product, bias, existing, sizes, first)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -94,7 +91,9 @@ def _blocked(asked: Problem, pins: Pins, lhs: Scaled, rhs: Scaled, sizes: Array,
     ends = Epilogue(by_row=True, by_column=True, blocks=blocks_of(asked, lhs, rhs))
     scale = rhs.scale.mT if asked.transpose_rhs else rhs.scale  # [g, k / 128, n / 128]
     scales = (x.astype(jnp.float32) for x in (lhs.scale, scale))
-    return run(asked.replace(epilogue=ends), pins, lhs.values, rhs.values, sizes, first, *scales)
+    x, y = _values(lhs), _values(rhs)
+    asked = asked.replace(lhs=np.dtype(x.dtype), rhs=np.dtype(y.dtype), epilogue=ends)
+    return run(asked, pins, x, y, sizes, first, *scales)
 
 
 def _rows(asked: Problem, pins: Pins, lhs: Operand, rhs: Operand, sizes: Array, first: Array) -> Array:
@@ -104,8 +103,10 @@ def _rows(asked: Problem, pins: Pins, lhs: Operand, rhs: Operand, sizes: Array, 
         lhs = lhs.dequantize()
     if _often(rhs, axes[1]) and _parts(rhs, 3 - axes[1]) == 1:
         by_group = jnp.squeeze(rhs.scales(), 3 - axes[1])  # [g or 1, k]
-        local = local_group(asked, sizes, first)
-        each = by_group if by_group.shape[0] == 1 else jnp.take(by_group, local, axis=0)
+        each = by_group
+        if by_group.shape[0] > 1:
+            each = jnp.take(by_group, local_group(asked, sizes, first), axis=0)
+        each = jnp.where(owned(asked, sizes, first)[:, None], each, 1)  # rows of nobody have no scales
         lhs, rhs = (lhs.dequantize() if isinstance(lhs, Scaled) else lhs) * each, _values(rhs)
     lengths = [x.block[axis] for x, axis in zip((lhs, rhs), axes, strict=True) if _parts(x, axis) > 1]
     step = min(math.gcd(*lengths), asked.k) if lengths else asked.k
@@ -155,12 +156,17 @@ def _contraction(asked: Problem, pins: Pins, lhs: Operand, rhs: Operand, sizes: 
     row = int(asked.transpose_lhs)  # the axis of the sum in lhs
     left, right = (_split(x, axis) for x, axis in ((lhs, row), (rhs, 0)))
     x, y = left[0], right[0]
-    for rows in (left[1], right[1]):  # [m]
-        y = y if rows is None else y.astype(jnp.float32) * rows[:, None]
-    inner = asked.replace(lhs=np.dtype(x.dtype), rhs=np.dtype(y.dtype))
-    out = run(inner.replace(out=inner.acc), pins, x, y, sizes, first).astype(jnp.float32)
-    out = out if left[2] is None else out * left[2][:, None]
-    return out if right[2] is None else out * right[2]
+    mine = owned(asked, sizes, first)
+    for rows in (left[1], right[1]):  # [m]; rows of nobody have no scales
+        y = y if rows is None else y.astype(accumulator(y.dtype, np.float32)) * jnp.where(mine, rows, 1)[:, None]
+    scales = [
+        jnp.broadcast_to(s, (asked.local_groups, size))
+        for s, size in ((left[2], asked.k), (right[2], asked.n))
+        if s is not None
+    ]
+    ends = Epilogue(by_row=left[2] is not None, by_column=right[2] is not None)
+    inner = asked.replace(lhs=np.dtype(x.dtype), rhs=np.dtype(y.dtype), epilogue=ends)
+    return run(inner.replace(out=accumulator(inner.acc, np.float32)), pins, x, y, sizes, first, *scales)
 
 
 def _split(x: Operand, axis: int) -> tuple[Array, Array | None, Array | None]:
@@ -197,9 +203,13 @@ def operand(name: str, x: Any) -> Operand:
     if not isinstance(x, Scaled):
         return what.as_array(name, x)
     shape, scale = jnp.shape(x.values), jnp.shape(x.scale)
-    want = tuple(-(-size // max(length, 1)) for size, length in zip(shape, x.block, strict=False))
-    if 0 in shape and len(x.block) == len(shape):  # no entries: any scales will do, and these broadcast
+    if len(x.block) != len(shape) or (0 in x.block and 0 not in shape):
+        raise ValueError(f"{name}: want blocks of a length along each axis of {shape}; got {x.block}")
+    if x.total is not None and jnp.shape(x.total) != ():
+        raise ValueError(f"{name}: want one total; got an array of shape {jnp.shape(x.total)}")
+    want = tuple(-(-size // max(length, 1)) for size, length in zip(shape, x.block, strict=True))
+    if 0 in shape:  # no entries: any scales will do, and these broadcast
         return dataclasses.replace(x, scale=jnp.ones([max(count, 1) for count in want], x.scale.dtype))
-    if len(x.block) != len(shape) or scale != want:
+    if scale != want:
         raise ValueError(f"{name}: want a scale for each block of {x.block}, shape {want}; got {scale}")
     return x

@@ -113,6 +113,8 @@ class Scaled:
             block = (max(values.shape[0], 1), *self.block[1:])
         return Scaled(values, self.scale[which], self.format, block, self.total)
 
+    __iter__ = None  # or indices past the end, which JAX clamps, would go on for ever
+
     def scales(self) -> Array:
         """The scale of each entry, float32, in a shape that broadcasts against the values."""
         found = expanded(jnp.asarray(self.scale).astype(jnp.float32), self.block, self.shape)
@@ -198,6 +200,8 @@ def rounded(kind: Format, x: Array, block: Shape, most: Array, whole: Array | No
 
 def checked_floats(name: str, x: Any) -> Array:
     """An array of floats, as float32."""
+    if x is None or isinstance(x, (str, Scaled)):
+        raise TypeError(f"{name}: want an array of floats; got {type(x).__name__}")
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name}: want a float dtype; got {x.dtype}")
@@ -247,7 +251,7 @@ def blocks(kind: Format, granularity: Any, shape: Shape) -> Shape:
     elif isinstance(granularity, str):
         given = _named(granularity, ndim)
     else:
-        given = tuple(granularity)
+        given = tuple(granularity) if isinstance(granularity, (tuple, list)) else ()
     if len(given) != ndim or any(isinstance(b, bool) or not isinstance(b, (int, np.integer)) or b < 0 for b in given):
         raise ValueError(f"granularity: want {ndim} lengths of blocks, 0 being a whole axis; got {granularity!r}")
     if kind.block and sorted(given) != [*(1,) * (ndim - 1), kind.block]:
