@@ -52,7 +52,7 @@ def run(problem: Problem, pins: Pins, *operands: Any) -> Array:
 def expand(problem: Problem, pins: Pins, *operands: Any) -> Array:
     """The same result with the epilogue taken apart into products and elementwise operations."""
     if problem.epilogue.blocks:
-        return blocked(problem, lambda inner, *given: run(inner, _partly(pins), *given), *operands)
+        return blocked(problem, lambda inner, *given: run(inner, pins.untiled, *given), *operands)
     lhs, rhs, sizes, first, *extras = operands
     by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
     z = run(problem.replace(out=problem.acc, epilogue=Epilogue()), pins, lhs, rhs, sizes, first)
@@ -72,11 +72,6 @@ def ended(problem: Problem, z: Array, bias: Any, existing: Any, sizes: Any, firs
     if problem.form is Form.CONTRACTION:
         return total
     return jnp.where(owned(problem, sizes, first)[:, None], total, existing)
-
-
-def _partly(pins: Pins) -> Pins:
-    """Pins of a part of a sum: tiles are of all of k."""
-    return Pins(backend=pins.backend, interpret=pins.interpret)
 
 
 def _scaled(problem: Problem, z: Array, by_row: Any, by_column: Any, sizes: Any, first: Any) -> Array:
@@ -367,7 +362,7 @@ def _abstract(*operands: Any, problem: Problem, pins: Pins) -> Any:
 
 def _execute(*operands: Any, problem: Problem, pins: Pins, target: Target) -> Array:
     if problem.epilogue.blocks and not taken(problem, target, pins):
-        part = functools.partial(_execute, pins=_partly(pins), target=target)
+        part = functools.partial(_execute, pins=pins.untiled, target=target)
         return blocked(problem, lambda inner, *given: part(*given, problem=inner), *operands)
     chosen = plan(problem, target, pins)
     with jax.named_scope(f"{problem.form.value}_{chosen.backend}"):

@@ -44,3 +44,13 @@ def accumulator(lhs: Any, rhs: Any) -> np.dtype[Any]:
     if any(jnp.issubdtype(d, jnp.complexfloating) for d in inexact):
         return np.dtype(np.complex128 if wide else np.complex64)
     return np.dtype(np.float64 if wide else np.float32)
+
+
+def bits(dtype: Any) -> int:
+    """Of one number.
+
+    >>> bits(jnp.int4), bits(jnp.float8_e4m3fn), bits(jnp.bfloat16)
+    (4, 8, 16)
+    """
+    info = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
+    return int(info.bits)

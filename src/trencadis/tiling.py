@@ -61,6 +61,11 @@ class Pins:
         tilings = self.tilings if same else Tilings(forward=tiling)
         return dataclasses.replace(self, tilings=tilings.swapped() if swap else tilings)
 
+    @property
+    def untiled(self) -> Pins:
+        """The pins of a part of the sum: the caller's tiles are of all of k."""
+        return dataclasses.replace(self, tilings=Tilings())
+
 
 TilingLike = Tiling | Tilings | tuple[int, int, int] | Callable[[int, int, int], Any] | None
 

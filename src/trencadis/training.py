@@ -28,7 +28,7 @@ from trencadis.quant.formats import Format
 from trencadis.quant.recipe import Recipe
 from trencadis.quant.scaled import Scaled
 from trencadis.versions import replicated, vary_alike
-from trencadis.visits import owned, owner
+from trencadis.visits import local_group, owned
 
 Array = jax.Array
 Operand = Any  # an array or a Scaled
@@ -105,8 +105,7 @@ def _check(recipe: Any, x: Array, w: Array) -> None:
 
 
 def _whose(asked: Problem, sizes: Array, first: Array) -> Rows:
-    group = jnp.clip(owner(sizes[0], asked.m) - first[0], 0, max(asked.local_groups - 1, 0))
-    return Rows(sizes[0], first[0], group, owned(asked, sizes, first)[:, None])
+    return Rows(sizes[0], first[0], local_group(asked, sizes, first), owned(asked, sizes, first)[:, None])
 
 
 def _turned(x: Any, turned: bool) -> Any:

@@ -110,7 +110,7 @@ def _rows(asked: Problem, pins: Pins, lhs: Operand, rhs: Operand, sizes: Array, 
         lhs, rhs = (lhs.dequantize() if isinstance(lhs, Scaled) else lhs) * each, _values(rhs)
     lengths = [x.block[axis] for x, axis in zip((lhs, rhs), axes, strict=True) if _parts(x, axis) > 1]
     step = min(math.gcd(*lengths), asked.k) if lengths else asked.k
-    pins = pins if step == asked.k else Pins(backend=pins.backend, interpret=pins.interpret)  # tiles are of all of k
+    pins = pins if step == asked.k else pins.untiled
 
     def scales(i: Any) -> list[Array | None]:
         down = _across(lhs, 1, i * step).reshape(-1) if isinstance(lhs, Scaled) else None

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trencadis.dtypes import bits
 from trencadis.quant.formats import Format, format_of
 from trencadis.tensors import GroupedTensor
 
@@ -64,13 +65,13 @@ class Scaled:
     def wide(self) -> Any:
         """The dtype of products where nobody asks for one: that of the scales, with bfloat16 for those of 8 bits."""
         scales = [x.dtype for x in (self.scale, self.total) if x is not None]
-        return jnp.result_type(*(jnp.bfloat16 if _bits(each) <= 8 else each for each in scales))
+        return jnp.result_type(*(jnp.bfloat16 if bits(each) <= 8 else each for each in scales))
 
     @property
     def nbytes(self) -> int:
         """Bytes of values and scales, with those of 4 bits two to a byte."""
         leaves = [x for x in (self.values, self.scale, self.total) if x is not None]
-        return sum(math.ceil(math.prod(x.shape) * _bits(x.dtype) / 8) for x in leaves)
+        return sum(math.ceil(math.prod(x.shape) * bits(x.dtype) / 8) for x in leaves)
 
     @property
     def mT(self) -> Scaled:
@@ -272,11 +273,6 @@ def _named(name: str, ndim: int) -> Shape:
         return (1, *(0,) * (ndim - 1))
     whole = ndim - 1 if name == "row" else ndim - 2
     return tuple(0 if axis == whole else 1 for axis in range(ndim))
-
-
-def _bits(dtype: Any) -> int:
-    info = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
-    return int(info.bits)
 
 
 def _listed(shape: Any) -> str:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import trencadis as tr
 from trencadis.api import problem_of
 from trencadis.backends.gpu.choose import choose, multiplied, obey, tiling_of
-from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, bits
+from trencadis.backends.gpu.layout import BLOCK, CONSUMERS
 from trencadis.cards import CARDS
+from trencadis.dtypes import bits
 from trencadis.epilogue import Epilogue
 from trencadis.plan import plan
 from trencadis.problem import Form

@@ -3,16 +3,22 @@
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import trencadis as tr
 from benchmarks.gpu_quantized import checks, limit
+from trencadis.api import problem_of
+from trencadis.backends import gpu
+from trencadis.epilogue import Epilogue
 from trencadis.quant import Scaled
+from trencadis.target import Target
 
 from .ahead import kernels, lowered, made
 
 pytestmark = pytest.mark.core
 
+GPU = {"backend": "gpu", "interpret": True}
 CASES = functools.cache(checks)
 INTERPRETED = [
     "bf16 x int8, last=False, bfloat16",
@@ -29,6 +35,22 @@ def test_by_value(name):
     """Unowned rows and their scales are NaN, sizes are no multiples of anything, the first group is not held here."""
     error, *args = CASES()[name]
     assert error(*args) < limit(args[-1])
+
+
+def test_integer_sums_are_added_to_fractions():
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.integers(-9, 9, shape), jnp.int8) for shape in ((64, 128), (2, 128, 64)))
+    half, sizes = jnp.full((64, 64), 0.5), jnp.array([30, 20])
+    got, want = (tr.grouped_matmul(x, w, sizes, existing_out=half, **how) for how in (GPU, {}))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_more_scales_along_k_than_a_copy_takes_come_in_parts():
+    blocks = Epilogue(by_row=True, by_column=True, blocks=128)
+    asked = problem_of((8, 128 * 257), (2, 128 * 257, 128), dtype="int8", out=np.dtype("float32"), epilogue=blocks)
+    target = Target(platform="cuda", kind="NVIDIA H200")
+    assert "at most 256" in gpu.supports(asked, target)
+    assert gpu.supports(asked.replace(k=128 * 256), target) is None
 
 
 M, K, N, G = 512, 256, 320, 4

@@ -35,6 +35,7 @@ Array = jax.Array
 
 RESULTS = ("bfloat16", "float16", "float32")
 OPERANDS = (*RESULTS, "float8_e4m3fn", "float8_e5m2", "int8")
+BOX = 256  # entries that one copy takes along an axis
 TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
 
 
@@ -72,6 +73,8 @@ def _arithmetic(problem: Problem) -> str | None:
             return f"{name} is {dtype.name}; it takes {', '.join(known)}"
     if problem.epilogue.blocks and multiplied(problem).itemsize > 1:
         return f"scales change along k; it takes them with operands of 8 bits, not {problem.lhs.name}"
+    if problem.epilogue.blocks and problem.k > BOX * problem.epilogue.blocks:
+        return f"scales change along k; it takes at most {BOX} of them, for k = {problem.k} there are more"
     if (
         (multiplied(problem) == jnp.float32 or split(problem))
         and problem.asked not in TF32

@@ -18,8 +18,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, LINE, TOLD, UNIT, WIDENED, Layout, bits, line
+from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, LINE, TOLD, UNIT, WIDENED, Layout, line
 from trencadis.cards import Card
+from trencadis.dtypes import bits
 from trencadis.problem import Form, Problem
 from trencadis.tiling import Tiling
 

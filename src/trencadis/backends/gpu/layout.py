@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from trencadis.dtypes import bits
+
 BLOCK = 64  # rows that one instruction multiplies
 UNIT = 16  # columns of instructions by which turned tiles grow
 GRAIN = 8  # a copy into shared memory starts at a multiple of so many rows
@@ -62,11 +64,6 @@ class Layout:
         order = "claimed" if self.claim else "dealt"
         kind = " turned" * self.turned + " packed" * self.packed
         return f"{self.tall}x{self.wide}x{self.deep}{kind}, {self.stages} stages, {self.blocks} blocks, tiles {order}"
-
-
-def bits(dtype: np.dtype[Any]) -> int:
-    """Of one number."""
-    return 4 if dtype.name in ("int4", "float4_e2m1fn") else 8 * dtype.itemsize
 
 
 def line(dtype: np.dtype[Any], length: int = LINE) -> int:

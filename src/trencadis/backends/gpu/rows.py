@@ -11,9 +11,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu.layout import BLOCK, GRAIN, LINE, WIDENED, Layout, bits, line
+from trencadis.backends.gpu.layout import BLOCK, GRAIN, LINE, WIDENED, Layout, line
 from trencadis.backends.gpu.shapes import fit
 from trencadis.backends.gpu.walk import Tile, Walk, i32
+from trencadis.dtypes import bits
 from trencadis.problem import Problem
 from trencadis.versions import flipped
 

@@ -229,6 +229,7 @@ class Out:
 
     def _finished(self, tile: Tile, part: Part, row: Any, acc: jax.Array) -> jax.Array:
         """Scales, bias and activation of sums [64, wide] from a row of the tile on; rows nobody owns stay zero."""
+        acc = acc.astype(jnp.float32)  # sums of int8 are integers, and what is added to them need not be
         epilogue, vectors = self.problem.epilogue, notes(self.problem, self.layout)
         if epilogue.blocks or (not vectors and epilogue.activation is None):
             return acc
