@@ -1,17 +1,20 @@
 """Quantized operands on a GPU, through the doors: what each kind takes, and how far it is from float64.
 
-    python -m benchmarks.gpu_quantized [--problems mixtral-8x7b decode-128] [--kinds e4m3 w-int8] [--json FILE]
+    python -m benchmarks.gpu_quantized [--problems mixtral-8x7b decode-128] [--kinds e4m3 w-int8] [--jobs 4] [--json F]
     python -m benchmarks.gpu_quantized --check    small problems with odd sizes, by value, also in the interpreter
 
 Operands are quantized beforehand. Those that the tensor cores multiply in 8 bits are stored with the axis of the sum
-last, which is what they take. Times are those of `benchmarks.run`: two calls, ten timed ones, the median.
+last, which is what they take. Times are those of `benchmarks.run`: two calls, ten timed ones, the median. Jobs compile
+beside each other, and have the card to themselves while they measure.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
+import multiprocessing
 import os
 import pathlib
 from typing import Any
@@ -23,6 +26,7 @@ from benchmarks.problems import PASSES, PROBLEMS, BenchProblem, select
 from benchmarks.timing import CuptiClock, burst
 
 ROWS = 256  # that are checked
+OFF = 1e-2  # an error that is none of rounding
 WIDE = "bf16"
 # format and granularity of lhs and of rhs; None: bfloat16
 KINDS: dict[str, tuple[Any, Any]] = {
@@ -44,23 +48,36 @@ def main() -> None:
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, metavar="NAME", help="as in problems.py")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile beside each other")
     parser.add_argument("--json", help="where to write the results")
     parser.add_argument("--check", action="store_true", help="small problems, by value; nothing is timed")
     args = parser.parse_args()
     if args.check:
         raise SystemExit(_wrong(checks()))
-    results = []
-    for problem in select(",".join(args.problems) if args.problems else None, "gpu"):
-        for which in args.passes:
-            for kind in args.kinds:
-                if which == "forward" or kind in (WIDE, *BOTH):
-                    results.append(_measure(problem, which, kind))
-                    print(_row(results[-1]), flush=True)
-    if args.json:
-        import jax
+    cases = [
+        (problem, which, kind)
+        for problem in select(",".join(args.problems) if args.problems else None, "gpu")
+        for which in args.passes
+        for kind in args.kinds
+        if which == "forward" or kind in (WIDE, *BOTH)
+    ]
+    results: list[dict[str, Any]] = []
+    fresh = multiprocessing.get_context("spawn")
+    with fresh.Pool(args.jobs, _take, (fresh.Lock(),)) as jobs:
+        for found in jobs.imap(_measure, cases):
+            results.append(found)
+            print(_row(found), flush=True)
+            if args.json:
+                pathlib.Path(args.json).write_text(json.dumps({"results": results}, indent=1) + "\n")
+    raise SystemExit(sum(not found.get("error", 1) < OFF for found in results))
 
-        about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "results": results}
-        pathlib.Path(args.json).write_text(json.dumps(about, indent=1) + "\n")
+
+_card: Any = None  # the lock of the job that measures
+
+
+def _take(lock: Any) -> None:
+    global _card
+    _card = lock
 
 
 def checks() -> dict[str, Any]:
@@ -122,7 +139,29 @@ def checks() -> dict[str, Any]:
             cases[f"{name} x {name}"] = (rows, *both, True, jnp.bfloat16)
             cases[f"{name} x {name}, blocks"] = (rows, *blocks, True, jnp.float32)
             cases[f"{name}, contraction"] = (contraction, name, jnp.bfloat16)
+        if not interpret:
+            cases[f"bf16 x {name}, many groups of few rows"] = (_few, name, jnp.bfloat16)
     return cases
+
+
+def _few(name: str, out: Any) -> float:
+    """The error of weights of some format with a few rows each: long sums, and block after block without a pause."""
+    import jax
+    import jax.numpy as jnp
+
+    import trencadis as tr
+    from trencadis.quant import dequantize, quantize
+
+    g, k, n = 64, 2048, 1536
+    sizes = np.arange(g) % 8
+    x = jax.random.normal(jax.random.key(0), (int(sizes.sum()), k), jnp.bfloat16)
+    w = quantize(jax.random.normal(jax.random.key(1), (g, n, k), jnp.bfloat16), name, (1, 1, k))
+    got = jax.jit(lambda x, w: tr.grouped_matmul(x, w, sizes, out, transpose_rhs=True, backend="gpu"))(x, w)
+    group = np.repeat(np.arange(g), sizes)
+    wide = dequantize(w).astype(jnp.float32)
+    rows = [jnp.dot(wide[i], row, precision="highest") for i, row in zip(group, x.astype(jnp.float32), strict=True)]
+    want = np.stack(rows).astype(np.float64)
+    return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
 
 
 def limit(dtype: Any) -> float:
@@ -145,22 +184,33 @@ def _row(found: dict[str, Any]) -> str:
     name = f"{found['problem']:<18}{found['pass']:<9}{found['kind']:<10}"
     if "why" in found:
         return name + found["why"]
-    return f"{name}{found['ms']:9.4f} ms {found['tflops']:7.1f} TFLOP/s  off by {found['error']:.1e}"
+    wrong = "" if found["error"] < OFF else "  WRONG"
+    return f"{name}{found['ms']:9.4f} ms {found['tflops']:7.1f} TFLOP/s  off by {found['error']:.1e}{wrong}"
 
 
-def _measure(problem: BenchProblem, which: str, kind: str) -> dict[str, Any]:
+def _measure(case: tuple[BenchProblem, str, str]) -> dict[str, Any]:
+    import jax
+
+    problem, which, kind = case
     found: dict[str, Any] = {"problem": problem.name, "pass": which, "kind": kind}
     try:
-        call, check = _prepared(problem, which, kind)
-        error = check(call())
-        seconds = burst(call, CuptiClock()).median
+        ready = _prepared(problem, which, kind)
+        with _card:
+            call, check = ready()
+            error = check(call())
+            seconds = burst(call, CuptiClock()).median
     except Exception as failure:  # the next one may do
         return found | {"why": f"{type(failure).__name__}: {failure}"[:300]}
-    return found | {"ms": seconds * 1e3, "tflops": problem.flops / seconds / 1e12, "error": error}
+    about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    return found | {"ms": seconds * 1e3, "tflops": problem.flops / seconds / 1e12, "error": error} | about
 
 
-def _prepared(problem: BenchProblem, which: str, kind: str) -> tuple[Any, Any]:
-    """A call, and a function from its result to its error against the float64 product of what operands stand for."""
+def _prepared(problem: BenchProblem, which: str, kind: str) -> Any:
+    """Compile a call; returns a function that makes its operands.
+
+    That returns the call, and a function from its result to its error against the float64 product of what the operands
+    stand for.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -180,14 +230,17 @@ def _prepared(problem: BenchProblem, which: str, kind: str) -> tuple[Any, Any]:
         return x if how is None else quantize(x, *how)
 
     if which == "d_rhs":  # both [., m], quantized along m
-        x = jax.jit(lambda: packed(normal(keys[0], k, m), left))()
-        y = jax.jit(lambda: packed(normal(keys[1], n, m), left))()
+        flip = False
+        make = [lambda: packed(normal(keys[0], k, m), left), lambda: packed(normal(keys[1], n, m), left)]
         fn = jax.jit(lambda x, y, s: tr.transposed_grouped_matmul(x, y.mT, s, preferred_element_type=jnp.bfloat16))
     else:
         flip = kind != WIDE or which == "d_lhs"
-        x = jax.jit(lambda: packed(normal(keys[0], m, k), left))()
-        y = jax.jit(lambda: packed(normal(keys[1], g, k, n), right))()
-        y = jax.jit(lambda y: y.mT)(y) if flip else y
+
+        def weights() -> Any:
+            y = packed(normal(keys[1], g, k, n), right)
+            return y.mT if flip else y
+
+        make = [lambda: packed(normal(keys[0], m, k), left), weights]
         fn = jax.jit(
             lambda x, y, s: tr.grouped_matmul(x, y, s, preferred_element_type=jnp.bfloat16, transpose_rhs=flip)
         )
@@ -195,7 +248,7 @@ def _prepared(problem: BenchProblem, which: str, kind: str) -> tuple[Any, Any]:
     def wide(x: Any) -> np.ndarray:
         return np.asarray(x if isinstance(x, jax.Array) else dequantize(x)).astype(np.float64)
 
-    def check(out: Any) -> float:
+    def check(x: Any, y: Any, out: Any) -> float:
         ends = np.cumsum(sizes)
         if which == "d_rhs":
             group = int(np.argmax(sizes))
@@ -214,7 +267,14 @@ def _prepared(problem: BenchProblem, which: str, kind: str) -> tuple[Any, Any]:
             got = np.asarray(out[rows, :32]).astype(np.float64)
         return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
-    return JaxCall(fn, (x, y, sizes)).compiled(), check
+    makers = [jax.jit(each).lower().compile() for each in make]
+    compiled = fn.lower(*(jax.eval_shape(each) for each in make), sizes).compile()
+
+    def ready() -> tuple[Any, Any]:
+        x, y = (each() for each in makers)
+        return JaxCall(compiled, (x, y, sizes)), functools.partial(check, x, y)
+
+    return ready
 
 
 def _head(y: Any) -> Any:

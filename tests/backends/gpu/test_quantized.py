@@ -91,9 +91,9 @@ LOWERED = {
 
 @pytest.mark.parametrize("name", LOWERED)
 def test_lowers_to_one_kernel(name):
-    """Neither are weights widened beside it, nor is anything transposed, but scales."""
+    """Neither are weights widened beside it, nor is anything moved but scales, and rows for weights in registers."""
     fn, shapes = LOWERED[name]()
     text = lowered(fn, *shapes)
     assert kernels(text) == 1
     size, operation = made(text)
-    assert size <= G * max(K, N, M), operation
+    assert size <= (M * K if "registers" in name else G * max(K, N, M)), operation

@@ -4,6 +4,7 @@ run         operands as the kernel wants them; the kernel; the result as the pro
 choose      the layout for a problem
 kernel      the roles of the warpgroups of a block; what the form does in each (rows, contraction)
 shapes      what a warpgroup multiplies at a time
+unpack      weights of few bits in registers
 walk, mail  the order of tiles, and how the warpgroups hear of it
 stores      the epilogue, and the way out
 """
@@ -119,12 +120,15 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
     """The result of a problem by a kernel of this layout; each operand is padded where a copy engine wants it."""
     from trencadis.backends.gpu import stores  # here, so that who has no GPU needs nothing of what it imports
     from trencadis.backends.gpu.kernel import call
+    from trencadis.backends.gpu.unpack import ordered
 
     lhs, rhs, sizes, first, *extras = operands
     ends = problem.epilogue.split(tuple(extras))
     if interpret is not None:  # which has no atomic operations, and no factors in registers
         layout = layout.replace(claim=False, blocks=min(layout.blocks, 2), widened=layout.packed)
     inner, named = _stored(problem, layout, lhs, rhs, interpret is not None)
+    if layout.packed and not layout.widened:
+        named["lhs"] = ordered(named["lhs"], inner.rhs)
     named["sizes"] = flat_sizes(sizes, problem.m)
     named["first"] = first
     out_shape = (*problem.out_shape[:-1], inner.n)

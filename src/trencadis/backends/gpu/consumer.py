@@ -47,8 +47,7 @@ class Consumer:
         if self.problem.epilogue.blocks:
             out.store(tile, parts, self._promoted(tile, done, top, shape, out))
             return
-        steps = self._ahead if self.layout.packed and not self.layout.widened else self._in_turn
-        summed = functools.partial(steps, tile, done, top, shape)
+        summed = functools.partial(self._in_turn, tile, done, top, shape)
         acc = pl.run_scoped(summed, mgpu.ACC((shape.blocks * BLOCK, shape.columns), self.problem.acc))
         out.store(tile, parts, [acc[down : down + BLOCK] for down in range(0, shape.blocks * BLOCK, BLOCK)])
 
@@ -58,25 +57,12 @@ class Consumer:
         def step(i: Any, _: Any) -> None:
             at = self._arrived(tile, done, i)
             mgpu.wgmma(acc, *self._factors(at, top, shape.blocks, shape.columns))
-            mgpu.wgmma_wait(0)  # meanwhile the other consumer multiplies: the sooner the stage is free, the better
+            # Meanwhile the other consumer multiplies: the sooner the stage is free, the better. And the compiler knows
+            # nothing of instructions under way that still read a factor in registers: it would use these again.
+            mgpu.wgmma_wait(0)
             self._free(done, i)
 
         lax.fori_loop(i32(0), tile.steps, step, None)
-        return acc[...]
-
-    def _ahead(self, tile: Tile, done: Any, top: Any, shape: Shape, acc: Any) -> Any:
-        """The same; weights are unpacked into registers while the product before is under way."""
-
-        def step(i: Any, _: Any) -> None:
-            at = self._arrived(tile, done, i)
-            factors = self._factors(at, top, shape.blocks, shape.columns)
-            mgpu.wgmma_wait(0)
-            pl.when(i > 0)(lambda: self._free(done, i - i32(1)))
-            mgpu.wgmma(acc, *factors)
-
-        lax.fori_loop(i32(0), tile.steps, step, None)
-        mgpu.wgmma_wait(0)
-        pl.when(tile.steps > 0)(lambda: self._free(done, tile.steps - i32(1)))
         return acc[...]
 
     def _promoted(self, tile: Tile, done: Any, top: Any, shape: Shape, out: stores.Out) -> list[Any]:

@@ -125,9 +125,11 @@ def _blank_columns(ref: Any, low: Any, high: Any) -> None:
     """Zero the columns of a stage [wide, deep] outside of [low, high)."""
     layout, shape = _spread(ref.dtype, ref.shape[1]), (FEW, ref.shape[1])
     at = mgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), layout)
-    own = (at >= low) & (at < high)
+    # All bits of what is the group's. Comparisons would be taken for a choice between numbers of 8 bits, one by one;
+    # bits are cleared a word at a time.
+    own = lax.shift_right_arithmetic((low - i32(1) - at) & (at - high), jnp.full(shape, 31, jnp.int32))
     narrow = ref.dtype.itemsize == 1  # of which registers know bits only
-    mask = jnp.where(own, i32(-1), i32(0)).astype(jnp.int8) if narrow else own
+    mask = own.astype(jnp.int8) if narrow else own < 0
 
     def some(i: Any, _: Any) -> None:
         rows = ref.at[pl.ds(pl.multiple_of(i * i32(FEW), FEW), FEW)]

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.layout import BLOCK, GRAIN, LINE, WIDENED, Layout, line
 from trencadis.backends.gpu.shapes import fit
+from trencadis.backends.gpu.unpack import factor, widened
 from trencadis.backends.gpu.walk import Tile, Walk, i32
 from trencadis.dtypes import bits
 from trencadis.problem import Problem
@@ -90,7 +91,7 @@ class Rows:
         last = self.problem.transpose_rhs
         a, b = (refs[name].at[slot] for name, slot in zip("ab", slots, strict=True))
         if self.layout.packed and not self.layout.widened:
-            return _unpacked(b.at[mine], self.problem.lhs), leftmost(a, wide, True)
+            return factor(b.at[mine], self.problem.lhs), leftmost(a, wide, True)
         if self.layout.turned:
             return b.at[mine] if last else flipped(b.at[:, mine]), leftmost(a, wide, True)
         return a.at[mine], leftmost(b, wide, last)
@@ -102,21 +103,9 @@ class Rows:
         layout = mgpu.Layout.TILED(tiles, (-5,), (-3, -2), -1)
         for top in range(0, wide.shape[0], BLOCK):
             some = pl.ds(top, BLOCK)
-            wide.at[some][...] = _as(mgpu.layout_cast(packed.at[some][...], layout), wide.dtype)
+            wide.at[some][...] = widened(mgpu.layout_cast(packed.at[some][...], layout), wide.dtype)
         mgpu.commit_smem()
 
     def place(self, ref: Any, tile: Tile, row: Any, rows: int, columns: Any) -> Any:
         """A part of the tile in an array shaped like the result."""
         return ref.at[pl.ds(tile.down + row, rows), columns]
-
-
-def _unpacked(ref: Any, dtype: Any) -> Any:
-    """Weights of few bits as a factor in registers."""
-    few = mgpu.Layout.WGMMA_UPCAST_2X if bits(ref.dtype) == 8 else mgpu.Layout.WGMMA_UPCAST_4X
-    return _as(mgpu.layout_cast(mgpu.layout_cast(ref[...], few), mgpu.Layout.WGMMA), dtype)
-
-
-def _as(x: Any, dtype: Any) -> Any:
-    """Weights of few bits in a dtype that holds them. From a float of 8 bits there is no way to bfloat16 but this."""
-    narrow = jnp.issubdtype(x.dtype, jnp.floating)
-    return (x.astype(jnp.float16).astype(jnp.float32) if narrow else x).astype(dtype)

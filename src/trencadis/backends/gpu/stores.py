@@ -27,6 +27,7 @@ from trencadis.epilogue import Extras, inlined
 from trencadis.problem import Form, Problem
 from trencadis.versions import flipped, turnable
 
+THREADS = 128  # of a consumer: a vector that it writes itself has an entry for each
 STRIDE = 32  # rows that are copied out at once, where some of a buffer are not to be written
 
 
@@ -37,7 +38,7 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
     memory: dict[str, Any] = {"staged": mgpu.SMEM((CONSUMERS, buffers, *shape), problem.out, transforms=rows)}
     vectors = notes(problem, layout)
     for name, (length, dtype) in vectors.items():
-        memory[f"noted_{name}"] = mgpu.SMEM((CONSUMERS, length), dtype)
+        memory[f"noted_{name}"] = mgpu.SMEM((CONSUMERS, up(length, THREADS)), dtype)
     if vectors:
         memory["noted"] = mgpu.Barrier(num_arrivals=len(vectors), num_barriers=CONSUMERS)
     if problem.epilogue.accumulate:
@@ -109,9 +110,9 @@ class Out:
 
             @pl.when(tile.steps > 0)
             def _() -> None:
-                for name in vectors:
-                    there = self._vector(name, tile)
-                    mgpu.copy_gmem_to_smem(there, self.refs[f"noted_{name}"].at[self.role], self._noted)
+                for name, (length, _) in vectors.items():
+                    here = self.refs[f"noted_{name}"].at[self.role, pl.ds(0, length)]
+                    mgpu.copy_gmem_to_smem(self._vector(name, tile), here, self._noted)
 
         if self.problem.epilogue.accumulate:
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -120,9 +121,16 @@ class Out:
                 self._fetch(tile, part)
 
     def wait(self, tile: Tile) -> None:
-        """Wait for the vectors that the epilogue takes."""
-        if notes(self.problem, self.layout):
-            pl.when(tile.steps > 0)(lambda: mgpu.barrier_wait(self._noted))
+        """Wait for the vectors that the epilogue takes. Where nothing was summed they are zero, and so the result."""
+        vectors = notes(self.problem, self.layout)
+
+        def nothing() -> None:
+            for name, (length, dtype) in vectors.items():
+                self.refs[f"noted_{name}"].at[self.role][...] = jnp.zeros((up(length, THREADS),), dtype)
+            mgpu.commit_smem()
+
+        if vectors:
+            lax.cond(tile.steps > 0, lambda: mgpu.barrier_wait(self._noted), nothing)
 
     def store(self, tile: Tile, parts: list[Part], sums: list[jax.Array]) -> None:
         """Write a consumer's blocks of a tile [64, wide], as many parts at a time as there are buffers."""
@@ -239,7 +247,9 @@ class Out:
             at, axis = (row, down) if name == "by_row" else (part.column, right)
             vector = self.refs[f"noted_{name}"][self.role, pl.ds(at, acc.shape[axis])]
             spread[name] = lax.broadcast_in_dim(vector, acc.shape, (axis,))
-        if epilogue.activation is not None:  # a kernel knows no functions with derivatives of their own
-            epilogue = dataclasses.replace(epilogue, activation=inlined(epilogue.activation))
+        if epilogue.activation is None:
+            return epilogue.finish(acc, Extras(**spread), self.problem.out)
+        # a kernel knows no functions with derivatives of their own
+        epilogue = dataclasses.replace(epilogue, activation=inlined(epilogue.activation))
         done = epilogue.finish(acc, Extras(**spread), self.problem.out).astype(jnp.float32)
         return jnp.where(lax.broadcast(tile.steps, done.shape) > 0, done, jnp.zeros_like(done))
