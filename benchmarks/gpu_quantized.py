@@ -63,7 +63,8 @@ def main() -> None:
     ]
     results: list[dict[str, Any]] = []
     fresh = multiprocessing.get_context("spawn")
-    with fresh.Pool(args.jobs, _take, (fresh.Lock(),)) as jobs:
+    # a process for each case: what one has taken of the memory of the card it does not give back before it ends
+    with fresh.Pool(args.jobs, _take, (fresh.Lock(),), maxtasksperchild=1) as jobs:
         for found in jobs.imap(_measure, cases):
             results.append(found)
             print(_row(found), flush=True)

@@ -31,7 +31,7 @@ from trencadis.tiling import Pins, Tiling
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 SMALL = 1 << 16  # bytes of an array that is not worth a word
-FUSED = ("halves",)  # functions that count as one operation, whatever they consist of
+FUSED = ("halves", "ordered")  # functions that count as one operation, whatever they consist of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,18 +52,19 @@ def shared(problem, layout):
     widened = whole(2 * layout.wide * layout.deep * item) * layout.widened
     staged = whole(CONSUMERS * layout.slots * (layout.tall if layout.turned else BLOCK) * 128)
     ends = problem.epilogue
-    noted = 0 if ends.bias is None else whole(CONSUMERS * layout.wide * ends.bias.itemsize)
+    vector = lambda length, size: whole(CONSUMERS * -(-length // 128) * 128 * size)
+    noted = 0 if ends.bias is None else vector(layout.wide, ends.bias.itemsize)
     if ends.blocks:
-        noted += whole(layout.stages * layout.tall * 4) + whole(CONSUMERS * -(-problem.k // 128 // 32) * 32 * 4)
+        noted += whole(layout.stages * layout.tall * 4) + vector(-(-problem.k // 128), 4)
     else:
-        noted += whole(CONSUMERS * layout.tall * 4) * ends.by_row + whole(CONSUMERS * layout.wide * 4) * ends.by_column
+        noted += vector(layout.tall, 4) * ends.by_row + vector(layout.wide, 4) * ends.by_column
     barriers = 8 * (3 * layout.stages + 2 * 2 + 2 * 4 + 1 + (1 + layout.slots) * CONSUMERS)
     return stages + widened + staged + noted + whole(5 * 9 * 4) + barriers
 
 
 def check(problem, layout):
     assert shared(problem, layout) <= H200.shared
-    assert 2 <= layout.stages <= 8  # with fewer, whoever unpacks a step ahead would wait for itself
+    assert 2 <= layout.stages <= 8  # with fewer, copies and products would wait for each other
     item = multiplied(problem).itemsize
     lines = 64 if item == 1 and problem.form is Form.CONTRACTION else 128
     assert layout.deep in ([128, 256] if layout.packed else [lines // item])

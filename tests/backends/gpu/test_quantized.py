@@ -14,7 +14,7 @@ from trencadis.epilogue import Epilogue
 from trencadis.quant import Scaled
 from trencadis.target import Target
 
-from .ahead import kernels, lowered, made
+from .ahead import kernels, lowered, made, structs
 
 pytestmark = pytest.mark.core
 
@@ -97,3 +97,12 @@ def test_lowers_to_one_kernel(name):
     assert kernels(text) == 1
     size, operation = made(text)
     assert size <= (M * K if "registers" in name else G * max(K, N, M)), operation
+
+
+def test_why_says_that_rows_follow_the_order_of_weights():
+    x, sizes = structs(((M, K), "bfloat16"), ((G,), "int32"))
+    values, scale = structs(((G, N, K), "int4"), ((G, N, 1), "float32"))
+    weights = Scaled(values, scale, "int4", (1, 1, K))
+    answer = tr.why(x, weights, sizes, preferred_element_type=jnp.bfloat16, transpose_rhs=True, target="h200")
+    (copy,) = answer.passes[0].copies
+    assert copy.startswith(f"ordered bfloat16[{M},{K}]")

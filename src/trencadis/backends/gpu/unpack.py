@@ -11,6 +11,7 @@ unpacked where it is, and `ordered` brings the columns of the rows into the orde
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ LANES = 4  # that hold a row
 WORD = 32  # bits that a lane loads at once
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def ordered(x: jax.Array, weights: Any) -> jax.Array:
     """Rows [m, k] with their columns in the order in which weights of this dtype are unpacked."""
     m, k = x.shape
