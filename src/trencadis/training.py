@@ -24,9 +24,9 @@ from trencadis.api import grouped_matmul, sizes_and_window, transposed_grouped_m
 from trencadis.autodiff import activate
 from trencadis.epilogue import Activation, Epilogue, check_activation
 from trencadis.problem import Problem
-from trencadis.quant.formats import Format
 from trencadis.quant.recipe import Recipe
 from trencadis.quant.scaled import Scaled
+from trencadis.tiling import Tilings, resolve
 from trencadis.versions import replicated, vary_alike
 from trencadis.visits import local_group, owned
 
@@ -42,6 +42,7 @@ class Layer:
     recipe: Recipe
     backend: str | None
     interpret: bool
+    tilings: Tilings  # of its three products, in the m, k and n of the first
 
     @property
     def options(self) -> dict[str, Any]:
@@ -67,9 +68,13 @@ def trained(
     *,
     bias: Any = None,
     activation: Activation | None = None,
+    weights: Operand = None,
     **options: Any,
 ) -> Array:
-    """`grouped_matmul` of rows `[m, k]` and weights that a recipe quantizes on the way, differentiable in both."""
+    """`grouped_matmul` of rows `[m, k]` and weights that a recipe quantizes on the way, differentiable in both.
+
+    Who has quantized the weights already passes them too.
+    """
     _check(recipe, x, w)
     group_offset, turned = options.pop("group_offset"), options.pop("transpose_rhs")
     asked = what.rows_problem(
@@ -82,11 +87,12 @@ def trained(
     if 0 in (asked.m, asked.k, asked.n, asked.local_groups):
         recipe = Recipe()  # there is nothing to take a scale from
     kept = asked.out if bias is None and activation is None else np.dtype(np.float32)
-    layer = Layer(asked=asked.replace(out=kept), recipe=recipe, **options)
+    tilings = resolve(options.pop("tiling", None), asked.m, asked.k, asked.n)
+    layer = Layer(asked=asked.replace(out=kept), recipe=recipe, tilings=tilings, **options)
     rows = _whose(asked, sizes, first)
     counted = x if recipe.lhs is None else jnp.where(rows.mine, x, 0)  # no scale comes from a row that nobody owns
     q = _once(x, recipe.rows(counted))
-    r = _once(w, _turned(recipe.weights(_turned(w, turned)), turned))
+    r = _once(w, _turned(recipe.weights(_turned(w, turned)), turned) if weights is None else weights)
     multiply = _straight if recipe.grad is None else _backward_quantized
     z = multiply(layer, x, w, q, r, rows)
     if bias is not None:
@@ -121,7 +127,7 @@ def _once(x: Array, q: Operand) -> Operand:
     if not isinstance(q, Scaled):
         return q
     q = lax.stop_gradient(q)
-    return dataclasses.replace(q, scale=_marked(q.scale, x))
+    return dataclasses.replace(q, scale=_marked(*vary_alike(q.scale, x)))
 
 
 @jax.custom_jvp
@@ -177,7 +183,7 @@ _straight.defjvp(_straight_jvp, symbolic_zeros=True)
 
 def _multiplied(layer: Layer, lhs: Operand, rhs: Operand, rows: Rows) -> Array:
     turned = layer.asked.transpose_rhs
-    options = {"transpose_rhs": turned, "group_offset": rows.first, **layer.options}
+    options = {"transpose_rhs": turned, "group_offset": rows.first, "tiling": layer.tilings, **layer.options}
     return grouped_matmul(lhs, rhs, rows.sizes, layer.asked.out, **options)
 
 
@@ -214,7 +220,8 @@ def _d_rows(layer: Layer, ct: Array, r: Operand, rows: Rows) -> Array:
         each = by_group if by_group.shape[0] == 1 else jnp.take(by_group, rows.group, axis=0)
         ct, r = jnp.where(rows.mine, ct * each, 0), _bare(r)
     options = {"transpose_rhs": not asked.transpose_rhs, "group_offset": rows.first, **layer.options}
-    return grouped_matmul(layer.recipe.gradient(ct), r, rows.sizes, asked.lhs, **options)
+    tile = layer.tilings.d_lhs and layer.tilings.d_lhs.swapped()  # k and n change places
+    return grouped_matmul(layer.recipe.gradient(ct), r, rows.sizes, asked.lhs, tile, **options)
 
 
 def _d_weights(layer: Layer, ct: Array, q: Operand, rows: Rows) -> Array:
@@ -222,23 +229,25 @@ def _d_weights(layer: Layer, ct: Array, q: Operand, rows: Rows) -> Array:
     asked, turned = layer.asked, layer.asked.transpose_rhs
     if isinstance(q, Scaled) and q.scale.shape[1] == 1 < q.scale.shape[0]:
         ct, q = jnp.where(rows.mine, ct * q.scales(), 0), _bare(q)
-    y, scale = _by_column(layer.recipe.summed, ct, rows, asked.local_groups)
+    y, scale = _by_column(layer.recipe, ct, rows, asked.local_groups)
     options = {"num_actual_groups": asked.local_groups, "group_offset": rows.first, **layer.options}
     lhs: Operand
     rhs: Operand
     lhs, rhs = (y, q) if turned else (q, y)
-    out = transposed_grouped_matmul(lhs, rhs, rows.sizes, jnp.float32, transpose_lhs=True, **options)
+    tile = layer.tilings.d_rhs and (layer.tilings.d_rhs.swapped() if turned else layer.tilings.d_rhs)
+    out = transposed_grouped_matmul(lhs, rhs, rows.sizes, jnp.float32, tile, transpose_lhs=True, **options)
     return (out * jnp.expand_dims(scale, 2 if turned else 1)).astype(asked.rhs)
 
 
-def _by_column(kind: Format, y: Array, rows: Rows, groups: int) -> tuple[Scaled, Array]:
+def _by_column(recipe: Recipe, y: Array, rows: Rows, groups: int) -> tuple[Scaled, Array]:
     """Rows [m, n] as numbers of few bits, and their scales: one for each column of each group, [g, n].
 
     Such scales are factors of the sums over a group. Groups do not share them: neither a large row nor NaN in one tells
     in another.
     """
+    kind = recipe.summed
     most = jax.ops.segment_max(jnp.abs(y), rows.group, groups, indices_are_sorted=True)
-    scale = kind.scale_of(jnp.maximum(most, 0))  # that of no rows is -inf
+    scale = kind.scale_of(recipe.bound("grad", jnp.maximum(most, 0)))  # that of no rows is -inf
     values = kind.rounded(y / jnp.take(scale, rows.group, axis=0))
     return _bare(Scaled(values, scale, kind.name, values.shape)), scale
 

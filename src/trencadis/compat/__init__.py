@@ -1,6 +1,7 @@
 """Drop-in modules: other libraries' names, signatures and error texts over this library's operations.
 
 - `trencadis.compat.megablox`: `jax.experimental.pallas.ops.tpu.megablox`, and the megablox of MaxText.
+- `trencadis.compat.maxtext`: the same with MaxText's quantized training.
 - `trencadis.compat.ejkernel`: ejkernel's `grouped_matmul` family.
 - `trencadis.compat.transformer_engine`: TransformerEngine's grouped tensors and GEMMs for JAX.
 """

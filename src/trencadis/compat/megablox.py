@@ -63,14 +63,7 @@ def gmm(
         lhs, rhs, group_sizes, preferred_element_type, tiles, group_offset,
         transpose_rhs=transpose_rhs, interpret=False if interpret is None else interpret,
     )  # fmt: skip
-    if existing_out is None:
-        return out
-    asked = problem_of(
-        lhs.shape, rhs.shape, groups=group_sizes.shape[0], dtype=out.dtype, transpose_rhs=bool(transpose_rhs)
-    )
-    what.check_existing_out(asked, existing_out)
-    first = jnp.asarray(what.first_group(group_offset))
-    return jnp.where(owned(asked, group_sizes[None], first[None])[:, None], out, existing_out)
+    return overwritten(out, existing_out, lhs, rhs, group_sizes, group_offset, transpose_rhs)
 
 
 def tgmm(
@@ -116,6 +109,20 @@ def tgmm(
         existing_out,
         False if interpret is None else interpret,
     )
+
+
+def overwritten(
+    out: Array, existing_out: Any, lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any, transpose_rhs: bool
+) -> Array:
+    """What was there, with the rows that a group covers replaced by those of the product."""
+    if existing_out is None:
+        return out
+    asked = problem_of(
+        lhs.shape, rhs.shape, groups=group_sizes.shape[0], dtype=out.dtype, transpose_rhs=bool(transpose_rhs)
+    )
+    what.check_existing_out(asked, existing_out)
+    first = jnp.asarray(what.first_group(group_offset))
+    return jnp.where(owned(asked, group_sizes[None], first[None])[:, None], out, existing_out)
 
 
 def _nothing(m: int, k: int, n: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 
 from trencadis.quant.formats import Format, format_of
-from trencadis.quant.scaled import Scaled, quantize
+from trencadis.quant.scaled import Scaled, calibrated
 
 Array = jax.Array
 Way = str | tuple[str, Any] | None  # a format, or a format and a granularity
@@ -41,20 +42,25 @@ class Recipe:
     grad: Way = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _checked(field.name, getattr(self, field.name)))
+        for name in ("lhs", "rhs", "grad"):
+            object.__setattr__(self, name, _checked(name, getattr(self, name)))
+
+    def bound(self, name: str, most: Array) -> Array:
+        """What scales of lhs, rhs or grad are made for, where these are the largest magnitudes: those."""
+        del name
+        return most
 
     def rows(self, x: Array) -> Any:
         """X `[m, k]` as it is multiplied."""
-        return _quantized(self.lhs, x, "row", None)
+        return self._quantized("lhs", x, "row", None)
 
     def weights(self, w: Array) -> Any:
         """A kernel `[g, k, n]` as it is multiplied."""
-        return _quantized(self.rhs, w, "column", lambda kind: (1, kind.block, 1))
+        return self._quantized("rhs", w, "column", lambda kind: (1, kind.block, 1))
 
     def gradient(self, y: Array) -> Any:
         """A gradient `[m, n]`, as d x reads it."""
-        return _quantized(self.grad, y, "row", None)
+        return self._quantized("grad", y, "row", None)
 
     @property
     def summed(self) -> Format:
@@ -62,6 +68,17 @@ class Recipe:
         assert self.grad is not None
         kind = format_of(_pair(self.grad)[0])
         return dataclasses.replace(kind, scales=format_of("int8").scales, block=0, total=False)
+
+    def _quantized(self, name: str, x: Array, usual: Any, blocks: Any) -> Array | Scaled:
+        """X as the recipe has it. Where it has no granularity, that is `usual`, or `blocks` in a block format."""
+        way = getattr(self, name)
+        if way is None:
+            return x
+        format, granularity = _pair(way)
+        kind = format_of(format)
+        if granularity is None:
+            granularity = usual if not kind.block else None if blocks is None else blocks(kind)
+        return calibrated(x, kind, granularity, functools.partial(self.bound, name))
 
 
 def _checked(name: str, way: Any) -> Way:
@@ -81,14 +98,3 @@ def _checked(name: str, way: Any) -> Way:
 
 def _pair(way: Any) -> tuple[str, Any]:
     return (way, None) if isinstance(way, str) else tuple(way)
-
-
-def _quantized(way: Way, x: Array, usual: Any, blocks: Any) -> Array | Scaled:
-    """X by a way; `usual` is its granularity where none is given, and `blocks` that of a block format."""
-    if way is None:
-        return x
-    format, granularity = _pair(way)
-    kind = format_of(format)
-    if granularity is None:
-        granularity = usual if not kind.block else None if blocks is None else blocks(kind)
-    return quantize(x, kind, granularity)

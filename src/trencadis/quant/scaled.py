@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -164,9 +165,14 @@ def quantize(x: Any, format: str | Format, granularity: str | tuple[int, ...] | 
     >>> quantize(jnp.ones((2, 64, 8)), "mxfp8", (1, 32, 1))  # weights [g, k, n], blocks along k
     Scaled(float8_e4m3fn[2,64,8], scales float8_e8m0fnu[2,2,8] of blocks 1 x 32 x 1)
     """
+    return calibrated(x, format, granularity, lambda most: most)
+
+
+def calibrated(x: Any, format: str | Format, granularity: Any, bound: Callable[[Array], Array]) -> Scaled:
+    """`quantize`, with scales for a bound of each block that a function makes of its largest magnitude."""
     kind, x = format_of(format), checked_floats("x", x)
     block = blocks(kind, granularity, x.shape)
-    most = largest(x, block)
+    most = bound(largest(x, block))
     whole = jnp.max(jnp.where(jnp.isfinite(most), most, 0), initial=0) if kind.total else None
     return rounded(kind, x, block, most, whole)
 

@@ -1,0 +1,190 @@
+"""MaxText's gmm (S4-09): its quantized training, its gathering of weights, by rules that look like `qwix.QtRule`."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from trencadis.compat import megablox
+from trencadis.compat.maxtext import gmm
+from trencadis.quant import Scaled, dequantize, quantize
+
+pytestmark = pytest.mark.core
+
+M, K, N = 20, 12, 8
+SIZES = np.array([7, 0, 6, 3])  # four rows are nobody's
+INT8 = {"lhs_quantize_dtype": jnp.int8, "rhs_quantize_dtype": jnp.int8}
+
+
+@dataclasses.dataclass
+class Rule:
+    weight_qtype: Any = None
+    act_qtype: Any = None
+    bwd_qtype: Any = None
+    tile_size: Any = None
+    weight_calibration_method: str = "absmax"
+    act_calibration_method: Any = None
+    bwd_calibration_method: str = "absmax"
+    disable_channelwise_axes: bool = False
+
+
+def ruled(**fields):
+    return {"use_qwix_quantization": True, "qwix_rule": Rule(**fields)}
+
+
+FIXED = ruled(weight_qtype="int8", bwd_qtype="int8", weight_calibration_method="fixed,4")
+
+
+@pytest.fixture
+def x(rng):
+    return rng.normal(size=(M, K)).astype(np.float32)
+
+
+@pytest.fixture
+def w(rng):
+    return rng.normal(size=(4, K, N)).astype(np.float32)
+
+
+@pytest.fixture
+def y(rng):
+    return rng.normal(size=(M, N)).astype(np.float32)
+
+
+def close(got, want, limit=1e-6):
+    assert got.shape == want.shape
+    assert np.abs(np.asarray(got, np.float64) - want).max() <= limit * np.abs(want).max()
+
+
+def mine(x):
+    """Rows with what nobody owns taken out."""
+    return np.where(np.arange(M)[:, None] < SIZES.sum(), x, 0)
+
+
+def stands_for(x, w):
+    """What rows and weights are multiplied as: scales of rows, and of columns that all groups share."""
+    return dequantize(quantize(mine(x), "int8", "row")), dequantize(quantize(w, "int8", (0, 0, 1)))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("options", [INT8, ruled(weight_qtype="int8", act_qtype=jnp.int8)])
+def test_s4_09_forward_and_gradients(options, turned, x, w, y):
+    """S4-09, S4-10: gradients are straight-through, and products with what operands stand for."""
+    call = functools.partial(gmm, transpose_rhs=turned, **options)
+    stored = w.swapaxes(1, 2) if turned else w
+    out, pull = jax.vjp(jax.jit(lambda x, w: call(x, w, SIZES)), x, stored)
+    d_x, d_w = pull(jnp.asarray(y))
+    q, r = stands_for(x, w)
+    close(out, oracle.rows(q, r, SIZES))
+    close(d_x, oracle.rows(y, r, SIZES, transpose_rhs=True))
+    close(d_w.swapaxes(1, 2) if turned else d_w, oracle.contraction(q, y, SIZES))
+
+
+@pytest.mark.parametrize("tiling", [(8, 4, 2), (8, 4, 2, 16, 6, 3, 24, 12, 5)])
+def test_s4_09_gradients_that_are_quantized(tiling, x, w, y):
+    """S4-09: nine tiles or three; within the error of 8 bits."""
+    options = ruled(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
+    out, pull = jax.vjp(jax.jit(lambda x, w: gmm(x, w, SIZES, tiling=tiling, **options)), x, w)
+    d_x, d_w = pull(jnp.asarray(y))
+    q, r = stands_for(x, w)
+    close(out, oracle.rows(q, r, SIZES))
+    close(d_x, oracle.rows(y, r, SIZES, transpose_rhs=True), 2e-2)
+    close(d_w, oracle.contraction(q, y, SIZES), 2e-2)
+
+
+def test_s4_09_what_a_rule_calibrates(x, w):
+    """S4-09: a fixed range has one scale and cuts off what is outside of it; a factor takes part of the range."""
+    fixed = ruled(weight_qtype="int8", weight_calibration_method="fixed,-1,1")
+    clipped = np.round(np.clip(w, -1, 1) * 127) / 127
+    close(gmm(x, w, SIZES, **fixed), oracle.rows(x, clipped, SIZES))
+    half = ruled(act_qtype="int8", act_calibration_method="absmax,0.5")
+    scale = np.abs(x).max(1, keepdims=True) / 254
+    close(gmm(x, w, SIZES, **half), oracle.rows(np.clip(np.round(x / scale), -127, 127) * scale, w, SIZES))
+    coarse = ruled(weight_qtype="int8", disable_channelwise_axes=True)
+    close(gmm(x, w, SIZES, **coarse), oracle.rows(x, dequantize(quantize(w, "int8", "tensor")), SIZES))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("options", [{}, INT8, FIXED])
+def test_s4_09_weights_are_gathered(options, turned, dim, x, w, y):
+    """S4-09: as if they had been there whole, also in gradients; with manual axis types checked."""
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    cut = P(*("fsdp" if axis == dim else None for axis in range(3)))
+    stored = w.swapaxes(1, 2) if turned else w
+    call = functools.partial(gmm, transpose_rhs=turned, **options)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(None), cut, P(None)), out_specs=P("fsdp"))
+    def sharded(x, w, sizes):
+        return call(x, w, sizes, weight_gather_axes=[("fsdp", dim)], lhs_vma_axes=("fsdp",))
+
+    def whole(x, w, sizes):
+        return jnp.concatenate([call(x, w, sizes)] * 2)
+
+    cotangent = jnp.concatenate([y, -2 * y])
+    got, pull = jax.vjp(jax.jit(lambda x, w: sharded(x, w, SIZES)), x, stored)
+    want, want_pull = jax.vjp(jax.jit(lambda x, w: whole(x, w, SIZES)), x, stored)
+    close(got, np.asarray(want))
+    # each shard quantizes its own gradient, so that sums of two are not quantized as one
+    for one, other in zip(pull(cotangent), want_pull(cotangent), strict=True):
+        close(one, np.asarray(other), 2e-2 if "qwix_rule" in options else 1e-6)
+
+
+def test_s4_09_weights_travel_as_bytes(x, w):
+    """S4-09: what is gathered is quantized already."""
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    call = functools.partial(gmm, weight_gather_axes=[("fsdp", 1)], **INT8)
+    specs = {"in_specs": (P(), P(None, "fsdp"), P()), "out_specs": P("fsdp")}
+    text = jax.jit(jax.shard_map(call, mesh=mesh, **specs)).lower(x, w, SIZES).compile().as_text()
+    gathered = [line for line in text.splitlines() if " all-gather" in line and "=" in line]
+    assert gathered and all("s8[" in line for line in gathered)
+
+
+def test_s4_09_partial_sums_and_existing_out(x, w, y):
+    out = gmm(x, w, SIZES, jnp.bfloat16, partial_sum=y)
+    close(out.astype(np.float32), oracle.rows(x, w, SIZES) + y, 5e-3)
+    q, r = stands_for(x, w)
+    close(gmm(x, w, SIZES, partial_sum=y, **INT8), oracle.rows(q, r, SIZES) + y)
+    covered = np.arange(M)[:, None] < SIZES.sum()
+    close(gmm(x, w, SIZES, existing_out=y, **INT8), np.where(covered, oracle.rows(q, r, SIZES), y))
+    np.testing.assert_array_equal(gmm(x, w, SIZES, existing_out=y), megablox.gmm(x, w, SIZES, existing_out=y))
+    np.testing.assert_allclose(jax.grad(lambda p: jnp.sum(gmm(x, w, SIZES, partial_sum=p, **INT8) * y))(y), y)
+
+
+def test_rows_that_nobody_owns_do_not_leak(x, w):
+    spoilt = np.where(np.arange(M)[:, None] < SIZES.sum(), x, np.nan)
+    options = ruled(act_qtype="int8", bwd_qtype="int8", disable_channelwise_axes=True)
+    loss = lambda x: jnp.sum(gmm(x, w, SIZES, **options) ** 2)
+    got, want = jax.value_and_grad(loss)(spoilt), jax.value_and_grad(loss)(mine(x))
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_array_equal(got[1], want[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"use_qwix_quantization": True}, "Expect a QtRule"),
+        ({"qwix_rule": Rule("int8")}, "use_qwix_quantization=True"),
+        (ruled(weight_qtype="int8", tile_size=128), "tile_size is not supported; got 128"),
+        (ruled(weight_qtype="int8", weight_calibration_method="minmax"), "weight_calibration_method; got 'minmax'"),
+        (ruled(act_qtype="int8", act_calibration_method="fixed,-1,2"), "act_calibration_method; got 'fixed,-1,2'"),
+        ({"partial_sum": np.zeros((M, N)), "existing_out": np.zeros((M, N))}, "want one of them"),
+    ],
+)
+def test_what_is_refused(options, words, x, w):
+    with pytest.raises(ValueError, match=words):
+        gmm(x, w, SIZES, **options)
+
+
+def test_scaled_operands_are_those_of_megablox(x, w):
+    r = quantize(w, "int8", "column")
+    assert isinstance(r, Scaled)
+    close(gmm(x, r, SIZES), oracle.rows(x, dequantize(r), SIZES))
+    for options in (INT8, {"weight_gather_axes": [("fsdp", 1)]}):
+        with pytest.raises(TypeError, match="rhs: is quantized already"):
+            gmm(x, r, SIZES, **options)
