@@ -171,11 +171,11 @@ def _recipe(rule: Any, gathered: Sequence[tuple[str, int]]) -> _Recipe:
     types = [getattr(rule, f"{name}_qtype") for name in ("act", "weight", "bwd")]
     methods = [_method(f"{name}_calibration_method", rule) for name in ("act", "weight", "bwd")]
     coarse = getattr(rule, "disable_channelwise_axes", False)
-    ways: list[Any] = [
+    lhs, rhs, grad = (
         None if dtype is None else (np.dtype(dtype).name, "tensor" if coarse or method[0] == "fixed" else usual)
         for dtype, method, usual in zip(types, methods, ("row", (0, 0, 1), "row"), strict=True)
-    ]
-    return _Recipe(*ways, tuple(methods), tuple(gathered))
+    )
+    return _Recipe(lhs, rhs, grad, tuple(methods), tuple(gathered))
 
 
 def _method(name: str, rule: Any) -> tuple[str, float]:
