@@ -267,3 +267,18 @@ def test_errors_say_what_is_wanted(make, error, words):
     """R-08, R-16: scales are applied, or refused with a sentence."""
     with pytest.raises(error, match=words):
         make()
+
+
+def test_goes_through_serialization(rng):
+    """A server that has the bytes of a function alone calls it with quantized weights, and gets grouped tensors."""
+    x = GroupedTensor.ragged_rows(jnp.asarray(rng.normal(size=(9, 32)), jnp.float32), [4, 0, 3])
+    w = GroupedTensor.stacked(quantize(rng.normal(size=(3, 32, 6)), "nvfp4", (1, 16, 1)))
+
+    def call(x, w):
+        return tr.grouped_gemm(x, w, contracting_dims=((1,), (1,))), w
+
+    exported = jax.export.export(jax.jit(call))(x, w)
+    got, back = jax.export.deserialize(exported.serialize()).call(x, w)
+    want, _ = call(x, w)
+    assert (got.shape, back.data.format, back.data.block) == (want.shape, "nvfp4", (1, 16, 1))
+    np.testing.assert_allclose(got.data, want.data, rtol=1e-6)

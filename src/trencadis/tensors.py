@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from trencadis import problem as what
 from trencadis.visits import offsets, owner
@@ -29,6 +31,27 @@ Array = jax.Array
 Shape = tuple[int, ...]
 
 
+def exportable(cls: Any) -> Any:
+    """A pytree whose static part is numbers and names, as an argument or result of functions that are serialized."""
+
+    def read(text: bytes) -> Any:
+        return _tuples(json.loads(text))
+
+    def write(static: Any) -> bytes:
+        return json.dumps(static).encode()
+
+    name = f"trencadis.{cls.__name__}"
+    export.register_pytree_node_serialization(
+        cls, serialized_name=name, serialize_auxdata=write, deserialize_auxdata=read
+    )
+    return cls
+
+
+def _tuples(x: Any) -> Any:
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x
+
+
+@exportable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class GroupedTensor:

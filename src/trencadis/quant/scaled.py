@@ -13,12 +13,13 @@ import numpy as np
 
 from trencadis.dtypes import bits
 from trencadis.quant.formats import Format, format_of
-from trencadis.tensors import GroupedTensor
+from trencadis.tensors import GroupedTensor, exportable
 
 Array = jax.Array
 Shape = tuple[int, ...]
 
 
+@exportable
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Scaled:
