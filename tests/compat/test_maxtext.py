@@ -165,6 +165,20 @@ def test_rows_that_nobody_owns_do_not_leak(x, w):
     np.testing.assert_array_equal(got[1], want[1])
 
 
+@pytest.mark.parametrize("format", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("which", ["act", "weight", "bwd"])
+def test_nan_survives_a_fixed_range(which, format, x, w, y):
+    """Integers have no NaN: it must not become a number."""
+    x[2, 3] = np.nan if which == "act" else 1
+    w[2, 3, 1] = np.nan if which == "weight" else 1
+    y[2, 3] = np.nan if which == "bwd" else 1
+    options = ruled(**{f"{which}_qtype": format, f"{which}_calibration_method": "fixed,4"})
+    out, pull = jax.vjp(lambda x, w: gmm(x, w, SIZES, **options), x, w)
+    d_x, d_w = pull(jnp.asarray(y))
+    told = {"act": [out[2]], "weight": [out[7:13, 1]], "bwd": [d_x[2], d_w[0, :, 3]]}[which]
+    assert all(np.isnan(each).all() for each in told)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
