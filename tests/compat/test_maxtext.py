@@ -135,6 +135,18 @@ def test_s4_09_weights_are_gathered(options, turned, dim, x, w, y):
         close(one, np.asarray(other), 2e-2 if "qwix_rule" in options else 1e-6)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_s4_09_shards_of_one_column_have_their_own_scales(turned, x, w):
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    w = w[:, :, :2] * np.array([1, 100], np.float32)
+    call = functools.partial(gmm, transpose_rhs=turned, **INT8)
+    dim, cut = (-2, P(None, "fsdp")) if turned else (-1, P(None, None, "fsdp"))
+    specs = {"in_specs": (P(), cut, P()), "out_specs": P("fsdp")}
+    sharded = jax.shard_map(functools.partial(call, weight_gather_axes=[("fsdp", dim)]), mesh=mesh, **specs)
+    stored = w.swapaxes(1, 2) if turned else w
+    np.testing.assert_array_equal(jax.jit(sharded)(x, stored, SIZES)[:M], call(x, stored, SIZES))
+
+
 def test_s4_09_weights_travel_as_bytes(x, w):
     """S4-09: what is gathered is quantized already."""
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -187,6 +199,7 @@ def test_nan_survives_a_fixed_range(which, format, x, w, y):
         (ruled(weight_qtype="int8", tile_size=128), "tile_size is not supported; got 128"),
         (ruled(weight_qtype="int8", weight_calibration_method="minmax"), "weight_calibration_method; got 'minmax'"),
         (ruled(act_qtype="int8", act_calibration_method="fixed,-1,2"), "act_calibration_method; got 'fixed,-1,2'"),
+        ({"weight_gather_axes": [("fsdp", 3)]}, "weight_gather_axes: want pairs"),
         ({"partial_sum": np.zeros((M, N)), "existing_out": np.zeros((M, N))}, "want one of them"),
     ],
 )

@@ -84,7 +84,7 @@ def gmm(
     del use_tokamax_backend, rhs_vma_axes, use_manual_quantization, use_gmm_v2
     if partial_sum is not None and existing_out is not None:
         raise ValueError("partial_sum: is added, and existing_out is overwritten; want one of them")
-    gathered = tuple((axis, int(dim)) for axis, dim in weight_gather_axes or ())
+    gathered = tuple((axis, _dimension(dim)) for axis, dim in weight_gather_axes or ())
     rule = _rule(use_qwix_quantization, qwix_rule, lhs_quantize_dtype, rhs_quantize_dtype)
     lhs, rhs = operand("lhs", lhs), operand("rhs", rhs)
     for name, each, why in (("lhs", lhs, rule), ("rhs", rhs, rule or gathered)):
@@ -126,7 +126,7 @@ class _Recipe(Recipe):
         # Inf stands for NaN, which gets lost in the maxima of some devices; scales of both are NaN
         most = jnp.where(jnp.isnan(most), jnp.inf, found)
         for axis, dim in self.gathered if name == "rhs" else ():
-            most = most if most.shape[dim] > 1 else lax.pmax(most, axis)
+            most = most if self._apart(dim) else lax.pmax(most, axis)
         return most
 
     def gather(self, shard: Array, turned: bool) -> Scaled:
@@ -134,12 +134,24 @@ class _Recipe(Recipe):
         r = self.weights(lax.stop_gradient(shard.mT if turned else shard))
         for axis, dim in self.gathered:
             values, scale = lax.all_gather(r.values, axis, axis=dim, tiled=True), r.scale
-            if scale.shape[dim] > 1:
+            if self._apart(dim):
                 scale = lax.all_gather(scale, axis, axis=dim, tiled=True)
             sizes = zip(values.shape, scale.shape, r.block, strict=True)
             block = tuple(size if scales == 1 else length for size, scales, length in sizes)
             r = Scaled(values, scale, r.format, block)
         return r.mT if turned else r
+
+    def _apart(self, dim: int) -> bool:
+        """Whether shards of rhs along a dimension have scales of their own, be it a single one."""
+        assert self.rhs is not None
+        return dim == 2 and self.rhs[1] != "tensor"
+
+
+def _dimension(dim: Any) -> int:
+    """A dimension of rhs, of which negative ones count from the last."""
+    if dim not in range(-3, 3):
+        raise ValueError(f"weight_gather_axes: want pairs of a mesh axis and a dimension of rhs, 0 to 2; got {dim!r}")
+    return int(dim) % 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
