@@ -212,10 +212,10 @@ _backward_quantized.defvjp(_forward, _backward)
 
 
 def _d_rows(layer: Layer, ct: Array, r: Operand, rows: Rows) -> Array:
-    """Ct [m, n] x r [g, k, n] -> [m, k]. Scales of r that run along n alone go to ct before it is quantized."""
+    """Ct [m, n] x r [g, k, n] -> [m, k]. Scales of r that do not change along k go to ct before it is quantized."""
     asked = layer.asked
     axis = 2 if asked.transpose_rhs else 1  # k
-    if isinstance(r, Scaled) and r.scale.shape[axis] == 1 < r.scale.shape[3 - axis]:
+    if isinstance(r, Scaled) and r.scale.shape[axis] == 1:
         by_group = jnp.squeeze(r.scales(), axis)  # [g or 1, n]
         each = by_group if by_group.shape[0] == 1 else jnp.take(by_group, rows.group, axis=0)
         ct, r = jnp.where(rows.mine, ct * each, 0), _bare(r)
@@ -225,9 +225,9 @@ def _d_rows(layer: Layer, ct: Array, r: Operand, rows: Rows) -> Array:
 
 
 def _d_weights(layer: Layer, ct: Array, q: Operand, rows: Rows) -> Array:
-    """Q [m, k] x ct [m, n] -> [g, k, n]. Scales of q that run along the rows alone go to ct before it is quantized."""
+    """Q [m, k] x ct [m, n] -> [g, k, n]. Scales of q that do not change along k go to ct before it is quantized."""
     asked, turned = layer.asked, layer.asked.transpose_rhs
-    if isinstance(q, Scaled) and q.scale.shape[1] == 1 < q.scale.shape[0]:
+    if isinstance(q, Scaled) and q.scale.shape[1] == 1:
         ct, q = jnp.where(rows.mine, ct * q.scales(), 0), _bare(q)
     y, scale = _by_column(layer.recipe, ct, rows, asked.local_groups)
     options = {"num_actual_groups": asked.local_groups, "group_offset": rows.first, **layer.options}

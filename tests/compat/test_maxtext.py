@@ -109,6 +109,22 @@ def test_s4_09_what_a_rule_calibrates(x, w):
     close(gmm(x, w, SIZES, **coarse), oracle.rows(x, dequantize(quantize(w, "int8", "tensor")), SIZES))
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_s4_10_a_fixed_range_is_that_of_the_gradient_times_scales(turned, x, w, y):
+    """S4-10: also where rows and weights have one scale each, as those of a fixed range do."""
+    methods = {f"{name}_calibration_method": f"fixed,{at}" for name, at in (("act", 5), ("weight", 6), ("bwd", 0.05))}
+    options = ruled(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", **methods)
+    stored = w.swapaxes(1, 2) if turned else w
+    d_x, d_w = jax.vjp(lambda x, w: gmm(x, w, SIZES, transpose_rhs=turned, **options), x, stored)[1](jnp.asarray(y))
+
+    def fixed(x, bound):
+        return np.clip(np.round(x.astype(np.float64) * 127 / bound), -127, 127) * bound / 127
+
+    close(d_x, oracle.rows(fixed(y * 6 / 127, 0.05), fixed(w, 6) * 127 / 6, SIZES, transpose_rhs=True), 2e-3)
+    want = oracle.contraction(fixed(x, 5) * 127 / 5, fixed(y * 5 / 127, 0.05), SIZES)
+    close(d_w.swapaxes(1, 2) if turned else d_w, want, 2e-3)
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("options", [{}, INT8, FIXED])
