@@ -216,12 +216,19 @@ def test_nan_survives_a_fixed_range(which, format, x, w, y):
         (ruled(weight_qtype="int8", weight_calibration_method="minmax"), "weight_calibration_method; got 'minmax'"),
         (ruled(act_qtype="int8", act_calibration_method="fixed,-1,2"), "act_calibration_method; got 'fixed,-1,2'"),
         ({"weight_gather_axes": [("fsdp", 3)]}, "weight_gather_axes: want pairs"),
+        ({"partial_sum": np.zeros((1, M, N))}, r"partial_sum: want shape \(20, 8\)"),
         ({"partial_sum": np.zeros((M, N)), "existing_out": np.zeros((M, N))}, "want one of them"),
     ],
 )
 def test_what_is_refused(options, words, x, w):
     with pytest.raises(ValueError, match=words):
         gmm(x, w, SIZES, **options)
+
+
+def test_ranks_are_refused_as_by_megablox(x, w):
+    for options in ({}, INT8):
+        with pytest.raises(ValueError, match="Expected 3-tensor for 'rhs' but got 2-tensor"):
+            gmm(x, w[0], SIZES, **options)
 
 
 def test_scaled_operands_are_those_of_megablox(x, w):

@@ -26,7 +26,6 @@ from jaxtyping import Array, Float, Integer
 
 from trencadis.compat import CUBE, megablox, tilings
 from trencadis.quant import Recipe, Scaled
-from trencadis.quant.product import operand
 from trencadis.training import trained
 from trencadis.versions import varying_axes
 
@@ -86,7 +85,7 @@ def gmm(
         raise ValueError("partial_sum: is added, and existing_out is overwritten; want one of them")
     gathered = tuple((axis, _dimension(dim)) for axis, dim in weight_gather_axes or ())
     rule = _rule(use_qwix_quantization, qwix_rule, lhs_quantize_dtype, rhs_quantize_dtype)
-    lhs, rhs = operand("lhs", lhs), operand("rhs", rhs)
+    lhs, rhs, group_sizes = megablox.checked(lhs, rhs, group_sizes, group_offset, rhs_rank=3)
     for name, each, why in (("lhs", lhs, rule), ("rhs", rhs, rule or gathered)):
         if why and isinstance(each, Scaled):
             raise TypeError(f"{name}: is quantized already; want an array to quantize or gather")
@@ -106,6 +105,8 @@ def gmm(
         )  # fmt: skip
         out = megablox.overwritten(out, existing_out, *given, group_offset, transpose_rhs)
     if partial_sum is not None:
+        if jnp.shape(partial_sum) != out.shape:
+            raise ValueError(f"partial_sum: want shape {out.shape}, that of the result; got {jnp.shape(partial_sum)}")
         out = (out + partial_sum).astype(preferred_element_type)
     missing = tuple(axis for axis in lhs_vma_axes if axis not in varying_axes(out))
     return lax.pcast(out, missing, to="varying") if missing else out

@@ -54,7 +54,7 @@ def gmm(
     Array([2., 2., 7.], dtype=float32)
     """
     _check_existing_dtype(existing_out, preferred_element_type)
-    lhs, rhs, group_sizes = _checked(lhs, rhs, group_sizes, group_offset, rhs_rank=3)
+    lhs, rhs, group_sizes = checked(lhs, rhs, group_sizes, group_offset, rhs_rank=3)
     tiling = _nothing if tiling is None else tiling
     tiles = tilings(tiling)
     if callable(tiling):
@@ -90,7 +90,7 @@ def tgmm(
     Array([2., 0.], dtype=float32)
     """
     _check_existing_dtype(existing_out, preferred_element_type)
-    lhs, rhs, group_sizes = _checked(lhs, rhs, group_sizes, group_offset, rhs_rank=2)
+    lhs, rhs, group_sizes = checked(lhs, rhs, group_sizes, group_offset, rhs_rank=2)
     groups = group_sizes.shape[0]
     count = groups if num_actual_groups is None else operator.index(num_actual_groups)
     if group_offset is not None or count > groups:
@@ -142,7 +142,7 @@ def _found(table: Callable[[int, int, int], Any]) -> Callable[[int, int, int], A
     return ask
 
 
-def _checked(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any, *, rhs_rank: int) -> tuple[Any, Any, Any]:
+def checked(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any, *, rhs_rank: int) -> tuple[Any, Any, Any]:
     """Operands, refused with megablox's words where it has some; the rest is checked by the operation."""
     lhs, rhs, group_sizes = operand("lhs", lhs), operand("rhs", rhs), what.as_sizes(group_sizes)
     shape = jnp.shape(group_offset) if group_offset is not None else ()
