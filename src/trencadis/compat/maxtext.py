@@ -189,19 +189,29 @@ def _recipe(rule: Any, gathered: Sequence[tuple[str, int]]) -> _Recipe:
     methods = [_method(f"{name}_calibration_method", rule) for name in ("act", "weight", "bwd")]
     coarse = getattr(rule, "disable_channelwise_axes", False)
     lhs, rhs, grad = (
-        None if dtype is None else (np.dtype(dtype).name, "tensor" if coarse or method[0] == "fixed" else usual)
+        None if dtype is None else (_name(dtype), "tensor" if coarse or method[0] == "fixed" else usual)
         for dtype, method, usual in zip(types, methods, ("row", (0, 0, 1), "row"), strict=True)
     )
     return _Recipe(lhs, rhs, grad, tuple(methods), tuple(gathered))
+
+
+def _name(dtype: Any) -> str:
+    """The name of a format; qwix has some that are no dtypes."""
+    return dtype if isinstance(dtype, str) else np.dtype(dtype).name
 
 
 def _method(name: str, rule: Any) -> tuple[str, float]:
     """A method of calibration, and its number."""
     given = getattr(rule, name, None) or "absmax"
     method, *numbers = given.lower().split(",")
-    found = [float(number) for number in numbers]
-    if method == "absmax" and len(found) <= 1:
-        return method, found[0] if found else 1.0
-    if method == "fixed" and (len(found) == 1 or (len(found) == 2 and found[0] == -found[1])):
-        return method, abs(found[0])
+    try:
+        found = [float(number) for number in numbers]
+    except ValueError:
+        found = []
+    if method == "absmax" and not numbers:
+        return method, 1.0
+    if method == "fixed" and len(found) == 2 and found[0] == -found[1]:
+        found = found[1:]
+    if method in ("absmax", "fixed") and len(found) == 1 and 0 < found[0] < np.inf:
+        return method, found[0]
     raise ValueError(f"qwix_rule: want absmax or a fixed range around 0 as {name}; got {given!r}")
