@@ -25,7 +25,7 @@ from benchmarks.peers import JaxCall
 from benchmarks.problems import PASSES, PROBLEMS, BenchProblem, select
 from benchmarks.timing import CuptiClock, burst
 
-ROWS = 256  # that are checked
+ROWS, COLUMNS = 256, 32  # that are checked
 OFF = 1e-2  # an error that is none of rounding
 WIDE = "bf16"
 # format and granularity of lhs and of rhs; None: bfloat16
@@ -107,9 +107,6 @@ def checks() -> dict[str, Any]:
         values = q.values if q.format == "int8" else jnp.where(mine[:, None], q.values, jnp.nan).astype(q.dtype)
         return Scaled(values, scale, q.format, q.block)
 
-    def off(got: Any, want: Any) -> float:
-        return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
-
     def rows(a: Any, b: Any, last: bool, out: Any) -> float:
         b_stored = b.mT if last else b
         got = tr.grouped_matmul(a, b_stored, sizes, out, transpose_rhs=last, bias=y[:3], **how)
@@ -118,7 +115,7 @@ def checks() -> dict[str, Any]:
         for i, size in enumerate(sizes[1:]):
             part = slice(start, start + size)
             want[part], start = wide[0][part] @ wide[1][i] + wide[2][i], start + size
-        return off(got, want)
+        return _off(got, want)
 
     def contraction(name: str, out: Any) -> float:
         a, b = quantize(x.T, name, "row"), quantize(y.T, name, "row")
@@ -126,7 +123,7 @@ def checks() -> dict[str, Any]:
         wide = [np.asarray(dequantize(v), np.float64) for v in (a, b)]
         bounds = np.cumsum(sizes)
         parts = itertools.pairwise(bounds)
-        return off(got, np.stack([wide[0][:, s:e] @ wide[1][:, s:e].T for s, e in parts]))
+        return _off(got, np.stack([wide[0][:, s:e] @ wide[1][:, s:e].T for s, e in parts]))
 
     cases: dict[str, Any] = {}
     rounded = jnp.where(mine[:, None], x, jnp.nan).astype(jnp.bfloat16)
@@ -162,7 +159,7 @@ def _few(name: str, out: Any) -> float:
     wide = dequantize(w).astype(jnp.float32)
     rows = [jnp.dot(wide[i], row, precision="highest") for i, row in zip(group, x.astype(jnp.float32), strict=True)]
     want = np.stack(rows).astype(np.float64)
-    return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
+    return _off(got, want)
 
 
 def limit(dtype: Any) -> float:
@@ -216,7 +213,7 @@ def _prepared(problem: BenchProblem, which: str, kind: str) -> Any:
     import jax.numpy as jnp
 
     import trencadis as tr
-    from trencadis.quant import dequantize, quantize
+    from trencadis.quant import quantize
 
     sizes = jnp.asarray(problem.group_sizes())
     m, g = problem.m, problem.g
@@ -246,47 +243,49 @@ def _prepared(problem: BenchProblem, which: str, kind: str) -> Any:
             lambda x, y, s: tr.grouped_matmul(x, y, s, preferred_element_type=jnp.bfloat16, transpose_rhs=flip)
         )
 
-    def wide(x: Any) -> np.ndarray:
-        return np.asarray(x if isinstance(x, jax.Array) else dequantize(x)).astype(np.float64)
-
-    def check(x: Any, y: Any, out: Any) -> float:
-        ends = np.cumsum(sizes)
-        if which == "d_rhs":
-            group = int(np.argmax(sizes))
-            rows = slice(int(ends[group] - sizes[group]), int(ends[group]))
-            want = wide(x[:32])[:, rows] @ wide(y[:32])[:, rows].T
-            got = np.asarray(out[group, :32, :32]).astype(np.float64)
-        else:
-            rows = np.random.default_rng(0).integers(0, m, ROWS)
-            group = np.searchsorted(ends, rows, side="right")
-            some = np.asarray((dequantize(x) if left else x)[rows]).astype(np.float64)
-            if flip:
-                w = np.asarray(jnp.asarray(_head(y))[group, :32]).astype(np.float64)  # [rows, 32, k]
-                want = np.einsum("rk,rnk->rn", some, w)
-            else:
-                want = np.einsum("rk,rkn->rn", some, np.asarray(y[group, :, :32]).astype(np.float64))
-            got = np.asarray(out[rows, :32]).astype(np.float64)
-        return float(np.linalg.norm(got - want) / np.linalg.norm(want))
-
     makers = [jax.jit(each).lower().compile() for each in make]
     compiled = fn.lower(*(jax.eval_shape(each) for each in make), sizes).compile()
 
     def ready() -> tuple[Any, Any]:
         x, y = (each() for each in makers)
-        return JaxCall(compiled, (x, y, sizes)), functools.partial(check, x, y)
+        error = _error_of_sums if which == "d_rhs" else _error_of_rows
+        return JaxCall(compiled, (x, y, sizes)), functools.partial(error, x, y, np.asarray(sizes), flip)
 
     return ready
 
 
-def _head(y: Any) -> Any:
-    """The first columns of weights [g, n, k], as what they stand for."""
+def _error_of_rows(x: Any, y: Any, sizes: np.ndarray, flip: bool, out: Any) -> float:
+    """Of the first columns of some rows [m, n]; weights are [g, k, n], or flipped."""
+    rows = np.random.default_rng(0).integers(0, out.shape[0], ROWS)
+    group = np.searchsorted(np.cumsum(sizes), rows, side="right")
+    few = slice(COLUMNS)
+    weights = _wide(y, (slice(None), few) if flip else (slice(None), slice(None), few))[group]
+    want = np.einsum("rk,rnk->rn" if flip else "rk,rkn->rn", _wide(x, rows), weights)
+    return _off(out[rows, few], want)
+
+
+def _error_of_sums(x: Any, y: Any, sizes: np.ndarray, flip: bool, out: Any) -> float:
+    """Of a corner of the largest group's matrix [k, n]; operands are [k, m] and [n, m]."""
+    del flip
+    group = int(np.argmax(sizes))
+    end, few = int(sizes[: group + 1].sum()), slice(COLUMNS)
+    a, b = (_wide(each, few)[:, end - sizes[group] : end] for each in (x, y))
+    return _off(out[group, few, few], a @ b.T)
+
+
+def _wide(x: Any, which: Any) -> np.ndarray:
+    """Some of what an operand stands for, in float64."""
     import jax
 
     from trencadis.quant import dequantize
 
-    if isinstance(y, jax.Array):
-        return y[:, :32]
-    return jax.jit(lambda y: dequantize(y)[:, :32])(y)
+    some = jax.jit(lambda x: (x if isinstance(x, jax.Array) else dequantize(x))[which])(x)
+    return np.asarray(some).astype(np.float64)
+
+
+def _off(got: Any, want: np.ndarray) -> float:
+    """How far a result is from what is wanted, over that."""
+    return float(np.linalg.norm(np.asarray(got).astype(np.float64) - want) / np.linalg.norm(want))
 
 
 if __name__ == "__main__":

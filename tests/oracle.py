@@ -64,6 +64,11 @@ def check(got, want, *, dtype=None, scale=None):
     np.testing.assert_allclose(got, want, rtol=TOLERANCE[name], atol=TOLERANCE[name] * scale)
 
 
+def close(got, want, limit=1e-6):
+    """Off by no more than a part of the largest entry."""
+    assert got.shape == want.shape and np.abs(wide(got) - want).max() <= limit * np.abs(want).max()
+
+
 def check_adjoints(x, w, sizes, c, dx, dw):
     """<f(x, w), c> = <x, dx> = <w, dw>, and each gradient equals its formula."""
     inner = np.vdot(rows(x, w, sizes), wide(c))

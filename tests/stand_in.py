@@ -1,4 +1,4 @@
-"""A stand-in for `qwix.QArray`, which is no dependency: a pytree with the same attributes; and what it stands for."""
+"""Stand-ins for qwix, which is no dependency: a pytree with the attributes of a `QArray`, and what it stands for."""
 
 import dataclasses
 from typing import Any
@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis.quant import FORMATS
+
+M, K, N, SIZES = 20, 12, 8, np.array([7, 0, 6, 3])  # a small problem; four rows are nobody's
 
 
 @jax.tree_util.register_dataclass

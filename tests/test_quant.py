@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from oracle import close
 
 import trencadis as tr
 from trencadis.quant import FORMATS, Scaled, dequantize, quantize
@@ -147,10 +148,6 @@ def by_rows(x, w, sizes=SIZES):
 def by_sums(x, y):
     ends = np.cumsum(SIZES)
     return np.stack([x[e - s : e].T @ y[e - s : e] for s, e in zip(SIZES, ends, strict=True)])
-
-
-def close(got, want, limit=1e-6):
-    assert got.shape == want.shape and np.abs(got - want).max() <= limit * np.abs(want).max()
 
 
 PAIRS = [("row", "column"), ("tensor", (0, 0, 1)), ((1, 32), (1, 32, 4)), ((1, 16), (1, 32, 1)), ((4, 0), "group"),

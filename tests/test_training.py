@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
@@ -47,9 +48,7 @@ def stands_for(x, format, granularity):
     return np.asarray(x if format is None else back(x), np.float64)
 
 
-def close(got, want, limit=2e-6):
-    got = np.asarray(got, np.float64)
-    assert got.shape == want.shape and np.abs(got - want).max() <= limit * np.abs(want).max()
+close = functools.partial(oracle.close, limit=2e-6)
 
 
 def off(got, want):
@@ -167,7 +166,7 @@ def test_forward_mode_and_second_derivatives(xwy):
     turn = lambda w: by_rows(seen[0], w)
     got = jax.jit(jax.grad(lambda w: jnp.vdot(jax.grad(loss, 1)(x, w), w)))(w)
     want = by_sums(seen[0], np.cos(turn(seen[1])) - np.sin(turn(seen[1])) * turn(np.asarray(w)))
-    close(got, want, 1e-5)
+    close(got, want, limit=1e-5)
     for step in (lambda w: jax.grad(loss)(x, w).sum(), jax.jit(lambda w: jax.grad(jax.jit(loss))(x, w).sum())):
         for differentiate in (jax.grad, jax.jacfwd):
             with pytest.raises(NotImplementedError, match="quantization: its gradients are products with quantized"):
@@ -183,7 +182,7 @@ def test_activation_and_bias_differentiate_as_before(xwy):
     apart = lambda s, *a: jnp.vdot(y[:OWNED], jnp.tanh(s * dense(*a)))
     got, want = jax.jit(lambda *a: [jax.grad(f, range(4))(*a) for f in (fused, apart)])(jnp.float32(2), x, w, b)
     for one, two in zip(got, want, strict=True):
-        close(one, np.asarray(two, np.float64), 1e-4)
+        close(one, np.asarray(two, np.float64), limit=1e-4)
     many = jax.jit(jax.grad(lambda b: tr.grouped_dense(
         jnp.zeros((4096, 1)), jnp.zeros((1, 1, 1)), [4000], bias=b, quantization=INT8).sum()))  # fmt: skip
     assert many(jnp.zeros((1, 1), jnp.bfloat16)).astype(float).item() == 4000  # bfloat16 would stop at 256
@@ -217,7 +216,7 @@ def test_gradients_are_quantized_for_each_product(left, right, grad, turned, xwy
         scale = np.asarray(r.scale)[:, 0]
     scale = np.repeat(scale, [*SIZES[:-1], M - SIZES[:-1].sum()], axis=0)
     came = np.asarray(jax.jit(lambda y: dequantize(recipe.gradient(y)))(y * scale), np.float64) / scale
-    close(d_x, by_rows(came, seen[1].swapaxes(1, 2)), 1e-5)
+    close(d_x, by_rows(came, seen[1].swapaxes(1, 2)), limit=1e-5)
     assert (d_x[OWNED:] == 0).all()
 
     scale = np.asarray(q.scale) if q.scale.shape[1] == 1 else np.ones((M, 1))
@@ -226,7 +225,7 @@ def test_gradients_are_quantized_for_each_product(left, right, grad, turned, xwy
         part = np.asarray(y * scale)[e - s : e]
         step = np.abs(part).max(axis=0, initial=0) / np.float32(kind.largest)
         came[e - s : e] = np.asarray(kind.rounded(jnp.asarray(part / step)), np.float64) * step / scale[e - s : e]
-    close(d_w, by_sums(seen[0], came), 1e-5)
+    close(d_w, by_sums(seen[0], came), limit=1e-5)
 
 
 def test_a_quantized_gradient_has_one_direction_and_one_order(xwy):

@@ -22,8 +22,7 @@ def width(dtype: Any) -> float:
     >>> width(jnp.bfloat16), width(jnp.int4)
     (2.0, 0.5)
     """
-    bits = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
-    return bits.get(jnp.dtype(dtype).name, 8 * jnp.dtype(dtype).itemsize) / 8
+    return bits(dtype) / 8
 
 
 def accumulator(lhs: Any, rhs: Any) -> np.dtype[Any]:
@@ -52,5 +51,6 @@ def bits(dtype: Any) -> int:
     >>> bits(jnp.int4), bits(jnp.float8_e4m3fn), bits(jnp.bfloat16)
     (4, 8, 16)
     """
-    info = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
-    return int(info.bits)
+    dtype = jnp.dtype(dtype)
+    few = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
+    return few.get(dtype.name, 8 * dtype.itemsize)

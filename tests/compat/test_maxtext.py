@@ -10,6 +10,8 @@ import numpy as np
 import oracle
 import pytest
 from jax.sharding import PartitionSpec as P
+from oracle import close
+from stand_in import SIZES, M, N
 
 from trencadis.compat import megablox
 from trencadis.compat.maxtext import gmm
@@ -17,8 +19,6 @@ from trencadis.quant import Scaled, dequantize, quantize
 
 pytestmark = pytest.mark.core
 
-M, K, N = 20, 12, 8
-SIZES = np.array([7, 0, 6, 3])  # four rows are nobody's
 INT8 = {"lhs_quantize_dtype": jnp.int8, "rhs_quantize_dtype": jnp.int8}
 
 
@@ -39,26 +39,6 @@ def ruled(**fields):
 
 
 FIXED = ruled(weight_qtype="int8", bwd_qtype="int8", weight_calibration_method="fixed,4")
-
-
-@pytest.fixture
-def x(rng):
-    return rng.normal(size=(M, K)).astype(np.float32)
-
-
-@pytest.fixture
-def w(rng):
-    return rng.normal(size=(4, K, N)).astype(np.float32)
-
-
-@pytest.fixture
-def y(rng):
-    return rng.normal(size=(M, N)).astype(np.float32)
-
-
-def close(got, want, limit=1e-6):
-    assert got.shape == want.shape
-    assert np.abs(np.asarray(got, np.float64) - want).max() <= limit * np.abs(want).max()
 
 
 def mine(x):

@@ -8,7 +8,8 @@ import numpy as np
 import oracle
 import pytest
 from jax.sharding import PartitionSpec as P
-from stand_in import QArray, meaning, qarray
+from oracle import close
+from stand_in import SIZES, K, M, N, QArray, meaning, qarray
 
 import trencadis as tr
 from trencadis.compat import ejkernel
@@ -17,28 +18,6 @@ from trencadis.cost import cost
 from trencadis.quant import quantize
 
 pytestmark = pytest.mark.core
-
-M, K, N = 20, 12, 8
-SIZES = np.array([7, 0, 6, 3])  # four rows are nobody's
-
-
-@pytest.fixture
-def x(rng):
-    return rng.normal(size=(M, K)).astype(np.float32)
-
-
-@pytest.fixture
-def w(rng):
-    return rng.normal(size=(4, K, N)).astype(np.float32)
-
-
-@pytest.fixture
-def y(rng):
-    return rng.normal(size=(M, N)).astype(np.float32)
-
-
-def close(got, want, limit=1e-6):
-    assert got.shape == want.shape and np.abs(np.asarray(got, np.float64) - want).max() <= limit * np.abs(want).max()
 
 
 def flipped(q):
