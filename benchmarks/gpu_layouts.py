@@ -182,10 +182,10 @@ def _kernel(problem: BenchProblem, which: str, fields: str, kind: str) -> tuple[
 
     from trencadis.backends.gpu import execute
     from trencadis.backends.gpu.choose import choose
-    from trencadis.cards import card_for
-    from trencadis.epilogue import Epilogue
-    from trencadis.problem import Form, Problem
-    from trencadis.target import Target
+    from trencadis.core.devices import card_for
+    from trencadis.core.epilogue import Epilogue
+    from trencadis.core.problem import Form, Problem
+    from trencadis.core.target import Target
 
     card = card_for(Target.of(jax.devices()[0]))
     if card is None:

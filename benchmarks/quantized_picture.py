@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.quantized_errors import percent
-from trencadis.looking.elements import LINE, MARGIN, WIDTH, num, page, text
-from trencadis.looking.palette import colour
+from trencadis.viz.elements import LINE, MARGIN, WIDTH, num, page, text
+from trencadis.viz.palette import colour
 
 PICTURE = pathlib.Path("docs/img/quantized-errors.svg")
 TITLE = "How far off products of quantized operands are"

@@ -23,7 +23,7 @@ from benchmarks.tpu_table import BASE, FORMS, GENERATIONS, NAMES, Case, Record, 
 
 if TYPE_CHECKING:
     from benchmarks.tpu_peers import Tiling, TpuPeer
-    from trencadis.tpu import Inspection
+    from trencadis.inspect import Inspection
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "tpu-schedule"
@@ -146,8 +146,8 @@ def one(peer: TpuPeer, case: Case, tiling: Tiling | None, timeout: float) -> Rec
     import jax
 
     from benchmarks.tpu_peers import operands
-    from trencadis import tpu
-    from trencadis.tpu.bundles import libtpu_version
+    from trencadis import inspect as tpu
+    from trencadis.inspect.bundles import libtpu_version
 
     versions = {"jax": jax.__version__, "libtpu": libtpu_version(), peer.package: peer.version() or "?"}
     task = Record(peer=peer.name, case=case, tiling=tiling, versions=versions)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trencadis.tpu import Inspection
+    from trencadis.inspect import Inspection
 
 GENERATIONS = ("v5e", "v5p", "v6e", "v7x")
 BF16, INT8, E4, E5 = "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"
@@ -41,7 +41,7 @@ def one(sizes: tuple[int, int, int, int], form: str, pair: tuple[str, str], chip
     import numpy as np
 
     import trencadis as tr
-    from trencadis import tpu
+    from trencadis import inspect as tpu
     from trencadis.quant import Scaled
 
     m, k, n, g = sizes

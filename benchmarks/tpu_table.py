@@ -55,7 +55,7 @@ class Case:
 
         That is one TensorCore; on v5p two, and some peers use both.
         """
-        from trencadis.chips import chip_of
+        from trencadis.core.devices import chip_of
 
         chip = chip_of(self.generation)
         peak = chip.peak_bf16 * chip.cores * (2 if self.dtype == "int8" else 1)

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 
-from trencadis.api import problem_of
-from trencadis.problem import Form
+from trencadis.api.matmul import problem_of
+from trencadis.core.problem import Form
 
 NAMES = {
     "f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8", "s32": "int32",

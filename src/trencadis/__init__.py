@@ -1,12 +1,13 @@
 """Grouped matrix multiplication for JAX: many matmuls of uneven sizes, laid as one."""
 
-from trencadis.api import GroupMetadata, grouped_matmul, make_group_metadata, transposed_grouped_matmul
-from trencadis.debug import debug_checks
-from trencadis.grouped import grouped_dense, grouped_gemm
-from trencadis.looking import show, why
-from trencadis.ragged import ragged_dot, ragged_dot_general
-from trencadis.tensors import GroupedTensor
-from trencadis.tiling import Tiling, Tilings
+from trencadis.api.gemm import grouped_dense, grouped_gemm
+from trencadis.api.lax import ragged_dot, ragged_dot_general
+from trencadis.api.matmul import GroupMetadata, grouped_matmul, make_group_metadata, transposed_grouped_matmul
+from trencadis.core.debug import debug_checks
+from trencadis.core.tiling import Tiling, Tilings
+from trencadis.gemm.tensor import GroupedTensor
+from trencadis.viz import show
+from trencadis.why import why
 
 __all__ = [
     "GroupMetadata",

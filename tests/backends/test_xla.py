@@ -9,10 +9,10 @@ import oracle
 import pytest
 
 import trencadis as tr
-from trencadis.api import problem_of
+from trencadis.api.matmul import problem_of
 from trencadis.backends import xla
-from trencadis.plan import plan
-from trencadis.target import Target
+from trencadis.core.plan import plan
+from trencadis.core.target import Target
 
 pytestmark = pytest.mark.core
 

@@ -10,13 +10,13 @@ import oracle
 import pytest
 
 import trencadis as tr
-from trencadis import visits
-from trencadis.api import problem_of
+from trencadis.api.matmul import problem_of
 from trencadis.backends import BACKENDS
 from trencadis.compat import ejkernel, megablox
 from trencadis.compat.ejkernel import grouped_matmul, make_group_metadata, transposed_grouped_matmul
-from trencadis.cost import cost
-from trencadis.problem import Form
+from trencadis.core import spans as visits
+from trencadis.core.cost import cost
+from trencadis.core.problem import Form
 
 pytestmark = pytest.mark.core
 

@@ -15,8 +15,8 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm as peers_tgmm
 from jax.extend.core import jaxprs_in_params
 
 import trencadis as tr
-from trencadis import visits
 from trencadis.compat.megablox import gmm, make_group_metadata, tgmm
+from trencadis.core import spans as visits
 
 pytestmark = pytest.mark.core
 

@@ -14,7 +14,7 @@ from stand_in import SIZES, K, M, N, QArray, meaning, qarray
 import trencadis as tr
 from trencadis.compat import ejkernel
 from trencadis.compat.megablox import gmm, tgmm
-from trencadis.cost import cost
+from trencadis.core.cost import cost
 from trencadis.quant import quantize
 
 pytestmark = pytest.mark.core

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import jax
 
 from trencadis.backends import gpu, reference, tpu, xla
-from trencadis.cards import CARDS
-from trencadis.problem import Problem
-from trencadis.target import Target
-from trencadis.tiling import Tiling
+from trencadis.core.devices import CARDS
+from trencadis.core.problem import Problem
+from trencadis.core.target import Target
+from trencadis.core.tiling import Tiling
 
 
 class Backend(Protocol):

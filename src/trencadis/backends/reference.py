@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trencadis.backends.storage import whole
-from trencadis.dtypes import cast
-from trencadis.epilogue import IN_PARTS, Extras, add
-from trencadis.problem import Form, Problem
-from trencadis.target import Target
-from trencadis.tiling import Tiling
-from trencadis.visits import spans
+from trencadis.backends.prepare import whole
+from trencadis.core.dtypes import cast
+from trencadis.core.epilogue import IN_PARTS, Extras, add
+from trencadis.core.problem import Form, Problem
+from trencadis.core.spans import spans
+from trencadis.core.target import Target
+from trencadis.core.tiling import Tiling
 
 
 def supports(problem: Problem, target: Target) -> str | None:

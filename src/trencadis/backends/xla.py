@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from trencadis.backends.storage import from_bits, to_bits, whole
-from trencadis.dtypes import cast
-from trencadis.epilogue import IN_PARTS, Extras, add
-from trencadis.problem import Form, Problem
-from trencadis.target import Target
-from trencadis.tiling import Tiling
-from trencadis.visits import Spans, spans
+from trencadis.backends.prepare import from_bits, to_bits, whole
+from trencadis.core.dtypes import cast
+from trencadis.core.epilogue import IN_PARTS, Extras, add
+from trencadis.core.problem import Form, Problem
+from trencadis.core.spans import Spans, spans
+from trencadis.core.target import Target
+from trencadis.core.tiling import Tiling
 
 Array = jax.Array
 

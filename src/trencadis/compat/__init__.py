@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trencadis.tiling import Tiling, Tilings
+from trencadis.core.tiling import Tiling, Tilings
 
 CUBE = (128, 128, 128)
 

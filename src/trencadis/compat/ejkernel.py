@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from trencadis import api
-from trencadis.api import make_group_metadata as make_group_metadata
+from trencadis.api import matmul as api
+from trencadis.api.matmul import make_group_metadata as make_group_metadata
 from trencadis.compat import CUBE, planned, tilings
 from trencadis.quant.product import operand
 from trencadis.quant.scaled import Scaled

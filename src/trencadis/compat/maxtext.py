@@ -25,9 +25,9 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from trencadis.compat import CUBE, megablox, tilings
+from trencadis.core.jax_compat import varying_axes
 from trencadis.quant import Recipe, Scaled
-from trencadis.training import trained
-from trencadis.versions import varying_axes
+from trencadis.quant.training import trained
 
 ABSENT = (
     "tile_size",

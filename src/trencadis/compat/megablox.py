@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer, Num
 
-from trencadis import problem as what
-from trencadis.api import grouped_matmul, problem_of, transposed_grouped_matmul
-from trencadis.api import make_group_metadata as make_group_metadata
+from trencadis.api.matmul import grouped_matmul, problem_of, transposed_grouped_matmul
+from trencadis.api.matmul import make_group_metadata as make_group_metadata
 from trencadis.compat import CUBE, planned, tilings
+from trencadis.core import problem as what
+from trencadis.core.spans import owned
 from trencadis.quant.product import operand
-from trencadis.visits import owned
 
 
 def gmm(

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trencadis import api, grouped
-from trencadis import problem as what
-from trencadis.compat.te_quantize import (
+from trencadis.api import gemm as grouped
+from trencadis.api import matmul as api
+from trencadis.compat.transformer_engine_quantize import (
     GroupedNoScaleTensor,
     GroupedQuantizer,
     GroupedScaledTensor1x,
@@ -33,7 +33,8 @@ from trencadis.compat.te_quantize import (
     quantized,
     tensor_of,
 )
-from trencadis.tensors import GroupedTensor
+from trencadis.core import problem as what
+from trencadis.gemm.tensor import GroupedTensor
 
 Array = jax.Array
 

@@ -15,16 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from trencadis import problem as what
-from trencadis.autodiff import ended, run
-from trencadis.dtypes import accumulator
-from trencadis.epilogue import Activation, Epilogue
-from trencadis.parts import in_parts
-from trencadis.problem import Form, Problem
+from trencadis.core import problem as what
+from trencadis.core.autodiff import ended, run
+from trencadis.core.dtypes import accumulator
+from trencadis.core.epilogue import Activation, Epilogue
+from trencadis.core.problem import Form, Problem
+from trencadis.core.spans import local_group, owned
+from trencadis.core.split import in_parts
+from trencadis.core.tiling import Pins
 from trencadis.quant.qarray import from_qarray, is_qarray
 from trencadis.quant.scaled import Scaled, expanded
-from trencadis.tiling import Pins
-from trencadis.visits import local_group, owned
 
 Array = jax.Array
 Operand = Any  # an array or a Scaled

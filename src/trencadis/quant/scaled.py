@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.dtypes import bits
+from trencadis.core.dtypes import bits
+from trencadis.core.jax_compat import exportable
 from trencadis.quant.formats import Format, format_of
-from trencadis.tensors import GroupedTensor, exportable
 
 Array = jax.Array
 Shape = tuple[int, ...]
@@ -184,11 +184,8 @@ def dequantize(x: Any, dtype: Any = jnp.float32) -> Any:
     >>> dequantize(quantize(jnp.array([3.0, -1.5]), "float8_e4m3fn"))
     Array([ 3. , -1.5], dtype=float32)
     """
-    if isinstance(x, GroupedTensor):
-        data = x.data.dequantize(dtype) if isinstance(x.data, Scaled) else x.data
-        return GroupedTensor(data, x.first_dims, x.last_dims, x.shape)
-    if not isinstance(x, Scaled):
-        raise TypeError(f"x: want a Scaled; got {type(x).__name__}")
+    if not hasattr(x, "dequantize"):
+        raise TypeError(f"x: want a Scaled or a GroupedTensor; got {type(x).__name__}")
     return x.dequantize(dtype)
 
 

@@ -6,8 +6,8 @@ import re
 import jax
 import jax.numpy as jnp
 
-from trencadis.cards import CARDS
-from trencadis.versions import abstract_device
+from trencadis.core.devices import CARDS
+from trencadis.core.jax_compat import abstract_device
 
 H200 = CARDS["h200"]
 _KERNEL = re.compile(r"stablehlo\.custom_call @mosaic_gpu\w*\(")

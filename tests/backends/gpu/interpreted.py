@@ -10,7 +10,7 @@ import poisoned
 from trencadis.backends.gpu import execute
 from trencadis.backends.gpu.choose import multiplied, split
 from trencadis.backends.gpu.layout import Layout
-from trencadis.versions import gpu_interpreter
+from trencadis.core.jax_compat import gpu_interpreter
 
 
 def layout_of(problem, **changes):

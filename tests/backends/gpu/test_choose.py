@@ -11,16 +11,16 @@ import pytest
 from hypothesis import strategies as st
 
 import trencadis as tr
-from trencadis.api import problem_of
+from trencadis.api.matmul import problem_of
 from trencadis.backends.gpu.choose import choose, multiplied, obey, tiling_of
 from trencadis.backends.gpu.layout import BLOCK, CONSUMERS
-from trencadis.cards import CARDS
-from trencadis.dtypes import bits
-from trencadis.epilogue import Epilogue
-from trencadis.plan import plan
-from trencadis.problem import Form
-from trencadis.target import Target
-from trencadis.tiling import Pins, Tiling, resolve
+from trencadis.core.devices import CARDS
+from trencadis.core.dtypes import bits
+from trencadis.core.epilogue import Epilogue
+from trencadis.core.plan import plan
+from trencadis.core.problem import Form
+from trencadis.core.target import Target
+from trencadis.core.tiling import Pins, Tiling, resolve
 
 from .ahead import H200, kernels, lowered
 

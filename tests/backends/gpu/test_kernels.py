@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from poisoned import numbers, spans, spoil
 
-from trencadis.epilogue import Epilogue
+from trencadis.core.epilogue import Epilogue
 
 from .interpreted import check, layout_of, rows_problem, sum_problem, tricky
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import trencadis as tr
-from trencadis.api import problem_of
+from trencadis.api.matmul import problem_of
 from trencadis.backends.gpu.choose import choose
-from trencadis.versions import abstract_device
+from trencadis.core.jax_compat import abstract_device
 
 from .ahead import H200, kernels, lowered, made, structs
 

@@ -8,11 +8,11 @@ import pytest
 
 import trencadis as tr
 from benchmarks.gpu_quantized import checks, limit
-from trencadis.api import problem_of
+from trencadis.api.matmul import problem_of
 from trencadis.backends import gpu
-from trencadis.epilogue import Epilogue
+from trencadis.core.epilogue import Epilogue
+from trencadis.core.target import Target
 from trencadis.quant import Scaled
-from trencadis.target import Target
 
 from .ahead import kernels, lowered, made, structs
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from poisoned import numbers
 
-from trencadis.versions import JAX, gpu_interpreter
+from trencadis.core.jax_compat import JAX, gpu_interpreter
 
 from .interpreted import check, layout_of, rows_problem, sum_problem
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 from trencadis.backends.gpu.walk import Tile, Walk
-from trencadis.epilogue import Epilogue
-from trencadis.problem import Form
+from trencadis.core.epilogue import Epilogue
+from trencadis.core.problem import Form
 
 from .interpreted import layout_of, rows_problem, sum_problem
 

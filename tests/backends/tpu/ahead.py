@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from trencadis.tpu.aot import _ENVIRONMENT
-from trencadis.versions import abstract_device
+from trencadis.core.jax_compat import abstract_device
+from trencadis.inspect.aot import _ENVIRONMENT
 
 _SHAPE = re.compile(r"^\s*(?:ROOT )?%[\w.\-]+ = (\(?)(\w+)\[([\d,]*)\]\S* ([\w\-]+)\(", re.MULTILINE)
 _BITS = {"pred": 8, "s8": 8, "u8": 8, "bf16": 16, "f32": 32, "s32": 32, "u32": 32}

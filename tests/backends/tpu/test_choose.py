@@ -5,18 +5,19 @@ import math
 import hypothesis
 import jax.numpy as jnp
 import pytest
-from ahead import compiled, kernels
 from hypothesis import strategies as st
 
 import trencadis as tr
-from trencadis.api import problem_of
+from trencadis.api.matmul import problem_of
 from trencadis.backends import tpu
 from trencadis.backends.tpu.choose import choose, obey, padded, vmem
-from trencadis.chips import CHIPS
-from trencadis.plan import plan
-from trencadis.problem import Form
-from trencadis.target import Target
-from trencadis.tiling import Pins, Tiling, resolve
+from trencadis.core.devices import CHIPS
+from trencadis.core.plan import plan
+from trencadis.core.problem import Form
+from trencadis.core.target import Target
+from trencadis.core.tiling import Pins, Tiling, resolve
+
+from .ahead import compiled, kernels
 
 pytestmark = pytest.mark.core
 

@@ -5,11 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from ahead import compiled, kernels, largest
 
 import trencadis as tr
-from trencadis.chips import CHIPS
+from trencadis.core.devices import CHIPS
 from trencadis.quant import Scaled
+
+from .ahead import compiled, kernels, largest
 
 pytestmark = pytest.mark.core
 

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreted import STRICT, check, races_found, rows_layout, run, sum_layout, tricky
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from poisoned import numbers, rows_problem, spans, spoil, sum_problem
 
-from trencadis.chips import CHIPS
-from trencadis.epilogue import Epilogue
+from trencadis.core.devices import CHIPS
+from trencadis.core.epilogue import Epilogue
+
+from .interpreted import STRICT, check, races_found, rows_layout, run, sum_layout, tricky
 
 pytestmark = pytest.mark.core
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import trencadis as tr
-from trencadis import tpu
-from trencadis.api import problem_of
+from trencadis import inspect as tpu
+from trencadis.api.matmul import problem_of
 from trencadis.backends.tpu.choose import choose, machine_for
 from trencadis.backends.tpu.model import predict
-from trencadis.chips import CHIPS
+from trencadis.core.devices import CHIPS
 
 pytestmark = pytest.mark.core
 

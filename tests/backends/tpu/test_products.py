@@ -12,7 +12,7 @@ from poisoned import rows_problem
 import trencadis as tr
 from trencadis.backends.tpu.nans import marks
 from trencadis.backends.tpu.products import kinds
-from trencadis.chips import CHIPS
+from trencadis.core.devices import CHIPS
 
 pytestmark = pytest.mark.core
 

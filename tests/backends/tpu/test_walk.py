@@ -11,12 +11,13 @@ import oracle
 import pytest
 import strategies
 from hypothesis import strategies as st
-from interpreted import rows_layout, sum_layout
 from poisoned import rows_problem, sum_problem
 
 from trencadis.backends.tpu.layout import heights_table
 from trencadis.backends.tpu.walk import Walk
-from trencadis.problem import Form
+from trencadis.core.problem import Form
+
+from .interpreted import rows_layout, sum_layout
 
 pytestmark = pytest.mark.core
 

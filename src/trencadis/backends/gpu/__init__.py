@@ -22,15 +22,15 @@ from jax import lax
 
 from trencadis.backends.gpu.choose import choose, multiplied, obey, packed, split, tiling_of
 from trencadis.backends.gpu.layout import BLOCK, GRAIN, Layout, line
-from trencadis.backends.storage import filled, flat_sizes, up
-from trencadis.cards import Card, card_for
-from trencadis.dtypes import accumulator
-from trencadis.epilogue import activated, elementwise, inlined
-from trencadis.problem import Form, Problem
-from trencadis.target import Target
-from trencadis.tiling import Tiling
-from trencadis.versions import apart, gpu_interpreter
-from trencadis.visits import owned
+from trencadis.backends.prepare import filled, flat_sizes, up
+from trencadis.core.devices import Card, card_for
+from trencadis.core.dtypes import accumulator
+from trencadis.core.epilogue import activated, elementwise, inlined
+from trencadis.core.jax_compat import apart, gpu_interpreter
+from trencadis.core.problem import Form, Problem
+from trencadis.core.spans import owned
+from trencadis.core.target import Target
+from trencadis.core.tiling import Tiling
 
 Array = jax.Array
 
@@ -120,7 +120,7 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
     """The result of a problem by a kernel of this layout; each operand is padded where a copy engine wants it."""
     from trencadis.backends.gpu import stores  # here, so that who has no GPU needs nothing of what it imports
     from trencadis.backends.gpu.kernel import call
-    from trencadis.backends.gpu.unpack import ordered
+    from trencadis.backends.gpu.upcast import ordered
 
     lhs, rhs, sizes, first, *extras = operands
     ends = problem.epilogue.split(tuple(extras))

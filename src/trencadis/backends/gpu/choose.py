@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, LINE, TOLD, UNIT, WIDENED, Layout, line
-from trencadis.cards import Card
-from trencadis.dtypes import bits
-from trencadis.problem import Form, Problem
-from trencadis.tiling import Tiling
+from trencadis.core.devices import Card
+from trencadis.core.dtypes import bits
+from trencadis.core.problem import Form, Problem
+from trencadis.core.tiling import Tiling
 
 DEEPEST = 8  # stages; more of them hide nothing more
 TALL = 256  # rows of a tile, and

@@ -11,11 +11,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu import mail, stores
+from trencadis.backends.gpu import store as stores
+from trencadis.backends.gpu import tile_queue as mail
 from trencadis.backends.gpu.layout import BLOCK, WIDENED, Layout
-from trencadis.backends.gpu.shapes import Shape, shapes
+from trencadis.backends.gpu.mma_shapes import Shape, shapes
 from trencadis.backends.gpu.walk import Tile, Walk, i32
-from trencadis.problem import Problem
+from trencadis.core.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from trencadis.backends.gpu.layout import BLOCK, GRAIN, Layout, line
 from trencadis.backends.gpu.rows import leftmost, tiled
 from trencadis.backends.gpu.walk import Tile, Walk, i32
-from trencadis.problem import Problem
-from trencadis.versions import flipped
+from trencadis.core.jax_compat import flipped
+from trencadis.core.problem import Problem
 
 FEW = 64  # rows that are blanked at a time
 

@@ -22,11 +22,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu import contraction, mail, rows, stores
+from trencadis.backends.gpu import contraction, rows
+from trencadis.backends.gpu import store as stores
+from trencadis.backends.gpu import tile_queue as mail
 from trencadis.backends.gpu.consumer import Consumer
 from trencadis.backends.gpu.layout import CONSUMERS, WIDENED, Layout
 from trencadis.backends.gpu.walk import Tile, Walk, i32
-from trencadis.problem import Form, Problem
+from trencadis.core.problem import Form, Problem
 
 FORMS: dict[Form, Any] = {Form.ROWS: rows.Rows, Form.CONTRACTION: contraction.Contraction}
 PARAMS = mgpu.CompilerParams(

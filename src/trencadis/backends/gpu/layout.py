@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trencadis.dtypes import bits
+from trencadis.core.dtypes import bits
 
 BLOCK = 64  # rows that one instruction multiplies
 UNIT = 16  # columns of instructions by which turned tiles grow

@@ -12,12 +12,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.layout import BLOCK, GRAIN, LINE, WIDENED, Layout, line
-from trencadis.backends.gpu.shapes import fit
-from trencadis.backends.gpu.unpack import factor, widened
+from trencadis.backends.gpu.mma_shapes import fit
+from trencadis.backends.gpu.upcast import factor, widened
 from trencadis.backends.gpu.walk import Tile, Walk, i32
-from trencadis.dtypes import bits
-from trencadis.problem import Problem
-from trencadis.versions import flipped
+from trencadis.core.dtypes import bits
+from trencadis.core.jax_compat import flipped
+from trencadis.core.problem import Problem
 
 
 def tiled(dtype: Any, length: int = LINE) -> tuple[Any, Any]:

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from trencadis.backends.gpu.layout import GRAIN, Layout
-from trencadis.problem import Form, Problem
+from trencadis.core.problem import Form, Problem
 
 Scalar = jax.Array  # i32[]
 

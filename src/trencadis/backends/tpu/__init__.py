@@ -17,19 +17,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.storage import filled, flat_sizes, up
+from trencadis.backends.prepare import filled, flat_sizes, up
 from trencadis.backends.tpu import products
 from trencadis.backends.tpu.choose import chip_for, choose, obey, padded
 from trencadis.backends.tpu.kernel import call
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.scales import laid
-from trencadis.chips import CHIPS, Chip
-from trencadis.dtypes import accumulator
-from trencadis.epilogue import IN_PARTS, elementwise
-from trencadis.problem import Form, Problem
-from trencadis.target import Target
-from trencadis.tiling import Tiling
-from trencadis.versions import apart
+from trencadis.core.devices import CHIPS, Chip
+from trencadis.core.dtypes import accumulator
+from trencadis.core.epilogue import IN_PARTS, elementwise
+from trencadis.core.jax_compat import apart
+from trencadis.core.problem import Form, Problem
+from trencadis.core.target import Target
+from trencadis.core.tiling import Tiling
 
 Array = jax.Array
 

@@ -10,17 +10,17 @@ from typing import Any
 
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.storage import up
+from trencadis.backends.prepare import up
 from trencadis.backends.tpu import contraction, rows
 from trencadis.backends.tpu.columns import LANES
 from trencadis.backends.tpu.layout import Layout, heights_table
 from trencadis.backends.tpu.model import Machine, code, longest, predict
 from trencadis.backends.tpu.products import kinds
-from trencadis.chips import CHIPS, Chip, chip_of
-from trencadis.dtypes import width
-from trencadis.problem import Form, Problem
-from trencadis.target import Target
-from trencadis.tiling import Tiling
+from trencadis.core.devices import CHIPS, Chip, chip_of
+from trencadis.core.dtypes import width
+from trencadis.core.problem import Form, Problem
+from trencadis.core.target import Target
+from trencadis.core.tiling import Tiling
 
 VMEM_SHARE = 0.96  # of VMEM that a kernel may take
 # Heights of row tiles, by the side of an MXU. 544: a group of 1024 rows, begun inside a slab, has a slab more.

@@ -21,9 +21,9 @@ from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.products import multiply
 from trencadis.backends.tpu.streams import Ahead, Outbox, Stream
 from trencadis.backends.tpu.walk import Place, Walk
-from trencadis.dtypes import cast
-from trencadis.epilogue import Extras, add
-from trencadis.problem import Problem
+from trencadis.core.dtypes import cast
+from trencadis.core.epilogue import Extras, add
+from trencadis.core.problem import Problem
 
 
 def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:

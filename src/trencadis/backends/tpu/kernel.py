@@ -15,8 +15,8 @@ from trencadis.backends.tpu.columns import i32
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.streams import Ahead, begin
 from trencadis.backends.tpu.walk import Place, Walk
-from trencadis.cost import cost
-from trencadis.problem import Form, Problem
+from trencadis.core.cost import cost
+from trencadis.core.problem import Form, Problem
 
 FORMS = {Form.ROWS: (rows.Rows, rows.scratch), Form.CONTRACTION: (contraction.Contraction, contraction.scratch)}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from trencadis.chips import CHIPS, Chip
-from trencadis.problem import Form, Problem
+from trencadis.core.devices import CHIPS, Chip
+from trencadis.core.problem import Form, Problem
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

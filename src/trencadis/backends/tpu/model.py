@@ -15,11 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.backends.storage import up
+from trencadis.backends.prepare import up
 from trencadis.backends.tpu.layout import Layout
-from trencadis.chips import Chip
-from trencadis.dtypes import width
-from trencadis.problem import Form, Problem
+from trencadis.core.devices import Chip
+from trencadis.core.dtypes import width
+from trencadis.core.problem import Form, Problem
 
 HBM_SHARE = 0.9  # of the bandwidth that copies reach
 CHUNK = 260  # cycles around a chunk: waits, and the copy of its result

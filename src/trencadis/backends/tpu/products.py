@@ -9,8 +9,8 @@ from jax import lax
 
 from trencadis.backends.tpu.columns import LANES
 from trencadis.backends.tpu.nans import marks
-from trencadis.chips import Chip
-from trencadis.problem import Problem
+from trencadis.core.devices import Chip
+from trencadis.core.problem import Problem
 
 BFLOATS = ("bfloat16", "int8", "int4", "float8_e4m3fn", "float8_e5m2")  # every number of these is a bfloat16
 EXACT = 1024  # products of two int8, the sum of which float32 holds exactly: 2**24 over 2**14

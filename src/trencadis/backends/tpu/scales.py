@@ -10,10 +10,10 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.storage import filled, up
+from trencadis.backends.prepare import filled, up
 from trencadis.backends.tpu.columns import LANES, Columns, i32, span
 from trencadis.backends.tpu.layout import Layout
-from trencadis.problem import Form, Problem
+from trencadis.core.problem import Form, Problem
 
 
 def across(problem: Problem) -> dict[str, Any]:

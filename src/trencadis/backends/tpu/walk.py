@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from trencadis.backends.tpu.columns import i32, span
 from trencadis.backends.tpu.layout import Layout
-from trencadis.problem import Form, Problem
+from trencadis.core.problem import Form, Problem
 
 Scalar = jax.Array  # i32[]
 

@@ -1,0 +1,1 @@
+"""The command line: `trencadis show`, `why`, `inspect` and `doctor`."""

@@ -1,0 +1,76 @@
+"""Checks of values that are known only at run time, by `jax.experimental.checkify`; off unless asked for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import checkify
+
+# a context that jit's caches see: a function traced without the checks is traced again with them
+_checking = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def debug_checks() -> Iterator[None]:
+    """Check traced group sizes and windows at run time, with errors that name the group.
+
+    Without it a negative size counts as 0 and rows past m are dropped. Of grouped tensors it also tells matrices that a
+    flat buffer has no room for, and sizes that differ in two tensors that have to agree in them. The checks are
+    `checkify` checks: transform the function with `checkify.checkify`, and look at the error it returns.
+
+    >>> from jax.experimental import checkify
+    >>> import trencadis as tr
+    >>> f = checkify.checkify(jax.jit(tr.grouped_matmul))
+    >>> with tr.debug_checks():
+    ...     error, _ = f(jnp.ones((8, 4)), jnp.ones((3, 4, 2)), jnp.array([3, -1, 5]))
+    >>> print(error.get().splitlines()[0])
+    group_sizes: group 1 has size -1; sizes must be >= 0 (`check` failed)
+    """
+    with _checking(True):
+        yield
+
+
+def checking() -> bool:
+    """Whether `debug_checks` is on."""
+    return bool(_checking.value)
+
+
+def check_traced(group_sizes: Any, first: Any, m: int, local_groups: int) -> None:
+    """The checks of one call: sizes `[g]`, first group `[]`."""
+    groups = group_sizes.shape[0]
+    if not checking() or groups == 0:
+        return
+    first = jnp.asarray(first)
+    bound = jnp.iinfo(group_sizes.dtype)  # a size past m is as wrong as m + 1, which fits into int32
+    sizes = jnp.clip(group_sizes, max(bound.min, -(2**31)), min(bound.max, m + 1)).astype(jnp.int32)
+    worst = jnp.argmin(sizes)
+    checkify.check(
+        sizes[worst] >= 0, "group_sizes: group {i} has size {size}; sizes must be >= 0", i=worst, size=sizes[worst]
+    )
+    fits, over = fit(sizes, m)
+    checkify.check(
+        fits, "group_sizes: group {i} ends past m = {m} rows; sizes must sum to at most m", i=over, m=jnp.int32(m)
+    )
+    checkify.check(
+        (first >= 0) & (first <= groups - local_groups),
+        "group_offset: a window of {local} groups from group {i} on leaves the {groups} groups of group_sizes",
+        i=first,
+        local=jnp.int32(local_groups),
+        groups=jnp.int32(groups),
+    )
+
+
+def fit(sizes: Any, room: int) -> tuple[Any, Any]:
+    """Whether the sizes sum to at most room, and the group where they pass it; negative ones count as 0."""
+    most = past(room)
+    ends = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, most - a), jnp.clip(sizes, 0, most))  # cannot wrap
+    return ends[-1] <= room, jnp.argmax(ends > room)
+
+
+def past(room: int) -> int:
+    """A size that is as wrong as any past the room, and fits into int32."""
+    return min(room + 1, 2**31 - 1)

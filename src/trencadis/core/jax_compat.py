@@ -1,0 +1,279 @@
+"""Everything that depends on JAX's internals or on its version, in one place.
+
+Written for jax 0.10.2 to 0.12. Nothing outside this file asks for a version or touches a manual axis type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import threading
+from collections.abc import Sequence
+from concurrent import futures
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export, lax
+from jax._src.config import _check_vma
+from jax.core import ShapedArray
+from jax.experimental import io_callback
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jaxlib.mlir.dialects import stablehlo
+
+JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
+
+# XLA:CPU of jax < 0.12 turns a slice of a narrow float array inside a loop into a conversion of the whole array.
+SLICES_WIDEN_NARROW_FLOATS = JAX < (0, 12)
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The manual mesh axes over which x varies inside `jax.shard_map`; empty outside."""
+    axes: frozenset[Any] = jax.typeof(x).manual_axis_type.varying
+    return axes
+
+
+def replicated(x: Any) -> Any:
+    """The array with no dimension sharded over an explicit mesh axis; shards are gathered where there are any."""
+    sharding = jax.typeof(x).sharding
+    if all(axis is None for axis in sharding.spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*(None,) * x.ndim)))
+
+
+def vary_alike(*xs: Any) -> tuple[Any, ...]:
+    """The arrays, each varying over every manual mesh axis that one of them varies over."""
+    axes = [varying_axes(x) for x in xs]
+    union = frozenset().union(*axes)
+    return tuple(
+        lax.pcast(x, tuple(sorted(union - mine, key=str)), to="varying") if union - mine else x
+        for x, mine in zip(xs, axes, strict=True)
+    )
+
+
+def result_type(operands: tuple[ShapedArray, ...], shape: tuple[int, ...], dtype: Any) -> ShapedArray:
+    """The type of a result that varies as its operands do and is sharded over no automatic axis by itself."""
+    mesh = operands[0].sharding.mesh
+    if mesh.empty:
+        return ShapedArray(shape, dtype)
+    varying = frozenset().union(*(x.manual_axis_type.varying for x in operands))
+    return ShapedArray(
+        shape,
+        dtype,
+        sharding=NamedSharding(mesh, PartitionSpec(*(None,) * len(shape))),
+        manual_axis_type=operands[0].manual_axis_type.update(varying=varying),
+    )
+
+
+def device(context: Any, platform: str) -> tuple[str | None, int | None]:
+    """The kind of device that is lowered for and how many cores it has, where JAX knows it.
+
+    It is that of the abstract device of the mesh in use, of the devices of the mesh or of the computation, or of the
+    client that will compile it, all devices of which are of one kind.
+    """
+    module = context.module_context
+    axes, client = module.axis_context, module.backend
+    names = (platform, "gpu") if platform in ("cuda", "rocm") else (platform,)  # devices of both are called "gpu"
+    meshes = (getattr(axes, "mesh", None), jax.sharding.get_abstract_mesh())
+    abstract = [getattr(mesh, "abstract_device", None) for mesh in meshes]
+    devices: list[Any] = [device for device in abstract if device is not None]
+    devices += [device for mesh in meshes if isinstance(mesh, jax.sharding.Mesh) for device in mesh.devices.flat]
+    devices += getattr(axes, "device_assignment", None) or ()
+    devices += client.devices() if client is not None and client.platform in names else ()
+    # an abstract device of jax < 0.11 has no platform
+    devices = [device for device in devices if getattr(device, "platform", platform) in names]
+    if not devices:
+        return None, None
+    cores = getattr(devices[0], "core_count", None) or getattr(devices[0], "num_cores", None)
+    return devices[0].device_kind, cores if platform in ("cuda", "rocm") else None
+
+
+def partitioned(context: Any) -> bool:
+    """Whether what is lowered will be split over devices by XLA: on several of them, and not inside `jax.shard_map`."""
+    axes = context.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)
+    if mesh is not None:
+        return any(size > 1 for name, size in mesh.shape.items() if name not in axes.manual_axes)
+    return getattr(axes, "num_devices", 1) > 1
+
+
+@functools.cache
+def interpreter_effects() -> set[Any]:
+    """The effects of a kernel that is interpreted: its memory is on the host, behind ordered callbacks."""
+    return set(jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects)
+
+
+def lower_plainly(call: Any, context: Any, *operands: Any, **params: Any) -> Any:
+    """The program of a call for a lowering rule, traced without meshes: what it makes is local by then.
+
+    A kernel's references, and what it returns, cannot vary over manual axes or be sharded over explicit ones.
+    """
+    plain = context.replace(
+        avals_in=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in context.avals_in],
+        avals_out=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in context.avals_out],
+    )
+    with _check_vma(False), without_mesh():
+        out = mlir.lower_fun(call, multiple_results=False)(plain, *operands, **params)
+    if plain.tokens_out is not None:  # of a kernel that is interpreted
+        context.set_tokens_out(plain.tokens_out)
+    return out
+
+
+def apart(call: Any) -> Any:
+    """What a call returns when no mesh is set; contexts are a thread's own."""
+    with futures.ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(call).result()
+
+
+def without_mesh() -> Any:
+    """A context in which types carry no sharding."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+def abstract_device(kind: str, cores: int, platform: str = "tpu") -> Any:
+    """A context in which kernels are traced for a device that is not there: `pltpu.get_tpu_info()` answers for it."""
+    options: dict[str, Any] = {"device_kind": kind, "num_cores": cores}
+    if "platform" in inspect.signature(jax.sharding.AbstractDevice).parameters:  # since jax 0.11
+        options["platform"] = platform
+    device = jax.sharding.AbstractDevice(**options)
+    mesh = AbstractMesh((1,), ("_",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def host_program(exported: Any, module: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """An exported program with another module in it, for the CPU: a function of arrays shaped like `inputs`.
+
+    What the export knows of shardings it knows argument by argument, in fields that differ between versions of jax.
+    """
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(exported):
+        if "sharding" in field.name and isinstance(getattr(exported, field.name), tuple):
+            flat[field.name] = (None,) * len(inputs if field.name.lstrip("_").startswith("in") else outputs)
+    return dataclasses.replace(
+        exported,
+        platforms=("cpu",),
+        in_tree=jax.tree.structure((tuple(inputs), {})),
+        in_avals=tuple(inputs),
+        out_tree=jax.tree.structure(tuple(outputs)),
+        out_avals=tuple(outputs),
+        ordered_effects=(),
+        unordered_effects=(),
+        module_kept_var_idx=tuple(range(len(inputs))),
+        mlir_module_serialized=stablehlo.serialize_portable_artifact(module, stablehlo.get_minimum_version()),
+        **flat,
+    ).call
+
+
+def exportable(cls: Any) -> Any:
+    """A pytree whose static part is numbers and names, as an argument or result of functions that are serialized."""
+
+    def read(text: bytes) -> Any:
+        return _tuples(json.loads(text))
+
+    def write(static: Any) -> bytes:
+        return json.dumps(static).encode()
+
+    name = f"trencadis.{cls.__name__}"
+    export.register_pytree_node_serialization(
+        cls, serialized_name=name, serialize_auxdata=write, deserialize_auxdata=read
+    )
+    return cls
+
+
+def _tuples(x: Any) -> Any:
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x
+
+
+def flipped(ref: Any) -> Any:
+    """The transpose of a matrix in a GPU's shared memory."""
+    if JAX >= (0, 11):
+        return ref.transpose((1, 0))
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu.transpose_ref(ref, (1, 0))
+
+
+def turnable(x: Any) -> Any:
+    """Sums in registers, so that they can be stored into the transpose of a matrix in shared memory.
+
+    jax >= 0.11 has an instruction for it, if they are left as they are.
+    """
+    if JAX >= (0, 11):
+        return x
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu.layout_cast(x, mosaic_gpu.Layout.WGMMA_TRANSPOSED)
+
+
+@functools.cache
+def gpu_interpreter() -> Any:
+    """How a GPU kernel is interpreted: memory that nobody wrote, or that lies outside of an array, holds NaN."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    if JAX < (0, 11):
+        _teach_gpu_interpreter()
+    return InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="uninitialized")
+
+
+def _teach_gpu_interpreter() -> None:
+    """What the interpreter of jax < 0.11 does not know and later ones do.
+
+    It has no products of transposed factors, no stores into a transposed reference and no casts of layouts, and it
+    compiles a kernel anew for every warpgroup.
+    """
+    from jax._src.pallas.mosaic.interpret import thread_map
+    from jax._src.pallas.mosaic.interpret.utils import to_range
+    from jax._src.pallas.mosaic_gpu.core import layout_cast_p
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    mlir.register_lowering(layout_cast_p, lambda _, x, **__: [x], platform="cpu")
+
+    def wgmma(*, token: Any, device_id: Any, thread_id: Any, acc_dtype: Any, **refs: Any) -> Any:
+        memory = gpu_callbacks._get_shared_memory()
+        thread = memory.get_global_thread_id(int(device_id), int(thread_id))
+
+        def at(name: str) -> tuple[Any, Any, bool]:
+            transforms = gpu_callbacks._remove_noop_transforms(refs[f"{name}_transforms"])
+            flip = bool(transforms) and hasattr(transforms[-1], "permutation")
+            key = gpu_callbacks.HostAllocationKey.from_array(refs[f"{name}_allocation_key_as_array"])
+            return key, to_range(jax.tree.map(int, transforms[:-1] if flip else transforms)), flip
+
+        def read(key: Any, where: Any, flip: bool) -> Any:
+            value: Any = memory.get_buffer_content(key, where, thread)[0]
+            return value.T if flip else value
+
+        with np.errstate(all="ignore"):  # what a tile holds beside its group's rows may be anything
+            total = read(*at("acc")) + np.matmul(read(*at("a")), read(*at("b")), dtype=acc_dtype)
+        memory.store_buffer_content(*at("acc")[:2], total, thread)
+        return token
+
+    def turning(plain: Any) -> Any:
+        """A load or a store, of a reference whose last transform may be a transposition; copies name all arguments."""
+
+        def turned(*args: Any, **options: Any) -> Any:
+            transforms = gpu_callbacks._remove_noop_transforms(args[5]) if args else ()
+            if not (transforms and hasattr(transforms[-1], "permutation")):
+                return plain(*args, **options)
+            stored = (x if x is None else x.T for x in args[6:])
+            token, value = plain(*args[:5], transforms[:-1], *stored, **options)
+            return token, value.T
+
+        return turned
+
+    gpu_callbacks._get, gpu_callbacks._swap = turning(gpu_callbacks._get), turning(gpu_callbacks._swap)
+    lock = threading.Lock()
+
+    @functools.lru_cache(maxsize=32)
+    def compiled(jaxpr: Any) -> Any:
+        return jax.jit(lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args))
+
+    def run(jaxpr: Any, consts: Any, *args: Any) -> None:
+        with lock:
+            executable = compiled(jaxpr).trace(consts, *args).lower().compile()
+        executable(consts, *args)
+
+    gpu_callbacks.wgmma = wgmma
+    thread_map._run_jaxpr = run

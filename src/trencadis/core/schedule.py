@@ -1,0 +1,106 @@
+"""A fixed-raster schedule, as megablox has it: which group works on which tile of equal height.
+
+    rows    0 1 2 3 │ 4 5 6 7        sizes [3, 0, 5], tiles of 4 rows
+    group   0 0 0 2 │ 2 2 2 2
+    visits  (0,0) (2,0) (2,1)        a tile that two groups share is visited by each, one after the other
+
+Our own kernels start a tile where its group starts, so they do not use this schedule; `make_group_metadata` and
+`show(..., raster=...)` do. All integers are exact, for any number of tiles. `walk` computes the same in plain Python.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trencadis.core.spans import offsets
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Visits:
+    """The walk over (group, tile) pairs, in order of rows; entries from `count` on repeat the last visit."""
+
+    offsets: Array  # i32[groups + 1]: the row at which each group starts
+    group: Array  # i32[bound]
+    tile: Array  # i32[bound]
+    count: Array  # i32[]: visits that are real
+    height: int = dataclasses.field(metadata={"static": True})  # rows of a tile
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """The real visits as Python pairs."""
+        n = int(self.count)
+        return list(zip(np.asarray(self.group)[:n].tolist(), np.asarray(self.tile)[:n].tolist(), strict=True))
+
+    def __str__(self) -> str:
+        if isinstance(self.count, jax.core.Tracer):
+            return f"at most {self.group.shape[0]} visits to tiles of {self.height} rows"
+        return f"{int(self.count)} visits to tiles of {self.height} rows: " + " ".join(
+            f"({g},{t})" for g, t in self.pairs()
+        )
+
+
+def visits(
+    group_sizes: Array, m: int, height: int, *, first: Any = 0, local_groups: int | None = None, empty: bool = False
+) -> Visits:
+    """The visits of the groups `[first, first + local_groups)`; with `empty`, an empty group gets one visit.
+
+    >>> print(visits(jnp.array([3, 0, 5]), 8, 4))
+    3 visits to tiles of 4 rows: (0,0) (2,0) (2,1)
+    """
+    groups = group_sizes.shape[0]
+    local_groups = groups if local_groups is None else local_groups
+    tiles = -(-m // height)
+    bounds = offsets(group_sizes, m)
+    start, end = bounds[:-1], bounds[1:]
+    first_tile = jnp.minimum(start // height, max(tiles - 1, 0))
+    count = jnp.where(end > start, (end + height - 1) // height - start // height, np.int32(empty))
+    group = np.arange(groups, dtype=np.int32)
+    count = jnp.where((group >= first) & (group < first + local_groups), count, 0)
+    bound = max(tiles, 1) + groups - 1
+    before = jnp.cumsum(count, dtype=jnp.int32) - count  # visits of the groups before
+    total = jnp.sum(count, dtype=jnp.int32)
+    step = jnp.minimum(np.arange(bound, dtype=np.int32), jnp.maximum(total - 1, 0))
+    if groups == 0:
+        return Visits(offsets=bounds, group=step, tile=step, count=total, height=height)
+    if groups == 1:  # the general way would have XLA fold a sum over all visits at compile time
+        which = jnp.zeros_like(step)
+    else:
+        which = jnp.repeat(group, count, total_repeat_length=bound)[step]
+    return Visits(
+        offsets=bounds, group=which, tile=first_tile[which] + step - before[which], count=total, height=height
+    )
+
+
+def walk(
+    group_sizes: Sequence[int],
+    m: int,
+    height: int,
+    *,
+    first: int = 0,
+    local_groups: int | None = None,
+    empty: bool = False,
+) -> list[tuple[int, int]]:
+    """The slow twin of `visits`: the same pairs by a loop over groups and tiles.
+
+    >>> walk([3, 0, 5], 8, 4)
+    [(0, 0), (2, 0), (2, 1)]
+    """
+    last = len(group_sizes) if local_groups is None else first + local_groups
+    tiles, pairs, start = -(-m // height), [], 0
+    for group, size in enumerate(group_sizes):
+        end = min(start + max(size, 0), m)
+        mine = [t for t in range(tiles) if max(start, t * height) < min(end, (t + 1) * height)]
+        if end == start and empty:
+            mine = [min(start // height, max(tiles - 1, 0))]
+        if first <= group < last:
+            pairs += [(group, t) for t in mine]
+        start = end
+    return pairs

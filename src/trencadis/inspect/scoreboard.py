@@ -1,0 +1,140 @@
+"""When each bundle of a block issues.
+
+One bundle a cycle and in order, held back by three things only: a scalar result that is not there yet, an MXU that is
+busy with a vmatmul or a vmatpush, and a product that is not there to pop. The compiler has placed vector instructions
+so that they never wait. Every block starts with idle units.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+
+from trencadis.core.devices import Chip
+from trencadis.inspect.bundles import Bundle, Instruction
+
+# Cycles until a scalar result can be read; 1 where it is not here. From libtpu's schedules.
+SCALAR_LATENCY = {
+    "sld": 6, "scmp": 2, "por": 2, "pand": 2, "pnand": 2, "pneg": 2, "pmov": 2, "pxor": 2, "pnor": 2,
+    "scalar_select": 2, "smul": 3, "smulhi": 3,
+}  # fmt: skip
+LATCH = 3  # from the last vmatpush until the matrix can be latched by a vmatmul
+RESULT_BUFFERS = 4  # consecutive entries of the result buffer that one vmatmul fills
+
+
+@functools.cache
+def unit_of(op: str) -> str | None:
+    """Which MXU an operation is for, if it is for one.
+
+    >>> unit_of("vmatmul.mubr.bf16.gmra.mxu1"), unit_of("vpop.trf.xlu0")
+    ('1', None)
+    """
+    found = re.search(r"mxu(\d)", op)
+    return found[1] if found and op.startswith(("vmat", "vpop")) else None
+
+
+@functools.cache
+def _buffer_of(op: str) -> int | None:
+    """The entry of the result buffer that an operation names; older chips have a queue of results instead."""
+    found = re.search(r"mrb\[(\d+)\]", op)
+    return int(found[1]) if found else None
+
+
+def cycles_of_vmatmul(op: str, chip: Chip) -> int:
+    """How long a vmatmul holds its MXU."""
+    return chip.mm[_operand_type(op, tuple(chip.mm))]
+
+
+@functools.cache
+def _operand_type(op: str, known: tuple[str, ...]) -> str:
+    found = re.search(r"vmatmul(?:\.mubr)?(?:\.msk)?\.(\w+)\.", op)
+    kind = found[1] if found else "bf16"
+    if kind.startswith("f8"):
+        return "f8"
+    kind = {"u4": "s4"}.get(kind, kind)
+    return kind if kind in known else "bf16"
+
+
+@dataclasses.dataclass(slots=True)
+class _Unit:
+    """One MXU: when it is free again, and when its results can be popped."""
+
+    parts: int  # pops that one vmatmul feeds
+    matmul_free: int = 0
+    push_free: int = 0
+    last_push: int = -99
+    queue: list[int] = dataclasses.field(default_factory=list)
+    popped: int = 0
+    buffers: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def earliest(self, op: str) -> int:
+        """The first cycle in which an operation can issue."""
+        if op.startswith("vmatmul"):
+            return max(self.matmul_free, self.last_push + LATCH if "vlgmr" in op else 0)
+        if op.startswith("vmatpush"):
+            return self.push_free
+        if not op.startswith("vpop"):
+            return 0
+        buffer = _buffer_of(op)
+        if buffer is not None:
+            return self.buffers.get(buffer, 0)
+        return self.queue[self.popped] if self.popped < len(self.queue) else 0
+
+    def issue(self, op: str, at: int, chip: Chip) -> None:
+        """Note what an operation that issues now makes others wait for."""
+        if op.startswith("vmatmul"):
+            self.matmul_free = at + cycles_of_vmatmul(op, chip)
+            buffer = _buffer_of(op)
+            if buffer is None:
+                self.queue += [at + chip.pop + part * chip.pop_gap for part in range(self.parts)]
+            else:
+                for part in range(RESULT_BUFFERS):
+                    self.buffers[buffer + part] = at + chip.pop + part * chip.pop_gap
+        elif op.startswith("vmatpush"):
+            self.push_free, self.last_push = at + chip.push, at
+        elif op.startswith("vpop") and _buffer_of(op) is None:
+            self.popped += 1
+
+
+def issue_times(bundles: Sequence[Bundle], chip: Chip) -> tuple[list[int], int]:
+    """The cycle in which each bundle issues, and the length of the block."""
+    units = _units(bundles, chip)
+    ready: dict[str, int] = {}  # scalar register: when its value can be read
+    times: list[int] = []
+    now = -1
+    for bundle in bundles:
+        now += 1
+        scalars = [x for x in bundle.instructions if _waits_for_scalars(x)]
+        products = [(x.op, units[name]) for x in bundle.instructions if (name := unit_of(x.op)) is not None]
+        for x in scalars:
+            now = max([now, *(ready.get(register, 0) for register in x.reads)])
+        for op, unit in products:
+            now = max(now, unit.earliest(op))
+        for op, unit in products:
+            unit.issue(op, now, chip)
+        for x in scalars:
+            if written := x.writes:
+                ready[written] = now + SCALAR_LATENCY.get(x.root, 1)
+        times.append(now)
+    return times, now + 1
+
+
+def _waits_for_scalars(x: Instruction) -> bool:
+    return x.op[0] in "spd" and x.op not in ("sphi", "pphi")
+
+
+def _units(bundles: Sequence[Bundle], chip: Chip) -> dict[str, _Unit]:
+    """The MXUs of a block. How many pops a vmatmul feeds depends on its type; the block's own ratio tells."""
+    matmuls, pops = collections.Counter[str](), collections.Counter[str]()
+    for x in (x for bundle in bundles for x in bundle.instructions):
+        unit = unit_of(x.op)
+        if unit is not None:
+            matmuls[unit] += x.op.startswith("vmatmul")
+            pops[unit] += x.op.startswith("vpop") and f"mrf.mxu{unit}" in x.op
+    return {
+        unit: _Unit(parts=max(1, round(pops[unit] / count)) if (count := matmuls[unit]) else chip.pops)
+        for unit in matmuls
+    }

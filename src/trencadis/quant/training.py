@@ -1,0 +1,257 @@
+"""Training through quantized operands: a layer with the gradients of its numbers, computed from quantized ones.
+
+    forward     y = q @ r                                           q, r: x and kernel, quantized once
+    d x         (d y * column scales of r) @ values of r, turned    a scale of r runs along this sum: it goes to d y
+    d kernel    values of q, turned @ (d y * row scales of q)       and so does one of q along that
+
+Quantization counts as the identity (straight-through). All that the backward pass keeps of x and kernel are q and r.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from trencadis.api.matmul import grouped_matmul, sizes_and_window, transposed_grouped_matmul
+from trencadis.core import problem as what
+from trencadis.core.autodiff import activate
+from trencadis.core.epilogue import Activation, Epilogue, check_activation
+from trencadis.core.jax_compat import replicated, vary_alike
+from trencadis.core.problem import Problem
+from trencadis.core.spans import local_group, owned
+from trencadis.core.tiling import Tilings, resolve
+from trencadis.quant.recipe import Recipe
+from trencadis.quant.scaled import Scaled
+
+Array = jax.Array
+Operand = Any  # an array or a Scaled
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """All of a layer that is no array."""
+
+    asked: Problem  # of x and kernel as they came
+    recipe: Recipe
+    backend: str | None
+    interpret: bool
+    tilings: Tilings  # of its three products, in the m, k and n of the first
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of every product."""
+        return {"precision": self.asked.precision, "backend": self.backend, "interpret": self.interpret}
+
+
+class Rows(NamedTuple):
+    """Whose the rows are."""
+
+    sizes: Array  # [groups]
+    first: Array  # []
+    group: Array  # i32[m]: the local group; some group for rows that nobody owns
+    mine: Array  # bool[m, 1]: whether one owns it
+
+
+def trained(
+    recipe: Recipe,
+    x: Array,
+    w: Array,
+    group_sizes: Any,
+    dtype: Any,
+    *,
+    bias: Any = None,
+    activation: Activation | None = None,
+    weights: Operand = None,
+    **options: Any,
+) -> Array:
+    """`grouped_matmul` of rows `[m, k]` and weights that a recipe quantizes on the way, differentiable in both.
+
+    Who has quantized the weights already passes them too.
+    """
+    _check(recipe, x, w)
+    group_offset, turned = options.pop("group_offset"), options.pop("transpose_rhs")
+    asked = what.rows_problem(
+        x, w, group_sizes, dtype, transpose_rhs=turned, precision=options.pop("precision"),
+        epilogue=Epilogue(bias=None if bias is None else np.dtype(bias.dtype)),
+    )  # fmt: skip
+    if activation is not None:
+        check_activation(activation, asked.sum, asked.out)
+    x, w, sizes, first = vary_alike(*map(replicated, (x, w, *sizes_and_window(asked, group_sizes, group_offset))))
+    if 0 in (asked.m, asked.k, asked.n, asked.local_groups):
+        recipe = Recipe()  # there is nothing to take a scale from
+    kept = asked.out if bias is None and activation is None else np.dtype(np.float32)
+    tilings = resolve(options.pop("tiling", None), asked.m, asked.k, asked.n)
+    layer = Layer(asked=asked.replace(out=kept), recipe=recipe, tilings=tilings, **options)
+    rows = _whose(asked, sizes, first)
+    counted = x if recipe.lhs is None else jnp.where(rows.mine, x, 0)  # no scale comes from a row that nobody owns
+    q = _once(x, recipe.rows(counted))
+    r = _once(w, _turned(recipe.weights(_turned(w, turned)), turned) if weights is None else weights)
+    multiply = _straight if recipe.grad is None else _backward_quantized
+    z = multiply(layer, x, w, q, r, rows)
+    if bias is not None:
+        z = z + jnp.where(rows.mine, jnp.take(bias.astype(jnp.float32), rows.group, axis=0), 0)
+    if activation is None:
+        return z.astype(asked.out)
+    return activate(asked, activation, z, sizes, first)
+
+
+def _check(recipe: Any, x: Array, w: Array) -> None:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"quantization: want a quant.Recipe; got {type(recipe).__name__}")
+    for name, each in (("x", x), ("kernel", w)):
+        if not jnp.issubdtype(each.dtype, jnp.floating):
+            raise TypeError(f"{name}: want a float dtype with quantization; got {each.dtype}")
+
+
+def _whose(asked: Problem, sizes: Array, first: Array) -> Rows:
+    return Rows(sizes[0], first[0], local_group(asked, sizes, first), owned(asked, sizes, first)[:, None])
+
+
+def _turned(x: Any, turned: bool) -> Any:
+    return x.mT if turned else x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Quantized once, and a constant from there on
+
+
+def _once(x: Array, q: Operand) -> Operand:
+    """What stands for x in products: a constant, which still knows whether x is differentiated."""
+    if not isinstance(q, Scaled):
+        return q
+    q = lax.stop_gradient(q)
+    return dataclasses.replace(q, scale=_marked(*vary_alike(q.scale, x)))
+
+
+@jax.custom_jvp
+def _marked(scale: Array, x: Array) -> Array:
+    return scale
+
+
+@_marked.defjvp
+def _marked_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _marked(*primals), tangents[0] + 0 * jnp.sum(tangents[1]).astype(tangents[0].dtype)  # 0 by way of x
+
+
+@jax.custom_jvp
+def _last(x: Array) -> Array:
+    """X, of which nobody takes a derivative: products would say 0, since it is a constant to them."""
+    return x
+
+
+@_last.defjvp
+def _last_jvp(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "quantization: its gradients are products with quantized numbers, and have no derivative in these; "
+        "want quantization=None where second derivatives are taken"
+    )
+
+
+def _constant(q: Operand) -> Operand:
+    """What stands for x, in a gradient."""
+    return dataclasses.replace(q, scale=_last(q.scale)) if isinstance(q, Scaled) else q
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients that are not quantized: tangents are products with constants, and the calculus transposes these
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _straight(layer: Layer, x: Array, w: Array, q: Operand, r: Operand, rows: Rows) -> Array:
+    """Q times r, with the derivatives of x times w."""
+    return _multiplied(layer, q, r, rows)
+
+
+def _straight_jvp(layer: Layer, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (_, _, q, r, rows), (d_x, d_w, *_) = primals, tangents
+    out = _straight(layer, *primals)
+    multiply = jax.checkpoint(functools.partial(_multiplied, layer))  # or the scale of each of its entries is kept
+    found = [] if type(d_x) is SymbolicZero else [multiply(d_x, _constant(r), rows)]
+    found += [] if type(d_w) is SymbolicZero else [multiply(_constant(q), d_w, rows)]
+    return out, functools.reduce(jnp.add, found) if found else jnp.zeros_like(out)
+
+
+_straight.defjvp(_straight_jvp, symbolic_zeros=True)
+
+
+def _multiplied(layer: Layer, lhs: Operand, rhs: Operand, rows: Rows) -> Array:
+    turned = layer.asked.transpose_rhs
+    options = {"transpose_rhs": turned, "group_offset": rows.first, "tiling": layer.tilings, **layer.options}
+    return grouped_matmul(lhs, rhs, rows.sizes, layer.asked.out, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients that are quantized: each of the two products reads numbers of few bits of its own
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _backward_quantized(layer: Layer, x: Array, w: Array, q: Operand, r: Operand, rows: Rows) -> Array:
+    """Q times r, with gradients of x times w that quantize what comes back. JAX refuses forward mode."""
+    return _multiplied(layer, q, r, rows)
+
+
+def _forward(layer: Layer, x: Array, w: Array, q: Operand, r: Operand, rows: Rows) -> Any:
+    return _multiplied(layer, q, r, rows), (q, r, rows)
+
+
+def _backward(layer: Layer, kept: tuple[Operand, Operand, Rows], ct: Array) -> Any:
+    *operands, rows = kept
+    q, r = (_constant(x) if isinstance(x, Scaled) else _last(x) for x in operands)
+    ct = jnp.where(rows.mine, _last(ct).astype(jnp.float32), 0)
+    return _d_rows(layer, ct, r, rows), _d_weights(layer, ct, q, rows), None, None, None
+
+
+_backward_quantized.defvjp(_forward, _backward)
+
+
+def _d_rows(layer: Layer, ct: Array, r: Operand, rows: Rows) -> Array:
+    """Ct [m, n] x r [g, k, n] -> [m, k]. Scales of r that do not change along k go to ct before it is quantized."""
+    asked = layer.asked
+    axis = 2 if asked.transpose_rhs else 1  # k
+    if isinstance(r, Scaled) and r.scale.shape[axis] == 1:
+        by_group = jnp.squeeze(r.scales(), axis)  # [g or 1, n]
+        each = by_group if by_group.shape[0] == 1 else jnp.take(by_group, rows.group, axis=0)
+        ct, r = jnp.where(rows.mine, ct * each, 0), _bare(r)
+    options = {"transpose_rhs": not asked.transpose_rhs, "group_offset": rows.first, **layer.options}
+    tile = layer.tilings.d_lhs and layer.tilings.d_lhs.swapped()  # k and n change places
+    return grouped_matmul(layer.recipe.gradient(ct), r, rows.sizes, asked.lhs, tile, **options)
+
+
+def _d_weights(layer: Layer, ct: Array, q: Operand, rows: Rows) -> Array:
+    """Q [m, k] x ct [m, n] -> [g, k, n]. Scales of q that do not change along k go to ct before it is quantized."""
+    asked, turned = layer.asked, layer.asked.transpose_rhs
+    if isinstance(q, Scaled) and q.scale.shape[1] == 1:
+        ct, q = jnp.where(rows.mine, ct * q.scales(), 0), _bare(q)
+    y, scale = _by_column(layer.recipe, ct, rows, asked.local_groups)
+    options = {"num_actual_groups": asked.local_groups, "group_offset": rows.first, **layer.options}
+    lhs: Operand
+    rhs: Operand
+    lhs, rhs = (y, q) if turned else (q, y)
+    tile = layer.tilings.d_rhs and (layer.tilings.d_rhs.swapped() if turned else layer.tilings.d_rhs)
+    out = transposed_grouped_matmul(lhs, rhs, rows.sizes, jnp.float32, tile, transpose_lhs=True, **options)
+    return (out * jnp.expand_dims(scale, 2 if turned else 1)).astype(asked.rhs)
+
+
+def _by_column(recipe: Recipe, y: Array, rows: Rows, groups: int) -> tuple[Scaled, Array]:
+    """Rows [m, n] as numbers of few bits, and their scales: one for each column of each group, [g, n].
+
+    Such scales are factors of the sums over a group. Groups do not share them: neither a large row nor NaN in one tells
+    in another.
+    """
+    kind = recipe.summed
+    most = jax.ops.segment_max(jnp.abs(y), rows.group, groups, indices_are_sorted=True)
+    scale = kind.scale_of(recipe.bound("grad", jnp.maximum(most, 0)))  # that of no rows is -inf
+    values = kind.rounded(y / jnp.take(scale, rows.group, axis=0))
+    return _bare(Scaled(values, scale, kind.name, values.shape)), scale
+
+
+def _bare(x: Scaled) -> Scaled:
+    """The values alone."""
+    return Scaled(x.values, jnp.ones([1] * x.ndim, jnp.float32), x.format, x.shape)

@@ -1,0 +1,149 @@
+"""A grouped GEMM as a thing to look at: which rectangle of lhs multiplies which of rhs, and where the result goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from trencadis.api.gemm import grouped_gemm
+from trencadis.core import problem as what
+from trencadis.gemm.operand import Side, sides
+from trencadis.gemm.tensor import GroupedTensor
+from trencadis.viz import product_svg, product_text, terminal
+from trencadis.viz.mosaic import known_first
+from trencadis.viz.panel import Panel
+from trencadis.viz.picture import Picture
+
+NOTEBOOK_LIMIT = 1_000  # groups; a notebook shows the text of anything larger
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Product(Picture):
+    """Two grouped tensors and their product. Prints as text, draws as SVG, and counts. Made by `show`.
+
+    >>> x = GroupedTensor.ragged_rows(np.ones((8, 4)), [3, 0, 5])
+    >>> picture = product(x, x, contracting_dims=((0,), (0,)))
+    >>> picture.work, picture.empty, picture.equation(2)
+    (128, (1,), 'lhs[3:8]ᵀ · rhs[3:8] = result[2]')
+    """
+
+    lhs: Panel
+    rhs: Panel
+    result: Panel
+    groups: int  # local ones or not
+
+    @property
+    def panels(self) -> tuple[Panel, Panel, Panel]:
+        """Both operands and the result."""
+        return self.lhs, self.rhs, self.result
+
+    @property
+    def local(self) -> range:
+        """The groups that are multiplied."""
+        return self.result.local
+
+    @property
+    def work(self) -> int:
+        """Multiplications, each with its addition, of all local groups."""
+        return sum(map(self.work_of, self.local))
+
+    def work_of(self, group: int) -> int:
+        """Multiplications of one group: m times k times n."""
+        free = (size for size, role in zip(self.rhs.shape_of(group), self.rhs.roles, strict=True) if role == "n")
+        return math.prod(self.lhs.shape_of(group)) * math.prod(free)
+
+    @property
+    def empty(self) -> tuple[int, ...]:
+        """The local groups with nothing to multiply."""
+        return tuple(group for group in self.local if self.work_of(group) == 0)
+
+    def equation(self, group: int) -> str:
+        """Which part of lhs multiplies which of rhs, and where the result lies, as one would index the data."""
+        return self._equation(*(panel.where(group) for panel in self.panels))
+
+    def shapes(self, group: int) -> str:
+        """The same by shapes."""
+        return self._equation(*(str(list(panel.shape_of(group))) for panel in self.panels))
+
+    def _equation(self, left: str, right: str, result: str) -> str:
+        """With a sign at what is transposed; only of matrices can that be said."""
+        turned = "ᵀ" if self.lhs.roles == "km" else "", "ᵀ" if self.rhs.roles == "nk" else ""
+        return f"{left}{turned[0]} · {right}{turned[1]} = {result}"
+
+    def lines(self, width: int) -> list[terminal.Line]:
+        """The lines of the text, with the colours of groups."""
+        return product_text.layout(self, width)
+
+    def svg(self) -> str:
+        """The product as an SVG document: lhs, rhs and the result, each group in its colour."""
+        return product_svg.draw(self)
+
+    @property
+    def huge(self) -> bool:
+        """Whether it is too much for a notebook, which then shows the text."""
+        return len(self.local) > NOTEBOOK_LIMIT
+
+
+def product(lhs: Any, rhs: Any, *, contracting_dims: Any, group_offset: Any = None) -> Product:
+    """The product of two grouped tensors, of which only shapes and sizes count; arguments as in `grouped_gemm`.
+
+    >>> x, w = GroupedTensor.ragged_rows(np.ones((8, 4)), [3, 5]), GroupedTensor.stacked(np.ones((2, 4, 6)))
+    >>> product(x, w, contracting_dims=((1,), (1,))).result.kind.value
+    'ragged rows'
+    """
+    known = [_known(name, tensor) for name, tensor in (("lhs", lhs), ("rhs", rhs))]
+    found = []
+
+    def call(*data: Any) -> tuple[()]:
+        """The library itself says what comes out; sizes stay known inside, as they are no arguments."""
+        pair = [dataclasses.replace(tensor, data=x) for tensor, x in zip(known, data, strict=True)]
+        out = grouped_gemm(pair[0], pair[1], contracting_dims=contracting_dims, group_offset=group_offset)
+        found.append(_drawn(*sides(pair[0], pair[1], contracting_dims), out, group_offset))
+        return ()
+
+    jax.eval_shape(call, *(jax.ShapeDtypeStruct(tensor.data.shape, tensor.dtype) for tensor in known))
+    return found[0]
+
+
+def _known(name: str, tensor: Any) -> GroupedTensor:
+    """The tensor with sizes in numpy, or an error."""
+    if not isinstance(tensor, GroupedTensor):
+        raise TypeError(f"{name}: want a GroupedTensor, such as GroupedTensor.stacked(x); got {type(tensor).__name__}")
+    dims = tensor.first_dims, tensor.last_dims
+    known = [what.concrete(sizes) if isinstance(sizes, (np.ndarray, jax.Array)) else None for sizes in dims]
+    if any(sizes is not None and values is None for sizes, values in zip(dims, known, strict=True)):
+        raise ValueError(f"{name}: want sizes that are known now; got traced ones")
+    return dataclasses.replace(tensor, first_dims=known[0], last_dims=known[1])
+
+
+def _drawn(a: Side, b: Side, out: Any, group_offset: Any) -> Product:
+    """Three panels of what is multiplied."""
+    groups = max(a.tensor.num_groups, b.tensor.num_groups)
+    first = known_first(group_offset, groups)
+    result = out if isinstance(out, GroupedTensor) else GroupedTensor(out, None, None, out.shape)
+    stacks = [t.num_groups for t in (a.tensor, b.tensor, result) if t.first_dims is None and t.last_dims is None]
+    local = range(first, min(first + min(stacks, default=groups), groups))
+    roles = "".join("m" for _ in a.free) + "".join("n" for _ in b.free)
+    return Product(
+        lhs=_operand(a, "m", local), rhs=_operand(b, "n", local),
+        result=_panel("result", result, roles, len(a.free), local), groups=groups,
+    )  # fmt: skip
+
+
+def _operand(side: Side, free: str, local: range) -> Panel:
+    """An operand, split where what is summed over meets what is free, if it does in one place."""
+    axes = range(int(side.stacked), 2 if side.flat else side.tensor.ndim)
+    roles = "".join("k" if axis in side.summed else free for axis in axes)
+    turns = [i for i in range(1, len(roles)) if roles[i] != roles[i - 1]]
+    return _panel(side.name, side.tensor, roles, turns[0] if len(turns) == 1 else 1, local)
+
+
+def _panel(name: str, tensor: GroupedTensor, roles: str, split: int, local: range) -> Panel:
+    first, last = (None if x is None else tuple(map(int, x)) for x in (tensor.first_dims, tensor.last_dims))
+    if first is not None or last is not None:  # bands lie along the first axis, or along the last
+        split = 1 if first is not None else len(roles) - 1
+    return Panel(name=name, shape=tensor.shape, first_dims=first, last_dims=last, roles=roles, split=split, local=local)

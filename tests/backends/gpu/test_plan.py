@@ -1,0 +1,166 @@
+"""What the backend refuses, it refuses with a sentence, and another one takes over."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trencadis as tr
+from trencadis.api.matmul import problem_of
+from trencadis.backends import gpu
+from trencadis.backends.gpu.choose import choose
+from trencadis.core.devices import card_for
+from trencadis.core.epilogue import Epilogue
+from trencadis.core.plan import plan
+from trencadis.core.target import Target
+from trencadis.why import why
+
+from .ahead import kernels, lowered, made
+
+pytestmark = pytest.mark.core
+
+ROWS = problem_of((256, 128), (4, 128, 128))
+SUM = problem_of((128, 256), (256, 128), groups=4)
+HALF = problem_of((256, 128), (4, 128, 128), dtype="bfloat16")
+H200 = Target(platform="cuda", kind="NVIDIA H200")
+TAKES = "it takes bfloat16, float16, float32"
+
+
+def but(problem=ROWS, **changes):
+    return problem.replace(**{k: np.dtype(v) if k in ("lhs", "rhs", "out") else v for k, v in changes.items()})
+
+
+def cuda(kind):
+    return Target(platform="cuda", kind=kind)
+
+
+@pytest.mark.parametrize(
+    ("problem", "target", "reason"),
+    [
+        (ROWS, Target(platform="cpu", kind="cpu"), "it runs on NVIDIA GPUs; the target is cpu"),
+        (
+            ROWS,
+            Target(platform="tpu", kind="TPU v6 lite"),
+            r"it runs on NVIDIA GPUs; the target is tpu \(TPU v6 lite\)",
+        ),
+        (ROWS, Target(platform="rocm", kind="MI300X"), r"it runs on NVIDIA GPUs; the target is rocm \(MI300X\)"),
+        (ROWS, cuda(None), "its kernels are for Hopper GPUs, and which GPU this is for is not known here"),
+        (ROWS, cuda("NVIDIA A100-SXM4-80GB"), r"for Hopper GPUs; the target is cuda \(NVIDIA A100-SXM4-80GB\)"),
+        (ROWS, cuda("NVIDIA B200"), r"its kernels are for Hopper GPUs; the target is cuda \(NVIDIA B200\)"),
+        (ROWS, dataclasses.replace(H200, partitioned=True), "XLA cannot partition a kernel .*; wrap .* jax.shard_map"),
+        (but(lhs="int16", rhs="int8"), H200, f"lhs is int16; {TAKES}"),
+        (but(rhs=jnp.int4), H200, f"rhs is int4; {TAKES}"),
+        (but(rhs="float64"), H200, f"rhs is float64; {TAKES}"),
+        (but(lhs=jnp.float8_e4m3b11fnuz), H200, f"lhs is float8_e4m3b11fnuz; {TAKES}"),
+        (but(out="int32"), H200, f"the result is int32; {TAKES}"),
+        (but(epilogue=Epilogue(bias=np.dtype("int32"))), H200, f"bias is int32; {TAKES}"),
+        (but(precision="highest"), H200, "precision is highest; it multiplies float32 as tf32"),
+        (but(precision=jax.lax.Precision.HIGH), H200, "precision is HIGH; it multiplies float32 as tf32"),
+        (but(precision=("highest", "default")), H200, r"precision is \('highest', 'default'\); it multiplies float32"),
+        (but(SUM, precision="highest"), H200, "precision is highest; it multiplies float32 as tf32"),
+        (but(HALF, rhs="float32", precision="highest"), H200, "precision is highest; it multiplies float32 as two"),
+        (but(m=0), H200, "there is nothing to multiply"),
+        (but(k=0), H200, "there is nothing to multiply"),
+        (but(n=0), H200, "there is nothing to multiply"),
+        (but(local_groups=0), H200, "there is nothing to multiply"),
+        (but(groups=0, local_groups=0), H200, "there is nothing to multiply"),
+        (but(SUM, local_groups=0), H200, "there is nothing to multiply"),
+        (but(SUM, m=0), H200, "there is nothing to multiply"),
+    ],
+)
+def test_reasons(problem, target, reason):
+    assert re.fullmatch(f".*{reason}.*", gpu.supports(problem, target))
+    assert plan(problem, target).backend != "gpu"
+
+
+def test_scales_along_k_are_for_operands_of_8_bits():
+    blocks = Epilogue(by_row=True, by_column=True, blocks=128)
+    assert re.match("scales change along k; .* of 8 bits", gpu.supports(but(epilogue=blocks), H200) or "")
+    assert gpu.supports(but(lhs="int8", rhs="int8", epilogue=blocks), H200) is None
+
+
+def test_too_many_tiles_to_count():
+    for problem in (but(m=2**31 - 1, n=2**20), but(SUM, k=2**22, n=2**22)):
+        assert re.fullmatch(r"\d+ tiles are too many to count in 32 bits", gpu.supports(problem, H200) or "")
+    for problem in (but(m=2**20, n=2**15), but(SUM, m=2**20, k=2**15, n=2**15)):
+        assert gpu.supports(problem, H200) is None
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB"])
+def test_takes_what_it_takes(kind):
+    for problem in (ROWS, SUM, HALF, but(HALF, rhs="float32"), but(lhs="float16", rhs="float16", out="float16")):
+        assert gpu.supports(problem, cuda(kind)) is None
+        assert plan(problem, cuda(kind)).backend == "gpu"
+
+
+@pytest.mark.parametrize("precision", [None, "default", "tensorfloat32", jax.lax.DotAlgorithmPreset.TF32_TF32_F32])
+def test_float32_is_tf32(precision):
+    assert gpu.supports(but(precision=precision), H200) is None
+
+
+def test_narrow_operands_have_one_precision():
+    """Whatever is asked for, or set: products of 16 bits are exact in float32."""
+    for precision in ("highest", "high", jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.BF16_BF16_F32):
+        assert gpu.supports(but(HALF, precision=precision), H200) is None
+    with jax.default_matmul_precision("highest"):
+        assert gpu.supports(HALF, H200) is None
+        assert gpu.supports(ROWS, H200) == "precision is highest; it multiplies float32 as tf32"
+        assert gpu.supports(but(precision="default"), H200) is None
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.silu, jax.nn.gelu, jnp.tanh, lambda z: 2 * z + 1])
+def test_activations_that_a_kernel_applies(activation):
+    assert gpu.supports(but(HALF, epilogue=Epilogue(activation=activation)), H200) is None
+    assert gpu._lowers(activation, np.dtype("float32"))
+
+
+@pytest.mark.parametrize("axis", ["Auto", "Manual", "Explicit"])
+def test_a_mesh_is_no_reason_against_an_activation(axis):
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(getattr(jax.sharding.AxisType, axis),))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert gpu._lowers.__wrapped__(jnp.tanh, np.dtype("float32"))
+
+
+def test_an_activation_that_does_not_lower_is_applied_after_the_kernel():
+    shapes = [((256, 128), "float16"), ((4, 128, 128), "float16"), ((4,), "int32")]
+
+    def text(activation):
+        return lowered(lambda *xs: tr.grouped_matmul(*xs, activation=activation, backend="gpu"), *shapes)
+
+    after, within = text(jnp.arctan), text(jnp.tanh)
+    assert kernels(after) == kernels(within) == 1
+    assert "chlo.atan" in after or "stablehlo.atan2" in after
+    assert made(after)[0] >= 256 * 128 > 16 >= made(within)[0]
+
+
+def test_there_is_a_block_for_every_core():
+    for cores in (132, 114, 78):
+        assert choose(ROWS, card_for(dataclasses.replace(H200, cores=cores))).blocks == cores
+    assert choose(ROWS, card_for(H200)).blocks == 132
+
+
+def struct(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+ASKED = struct(4096, 1024), struct(8, 1024, 2048), struct(8, dtype="int32")
+
+
+def test_why_names_it_in_all_passes():
+    answer = why(*ASKED, target=H200)
+    assert [each.plan.backend for each in answer.passes] == ["gpu"] * 3
+    assert "target       cuda (NVIDIA H200)" in str(answer)
+    summed = why(struct(4096, 1024), struct(4096, 2048), ASKED[2], transpose_lhs=True, target=H200)
+    assert [each.plan.backend for each in summed.passes] == ["gpu"] * 3
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA B200", "NVIDIA GeForce RTX 4090"])
+def test_other_gpus_fall_to_xla_and_why_says_why(kind):
+    answer = why(*ASKED, target=cuda(kind))
+    assert [each.plan.backend for each in answer.passes] == ["xla"] * 3
+    (reason,) = (each.reason for each in answer.backends if each.backend == "gpu")
+    assert reason == f"its kernels are for Hopper GPUs; the target is cuda ({kind})"
+    assert reason in str(answer)

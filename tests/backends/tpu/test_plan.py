@@ -1,0 +1,146 @@
+"""What the backend refuses, it refuses with a sentence, and another one takes over."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+import trencadis as tr
+from trencadis.api.matmul import problem_of
+from trencadis.backends import tpu
+from trencadis.core import autodiff
+from trencadis.core.devices import CHIPS
+from trencadis.core.epilogue import Epilogue
+from trencadis.core.plan import plan
+from trencadis.core.target import Target
+
+from .ahead import compiled, device, kernels
+
+pytestmark = pytest.mark.core
+
+ROWS = problem_of((256, 128), (4, 128, 128))
+SUM = problem_of((128, 256), (256, 128), groups=4)
+V6E = Target(platform="tpu", kind="TPU v6 lite")
+
+
+def but(problem=ROWS, **changes):
+    return problem.replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("problem", "target", "reason"),
+    [
+        (ROWS, Target(platform="cpu", kind="cpu"), "it runs on TPU; the target is cpu"),
+        (ROWS, Target(platform="tpu", kind="TPU v99"), "it knows no TPU of the kind 'TPU v99'"),
+        (but(lhs=np.dtype("float16")), V6E, "lhs is float16; it takes bfloat16, float32, int8"),
+        (but(rhs=np.dtype("float64")), V6E, "rhs is float64"),
+        (but(out=np.dtype("float16")), V6E, "the result is float16; it takes bfloat16, float32, int8, int32"),
+        (but(epilogue=Epilogue(bias=np.dtype("int32"))), V6E, "bias is int32; it takes bfloat16, float32"),
+        (but(m=0), V6E, "there is nothing to multiply"),
+        (but(k=0), V6E, "there is nothing to multiply"),
+        (but(local_groups=0), V6E, "there is nothing to multiply"),
+        (but(groups=0, local_groups=0), V6E, "there is nothing to multiply"),
+        (but(SUM, local_groups=0), V6E, "there is nothing to multiply"),
+        (but(groups=2**17), V6E, "131072 group sizes are too many for scalar memory"),
+        (but(precision="high"), V6E, "precision is high; it has DEFAULT and HIGHEST"),
+        (but(precision=("highest", "default")), V6E, r"precision is \('highest', 'default'\)"),
+        (but(precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32), V6E, "precision is BF16_BF16_F32"),
+        (but(epilogue=Epilogue(activation=jnp.arctan)), V6E, "activation arctan does not lower in a kernel .*atan"),
+        (but(lhs=np.dtype(jnp.int4)), V6E, "lhs is int4; it takes"),
+        (but(rhs=np.dtype(jnp.float8_e4m3fnuz)), V6E, "rhs is float8_e4m3fnuz; it takes .* float8_e4m3fn, float8_e5m2"),
+        (but(k=200_000), V6E, "no block of k = 200000 columns fits into the 128 MiB of VMEM of a v6e"),
+    ],
+)
+def test_reasons(problem, target, reason):
+    assert re.search(reason, tpu.supports(problem, target))
+    assert plan(problem, target).backend != "tpu"
+
+
+def call(dtype, **options):
+    return lambda x, w, s: tr.grouped_matmul(x, w, s, jnp.float32, backend="tpu", **options), [
+        ((256, 128), dtype),
+        ((4, 128, 128), dtype),
+        ((4,), "int32"),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+def test_the_setting_of_precision_holds_where_nobody_asks(dtype):
+    """Operands of fewer bits than float32 have only one precision, whatever the setting."""
+    fn, shapes = call(dtype)
+    with jax.default_matmul_precision("highest"):
+        assert kernels(compiled(CHIPS["v6e"], fn, *shapes)) == ["trencadis_rows"]
+    with jax.default_matmul_precision("high"):
+        if dtype == "float32":
+            assert tpu.supports(ROWS, V6E) == "precision is high; it has DEFAULT and HIGHEST"
+        else:
+            assert kernels(compiled(CHIPS["v6e"], fn, *shapes)) == ["trencadis_rows"]
+
+
+def test_precision_reaches_the_kernel():
+    def spelt(**options):
+        problem = ROWS.replace(**options)
+        shapes = [(problem.lhs_shape, "float32"), (problem.rhs_shape, "float32"), ((1, 4), "int32"), ((1,), "int32")]
+        args = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
+        return str(jax.make_jaxpr(functools.partial(tpu.run, problem, plan(problem, V6E)))(*args))
+
+    assert "HIGHEST" not in spelt()
+    assert "HIGHEST" in spelt(precision="highest") and "HIGHEST" in spelt(precision=jax.lax.Precision.HIGHEST)
+    with jax.default_matmul_precision("float32"):
+        assert "HIGHEST" in spelt()
+
+
+def test_an_activation_that_does_not_lower_is_applied_by_another_backend():
+    def fn(x, w, s):
+        return tr.grouped_matmul(x, w, s, activation=jnp.arctan)
+
+    shapes = call("float32")[1]
+    assert kernels(compiled(CHIPS["v5e"], fn, *shapes)) == []
+    assert kernels(compiled(CHIPS["v5e"], lambda *xs: tr.grouped_matmul(*xs, activation=jnp.tanh), *shapes)) != []
+    with pytest.raises(ValueError, match="activation arctan does not lower in a kernel"):
+        compiled(CHIPS["v5e"], call("float32", activation=jnp.arctan)[0], *shapes)
+
+
+@pytest.mark.parametrize("axis", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_a_program_that_xla_partitions_takes_another_backend(axis):
+    """A kernel cannot be split over devices by XLA; inside shard_map every device has its own."""
+    chip = CHIPS["v5e"]
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices
+    mesh = jax.sharding.Mesh(np.array(devices), ("d",), axis_types=(axis,))
+    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shapes = call("float32")[1]
+    fn = tr.grouped_matmul
+    args = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=where) for shape, dtype in shapes]
+
+    def text(fn):
+        with jax.set_mesh(mesh):
+            return jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",)).compile().as_text()
+
+    assert kernels(text(fn)) == []
+    spec = jax.sharding.PartitionSpec()
+    assert kernels(text(jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec))) == ["trencadis_rows"]
+    assert "wrap the call in jax.shard_map" in tpu.supports(ROWS, dataclasses.replace(V6E, partitioned=True))
+
+
+def test_a_mesh_is_no_reason_against_an_activation():
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert tpu.supports(ROWS.replace(epilogue=Epilogue(activation=jnp.cos)), V6E) is None
+
+
+@pytest.mark.parametrize("name", ["v5e", "v6e"])
+def test_a_plain_jit_is_planned_for_its_device(name, monkeypatch):
+    """No mesh, no context: the client that compiles the call knows its devices."""
+    chip, seen = CHIPS[name], []
+    monkeypatch.setattr(
+        autodiff, "plan", lambda problem, target, pins: seen.append(target) or plan(problem, target, pins)
+    )
+    where = jax.sharding.SingleDeviceSharding(device(chip))
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape, dtype in call("float32")[1]]
+    jax.jit(lambda *xs: tr.grouped_matmul(*xs)).trace(*args).lower(lowering_platforms=("tpu",))
+    assert seen == [Target(platform="tpu", kind=chip.kind)]

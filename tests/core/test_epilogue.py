@@ -1,0 +1,68 @@
+"""What follows the product."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trencadis.core.epilogue import Epilogue, Extras, add, check_activation, elementwise, inlined
+
+pytestmark = pytest.mark.core
+
+F32 = np.dtype("float32")
+
+
+def test_is_a_value_that_is_false_when_nothing_follows():
+    assert not Epilogue()
+    assert Epilogue(accumulate=True)
+    assert Epilogue(bias=F32) == Epilogue(bias=F32) != Epilogue()
+    assert str(Epilogue(bias=F32, activation=jnp.tanh)) == "bias + tanh"
+
+
+def test_a_bias_of_any_dtype_follows():
+    """numpy thinks that its float64 is None."""
+    assert Epilogue(bias=np.dtype("float64"))
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        jax.nn.relu,
+        jax.nn.silu,
+        lambda z: jax.nn.gelu(z, approximate=False),
+        lambda z: jax.lax.fori_loop(0, 3, lambda _, y: y * 0.5, z),
+        lambda z: jax.lax.scan(lambda y, _: (y + z, None), z, None, length=2)[0],
+        lambda z: jax.lax.cond(z > 0, jnp.sin, jax.nn.softplus, z),
+        lambda z: jax.lax.while_loop(lambda y: y < 3, lambda y: y + 1, z),
+    ],
+)
+def test_inlined_means_the_same(activation):
+    for z in (-1.5, 0.25, 2.0):
+        np.testing.assert_allclose(inlined(activation)(jnp.float32(z)), activation(jnp.float32(z)), rtol=1e-6)
+
+
+def test_operands_come_in_order():
+    assert Epilogue(bias=F32, accumulate=True).split(("b", "e")) == (None, None, "b", "e")
+    assert Epilogue(accumulate=True).split(("e",)) == Extras(existing="e")
+    assert Epilogue(by_column=True, bias=F32).split(("c", "b")) == Extras(by_column="c", bias="b")
+    assert Epilogue(by_row=True, by_column=True, accumulate=True).split(("r", "c", "e")).given == ["r", "c", "e"]
+
+
+def test_sums_hold_both():
+    assert add(jnp.int32(2), jnp.bfloat16(0.5)) == 2.5
+    assert add(jnp.bfloat16(1), jnp.bfloat16(1)).dtype == jnp.float32
+
+
+def test_elementwise_by_construction():
+    z = jnp.arange(6.0).reshape(2, 3)
+    np.testing.assert_array_equal(elementwise(lambda x: jnp.where(x > 2, x, -x))(z), jnp.where(z > 2, z, -z))
+    with pytest.raises(ValueError, match="one number"):
+        check_activation(jnp.cumsum, F32, F32)
+
+
+def test_a_traced_value_inside_keeps_it_out_of_kernels():
+    assert check_activation(jax.nn.gelu, F32, F32)
+    seen = []
+    jax.jit(lambda b: seen.append(check_activation(lambda z: z * b, F32, F32)) or b)(2.0)
+    jax.grad(lambda b: seen.append(check_activation(lambda z: z * b, F32, F32)) or b)(2.0)
+    assert seen == [False, False]

@@ -1,0 +1,117 @@
+"""The schedule against its slow twin, and against the rows it must cover."""
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import strategies
+from hypothesis import strategies as st
+
+import trencadis as tr
+from trencadis.api.matmul import problem_of
+from trencadis.core.schedule import visits, walk
+from trencadis.core.spans import offsets, owned, spans
+
+pytestmark = pytest.mark.core
+
+M, G = 50, 6
+
+
+@functools.cache
+def jitted(height, local, empty):
+    return jax.jit(lambda s, first: visits(s, M, height, first=first, local_groups=local, empty=empty))
+
+
+@pytest.mark.parametrize("height", [1, 7, 16, 64])
+@pytest.mark.parametrize("empty", [False, True])
+@hypothesis.given(sizes=strategies.sizes(M, G), first=st.integers(0, 2))
+def test_equals_its_slow_twin(height, empty, sizes, first):
+    for local in (G - 2, 2):
+        got = jitted(height, local, empty)(sizes, first)
+        assert got.pairs() == walk(sizes, M, height, first=first, local_groups=local, empty=empty)
+        assert got.offsets.tolist() == [0, *np.cumsum(sizes).tolist()]
+
+
+@hypothesis.given(sizes=strategies.sizes(M, G))
+def test_covers_every_owned_row_once_and_visits_tiles_in_order(sizes):
+    pairs = jitted(8, G, False)(sizes, 0).pairs()
+    covered = np.zeros(M, int)
+    for group, tile in pairs:
+        a, b = oracle.bounds(sizes, M)[group]
+        covered[max(a, tile * 8) : min(b, tile * 8 + 8)] += 1
+    np.testing.assert_array_equal(covered, np.arange(M) < sum(sizes))
+    assert [t for _, t in pairs] == sorted(t for _, t in pairs)
+    assert len(pairs) <= -(-M // 8) + G - 1
+
+
+@pytest.mark.parametrize("tiles", [3010, 8192, 16384, 2**20])
+def test_exact_for_millions_of_rows(tiles):
+    """A group that starts inside one of the last tiles: megablox's float histogram misplaces it from 3,010 tiles on."""
+    tm = 128
+    m = tiles * tm
+    sizes = np.array([m - 3 * tm - 5, 2 * tm, tm + 4], np.int32)
+    meta, count = tr.make_group_metadata(group_sizes=sizes, m=m, tm=tm, start_group=0, num_nonzero_groups=3)
+    n = int(count)
+    pairs = list(zip(meta.group_ids[n - 6 : n].tolist(), meta.m_tile_ids[n - 6 : n].tolist(), strict=True))
+    last = tiles - 4
+    assert pairs == [(0, last), (1, last), (1, last + 1), (1, last + 2), (2, last + 2), (2, last + 3)]
+    assert n == tiles + 2
+    np.testing.assert_array_equal(meta.m_tile_ids[: last + 1], np.arange(last + 1))
+
+
+def test_metadata_shapes_names_and_padding():
+    sizes = jnp.array([100, 0, 150, 50])
+    meta, count = tr.make_group_metadata(group_sizes=sizes, m=300, tm=128, start_group=0, num_nonzero_groups=4)
+    offsets_, ids, tiles = meta
+    assert (offsets_.shape, ids.shape, tiles.shape) == ((5,), (3 + 4 - 1,), (3 + 4 - 1,))
+    assert {a.dtype for a in (*meta, count)} == {jnp.dtype("int32")}
+    assert (meta.group_offsets.tolist(), int(count)) == ([0, 100, 100, 250, 300], 6)
+    assert (ids.tolist(), tiles.tolist()) == ([0, 1, 2, 2, 3, 3], [0, 0, 0, 1, 1, 2])
+    meta, count = tr.make_group_metadata(
+        group_sizes=sizes, m=300, tm=128, start_group=jnp.array(2), num_nonzero_groups=1,
+        visit_empty_groups=False,
+    )  # fmt: skip
+    assert int(count) == 2
+    assert (meta.group_ids.tolist(), meta.m_tile_ids.tolist()) == ([2] * 6, [0, 1, 1, 1, 1, 1])
+
+
+@hypothesis.given(raw=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=G, max_size=G))
+def test_offsets_never_leave_the_rows(raw):
+    """Whatever a traced array holds: ascending, from 0, never past m, and no sum wraps."""
+    for m in (M, 2**30):
+        got = np.asarray(jax.jit(offsets, static_argnums=1)(np.asarray(raw, np.int32), m))
+        want = np.minimum(np.cumsum(np.clip(np.asarray(raw, np.int64), 0, m)), m)
+        np.testing.assert_array_equal(got, [0, *want])
+
+
+@hypothesis.given(
+    sizes=st.lists(strategies.sizes(M, G), min_size=2, max_size=2),
+    first=st.lists(st.integers(0, 3), min_size=2, max_size=2),
+)
+def test_spans_and_owned_rows_of_a_batch(sizes, first):
+    problem = problem_of((M, 2), (3, 2, 2), groups=G).replace(batch=2)
+    s, f = np.stack(sizes), np.asarray(first, np.int32)
+    got = spans(problem, jnp.asarray(s), jnp.asarray(f))
+    rows = np.zeros(2 * M, bool)
+    for e in range(2):
+        for i in range(3):
+            a, b = oracle.bounds(s[e], M)[f[e] + i]
+            assert (got.starts[3 * e + i], got.ends[3 * e + i]) == (a + e * M, b + e * M)
+            rows[a + e * M : b + e * M] = True
+    np.testing.assert_array_equal(owned(problem, jnp.asarray(s), jnp.asarray(f)), rows)
+
+
+def test_prints_itself():
+    assert str(visits(jnp.array([3, 0, 5]), 8, 4)) == "3 visits to tiles of 4 rows: (0,0) (2,0) (2,1)"
+    jax.jit(lambda s: print(visits(s, 8, 4)) or s)(jnp.array([3, 0, 5]))
+
+
+def test_ends_stop_at_m_however_large_both_are():
+    """Sums of sizes that pass 2**31 before they are clamped."""
+    m = 2**31 - 5
+    sizes = jnp.array([2**30, 2**31 - 1, -3, 2**31 - 1, 7], jnp.int32)
+    assert offsets(sizes, m).tolist() == [0, 2**30, m, m, m, m]

@@ -1,0 +1,139 @@
+"""`why`: it prints what the plan and the traced derivatives are, and nothing of its own."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from trencadis.api.matmul import problem_of
+from trencadis.backends import BACKENDS
+from trencadis.core import devices
+from trencadis.core.cost import cost
+from trencadis.core.plan import plan, refusals
+from trencadis.core.problem import Form
+from trencadis.core.target import Target
+from trencadis.why import why
+
+pytestmark = pytest.mark.core
+
+
+def struct(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+SIZES = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+
+def test_rows():
+    answer = why(struct(64, 8), struct(4, 8, 16), SIZES, target="cpu")
+    forward, d_lhs, d_rhs = (each.problem for each in answer.passes)
+    assert forward == answer.problem == problem_of((64, 8), (4, 8, 16), dtype=jnp.bfloat16, out=jnp.dtype(jnp.float32))
+    assert (d_lhs.form, d_lhs.k, d_lhs.n, d_lhs.transpose_rhs) == (Form.ROWS, 16, 8, True)
+    assert (d_rhs.form, d_rhs.k, d_rhs.n, d_rhs.out) == (Form.CONTRACTION, 8, 16, jnp.bfloat16)
+    assert answer.cost == cost(answer.problem)
+
+
+def test_contraction():
+    answer = why(struct(8, 64), struct(64, 16), SIZES, target="cpu")
+    assert answer.problem.form is Form.CONTRACTION and answer.problem.transpose_lhs
+    assert [each.problem.form for each in answer.passes] == [Form.CONTRACTION, Form.ROWS, Form.ROWS]
+    assert not why(struct(64, 8), struct(64, 16), SIZES, transpose_lhs=True, target="cpu").problem.transpose_lhs
+
+
+@pytest.mark.parametrize("platform", devices.PLATFORMS)
+def test_every_backend_answers_and_the_plans_are_the_plans(platform):
+    answer = why(struct(64, 8), struct(4, 16, 8), SIZES, transpose_rhs=True, target=platform)
+    target = Target(platform=platform)
+    assert [each.backend for each in answer.backends] == list(BACKENDS)
+    for each, (name, reason) in zip(answer.backends, refusals(answer.problem, target).items(), strict=True):
+        assert each.reason == reason
+        assert (each.tiling is None) == (reason is not None)
+        assert f"{name:<10} {'yes' if reason is None else 'no '}" in str(answer)
+    for each in answer.passes:
+        assert each.plan == plan(each.problem, target)
+        assert str(each.plan) in str(answer)
+    assert sum(each.because is not None for each in answer.backends) == 1
+
+
+@pytest.fixture
+def backends():
+    """The dictionary to play with; its entries and their order come back."""
+    kept = dict(BACKENDS)
+    yield BACKENDS
+    BACKENDS.clear()
+    BACKENDS.update(kept)
+
+
+def test_text(backends):
+    class Picky:
+        supports = staticmethod(lambda problem, target: None if problem.form is Form.ROWS else "only rows")
+        tiling = staticmethod(BACKENDS["reference"].tiling)
+
+    class Never(Picky):
+        supports = staticmethod(lambda problem, target: f"target is {target}")
+
+    reference = backends["reference"]
+    backends.clear()
+    backends.update(never=Never, picky=Picky, reference=reference)
+    assert str(why(struct(64, 8), struct(4, 8, 16), SIZES, target="cpu")).splitlines() == [
+        "problem      rows m=64 k=8 n=16 g=4: bfloat16 x bfloat16 -> float32",
+        "target       cpu",
+        f"cost         {cost(problem_of((64, 8), (4, 8, 16), dtype=jnp.bfloat16, out=jnp.dtype(jnp.float32)))}",
+        "backends",
+        "  never      no   target is cpu",
+        "  picky      yes  tile 64·8·16 <- first of picky, reference",
+        "  reference  yes  tile 64·8·16",
+        "passes",
+        "  forward    rows m=64 k=8 n=16 g=4: bfloat16 x bfloat16 -> float32",
+        "             picky, tile 64·8·16: first of picky, reference",
+        "  d lhs      rows m=64 k=16 n=8 g=4: float32 x bfloat16ᵀ -> bfloat16",
+        "             picky, tile 64·16·8: first of picky, reference",
+        "  d rhs      contraction m=64 k=8 n=16 g=4: bfloat16 x float32 -> bfloat16",
+        "             reference, tile 64·8·16: first of reference",
+        "             not picky: only rows",
+    ]
+
+
+def test_known_sizes_count_only_the_rows_there():
+    answer = why(jnp.ones((8, 4)), jnp.ones((3, 4, 2)), [2, 0, 0], target="cpu")
+    assert answer.cost == cost(answer.problem, [2, 0, 0])
+    window = why(jnp.ones((8, 4)), jnp.ones((1, 4, 2)), jnp.array([2, 6]), target="cpu")
+    assert window.cost == cost(window.problem, [2])
+
+
+def test_passes_without_a_derivative():
+    mixed = why(struct(8, 4, dtype=jnp.int8), struct(4, 4, 2), SIZES, target="cpu")
+    assert [each.problem is None for each in mixed.passes] == [False, True, False]
+    assert "lhs is int8, which has no derivative" in str(mixed)
+    rounded = why(struct(8, 4), struct(4, 4, 2), SIZES, jnp.int32, target="cpu")
+    assert "the result is int32, which has no derivative" in str(rounded)
+
+
+def test_targets():
+    device = jax.devices()[0]
+    assert devices.target_of(None) == devices.target_of(device) == Target.of(device)
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert devices.target_of(None).platform == "cpu"
+    assert devices.target_of(Target(platform="tpu", kind="TPU v5 lite")).kind == "TPU v5 lite"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((struct(4, 4), struct(1, 1, 4, 4), SIZES), {}, "rhs: want 3 dimensions"),
+        ((struct(4, 5), struct(4, 4, 4), SIZES), {}, "rhs: the second dimension must be k = 5"),
+        ((struct(4, 4), None, SIZES), {}, "rhs: want an array; got NoneType"),
+        ((struct(4, 4), struct(1, 4, 4), [9]), {}, "group_sizes: must sum to at most m = 4"),
+        ((struct(4, 4), struct(4, 4, 4), SIZES), dict(transpose_lhs=True), "transpose_lhs: want rhs of rank 2"),
+        ((struct(4, 4), struct(4, 4), SIZES), dict(transpose_rhs=True), "transpose_rhs: want rhs of rank 3"),
+        (
+            (struct(4, 4), struct(4, 4, 4), SIZES),
+            dict(target="cup"),
+            "target: want a Target, a device, or one of 'cpu'",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(arguments, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        why(*arguments, **options)
