@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import trencadis as tr
-from benchmarks.gpu_quantized import checks, limit
+from benchmarks.quantized_cases import checks
 from trencadis.api.matmul import problem_of
 from trencadis.backends import gpu
 from trencadis.core.epilogue import Epilogue
@@ -33,8 +33,8 @@ INTERPRETED = [
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_by_value(name):
     """Unowned rows and their scales are NaN, sizes are no multiples of anything, the first group is not held here."""
-    error, *args = CASES()[name]
-    assert error(*args) < limit(args[-1])
+    check = CASES()[name]
+    assert check.error() < check.limit
 
 
 def test_integer_sums_are_added_to_fractions():

@@ -1,4 +1,4 @@
-"""What the GPU kernels are checked on: calls, each of which is compiled once, and the values that they are made on."""
+"""The cases of `check`: calls, each of which is compiled once, and the values that they get."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """What is compiled, once: everything but the values. Without a form's name it is of the rows form."""
+    """A call of the public API without its values, compiled once for all cases that share it."""
 
     form: str = "rows"  # or "contraction"
     m: int = 1000
@@ -21,19 +21,20 @@ class Call:
     dtype: str = "bf16"
     out: str = "f32"
     flipped: bool = False  # rows: rhs is stored [g, n, k]; contraction: lhs is stored [m, k]
-    window: int = 0  # groups that rhs or the result holds, at a traced offset; 0: all
+    window: int = 0  # groups that rhs or the result holds, at a traced group_offset; 0: all
     existing: str = ""  # "kept" or "donated"
     bias: bool = False
     activation: str = ""
     grad: bool = False  # of sum(out * c), with respect to both operands
-    tile: tuple[int, int, int] | None = None  # instead of the plan's own, which is small where there is little to do
+    tile: tuple[int, int, int] | None = None  # the plan's own would be small for so little work
 
     @property
     def local(self) -> int:
+        """The number of groups that rhs or the result holds."""
         return self.window or self.g
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of each argument, in order; sizes and first are int32."""
+        """The shape and dtype of each argument, in order; sizes and first are int32."""
         rows, m, k, n, g = self.form == "rows", self.m, self.k, self.n, self.local
         right = ((g, n, k) if self.flipped else (g, k, n)) if rows else (m, n)
         found = {"lhs": ((m, k) if rows or self.flipped else (k, m), self.dtype), "rhs": (right, self.dtype)}
@@ -44,23 +45,19 @@ class Call:
         return found | ({"c": self.result()} if self.grad else {})
 
     def result(self) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of the result."""
+        """The shape and dtype of the result."""
         return ((self.m, self.n) if self.form == "rows" else (self.local, self.k, self.n)), self.out
 
-    def limit(self, sizes: np.ndarray, backend: str) -> float:
-        """Of the relative error: that of rounding the result, of tf32 products, and of float32 sums.
-
-        Tensor cores cut sums off where they should round, so that the error of a sum grows with its length.
-        """
-        rounding = {"bf16": 3e-3, "f16": 4e-4, "f32": 0.0}[self.dtype if self.grad else self.out]
-        products = 1e-3 if self.dtype == "f32" and backend == "gpu" else 0.0
-        depth = max(self.k, self.n if self.grad else 0) if self.form == "rows" else int(sizes.max(initial=0))
-        return max(rounding, products, 1e-5 + 2e-9 * depth)
+    def depth(self, sizes: np.ndarray) -> int:
+        """The number of products in the longest sum."""
+        if self.form == "rows":
+            return max(self.k, self.n if self.grad else 0)
+        return int(sizes.max(initial=0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A call on values."""
+    """A call with the values of its operands and sizes."""
 
     name: str
     call: Call
@@ -73,7 +70,7 @@ class Case:
 
 
 def group_sizes(kind: str, m: int, g: int, seed: int) -> np.ndarray:
-    """How rows fall into groups: the sizes of a case."""
+    """The group sizes of a case, int32[g]; they sum to at most m."""
     rng = np.random.default_rng(seed)
     sizes = np.zeros(g, np.int32)
     if kind in ("first", "middle", "last"):  # all rows
@@ -93,7 +90,7 @@ def group_sizes(kind: str, m: int, g: int, seed: int) -> np.ndarray:
 
 
 def _vary(name: str, call: Call, *kinds: str, **more: Any) -> list[Case]:
-    """One case for each kind of sizes; "random3" has the seed 3."""
+    """A case for each kind of sizes; "random3" has the seed 3."""
     split = [(kind.rstrip("0123456789"), kind) for kind in kinds]
     return [
         Case(name=f"{name}, {kind}", call=call, sizes=word, seed=int(kind[len(word) :] or 0), **more)
@@ -102,7 +99,7 @@ def _vary(name: str, call: Call, *kinds: str, **more: Any) -> list[Case]:
 
 
 def _both(form: str) -> list[Case]:
-    """What both forms have."""
+    """The cases that both forms have."""
     call = functools.partial(Call, form=form)
     tile = (64, 256, 192) if form == "contraction" else (256, 64, 192)
     plain, flipped = call(tile=tile), call(out="bf16", flipped=True, tile=tile if form == "contraction" else None)
@@ -137,8 +134,8 @@ def _both(form: str) -> list[Case]:
 
 
 def cases() -> list[Case]:
-    """All of them."""
-    wide = {"m": 8192, "k": 4096, "n": 4096, "g": 160, "out": "bf16"}  # a side of 2.7e9 elements
+    """All cases, with names that are unique."""
+    wide = {"m": 8192, "k": 4096, "n": 4096, "g": 160, "out": "bf16"}  # an operand of 2.7e9 elements
     summed = functools.partial(Call, form="contraction")
     return [
         *_both("rows"),
