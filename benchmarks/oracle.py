@@ -1,6 +1,6 @@
 """Results against the float64 oracle of the tests: all of a small result, sampled rows and columns of a large one.
 
-Sampled rows keep their order: they are a grouped matmul with smaller groups, whose result the oracle of the tests gives.
+Sampled rows keep their order: they are a grouped matmul with smaller groups, whose result the tests' oracle gives.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The one way to run a part of a benchmark in another process.
 
 A job names a generator function of this package and its arguments, which are JSON values. A child process runs it and
-prints each value that it yields as one line of JSON, so that nothing is lost when the child hangs or dies later. A child
-is needed for another framework on the GPU (torch), for another interpreter, for kernels that may hang, and for cases
+prints each value that it yields as one line of JSON, so that nothing is lost when the child hangs or dies later. It is
+needed for another framework on the GPU (torch), for another interpreter, for kernels that may hang, and for cases
 that need all of the memory of a GPU.
 """
 

@@ -32,8 +32,8 @@ class Record:
     """What one contender gave on one problem, in one dtype and pass."""
 
     problem: str
-    dtype: str  # of the operands, or the name of a quantized format
-    which: str  # the pass; "pass" in JSON
+    dtype: str = ""  # of the operands, or the name of a quantized format
+    which: str = ""  # the pass; "pass" in JSON
     contender: str = OURS
     device: str = ""  # where one file holds results for several
     time: Stats | None = None
@@ -141,12 +141,17 @@ class Writer:
             return
         where = self.results.environment
         if self.path is None:
-            default = RESULTS / device_slug(where) / f"{where['date']}-{self.results.command}.json"
-            self.path = free_path(pathlib.Path(self.out) if self.out else default)
-        where["load_after"] = load()
+            self.path = free_path(pathlib.Path(self.out) if self.out else self.default())
+        if "load_before" in where:
+            where["load_after"] = load()
         part = self.path.with_suffix(".part")  # a write may be cut off, too
         part.write_text(self.results.to_json())
         part.replace(self.path)
+
+    def default(self) -> pathlib.Path:
+        """The path of a file that has no other."""
+        where = self.results.environment
+        return RESULTS / device_slug(where) / f"{where['date']}-{self.results.command}.json"
 
     def close(self) -> None:
         """Write the file and print its path."""

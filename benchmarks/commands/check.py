@@ -70,7 +70,7 @@ def judge_all(names: Sequence[str], backend: str, jobs: int) -> list[Record]:
         for name, value, why in processes.each(
             "benchmarks.commands.check:judge_each", mine, backend, silence_s=HANG_S, child=jobs > 0
         ):
-            found.append(Record.from_json(value) if value else Record(problem=name, dtype="", which="", why=why))
+            found.append(Record.from_json(value) if value else Record(problem=name, why=why))
             print(line(found[-1]), flush=True)
         return found
 
@@ -101,10 +101,10 @@ def judge_each(names: Sequence[str], backend: str) -> Iterator[dict[str, Any]]:
                 record = judge(by_name[name], made(by_name[name].call, backend), backend)
             else:
                 check = quantized[name.removeprefix(QUANTIZED)]
-                record = judged(Record(problem=name, dtype="", which="", limit=check.limit), check.error())
+                record = judged(Record(problem=name, limit=check.limit), check.error())
         except Exception as failure:  # the other cases are worth knowing, too
             why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:400]}"
-            record = Record(problem=name, dtype="", which="", why=why)
+            record = Record(problem=name, why=why)
         yield record.to_json()
 
 
