@@ -56,8 +56,16 @@ def gpu_problem(problem: BenchProblem, which: str, format: str) -> Problem:
         m=problem.m, k=k, n=n, groups=problem.g, local_groups=problem.g,
         lhs=jnp.dtype(lhs), rhs=jnp.dtype(rhs), out=jnp.dtype(BF16),
         transpose_rhs=which != "d_rhs" and (which == "d_lhs" or k_last), transpose_lhs=which == "d_rhs" and both,
-        epilogue=Epilogue(by_row=both, by_column=format != "bf16", blocks=BLOCK if format == "deepseek" else 0),
+        epilogue=_epilogue(format),
     )  # fmt: skip
+
+
+def _epilogue(format: str) -> Epilogue:
+    """The scales of a format: of rows and columns, of blocks along k, or none."""
+    if format == "deepseek":
+        return Epilogue(by_row=True, by_column=True, row_block=BLOCK, column_block=(BLOCK, BLOCK))
+    lhs, rhs, _ = FORMATS[format]
+    return Epilogue(by_row=lhs == rhs != BF16, by_column=format != "bf16")
 
 
 def with_layout(problem: BenchProblem, which: str, fields: str, format: str) -> Kernel:
