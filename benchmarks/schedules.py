@@ -72,9 +72,9 @@ def reason(text: str) -> str:
 
 
 def line(record: Record) -> str:
-    """The record in a line, to be printed as it is made."""
-    seconds = record.why if record.seconds is None else f"{record.seconds * 1e6:.0f} us"
-    tiling = record.details.get("tiling") or ""
-    return " ".join(
-        map(str, (record.device, record.problem, record.which, record.dtype, record.contender, tiling, seconds))
-    )
+    """The record in a line, to be printed as it is made: microseconds of a TPU, milliseconds elsewhere."""
+    seconds = record.why
+    if record.seconds is not None:
+        seconds = f"{record.seconds * 1e6:.0f} us" if record.device else f"{record.seconds * 1e3:.4g} ms"
+    words = (record.device, record.problem, record.which, record.dtype, record.contender, record.details.get("tiling"))
+    return " ".join([*(str(word) for word in words if word), seconds])
