@@ -1,4 +1,4 @@
-"""README, docs and docstrings run as doctests; and the rules of the documentation and the tree that a tool can check."""
+"""README, docs and docstrings run as doctests; and the rules of docs and tree that a tool can check."""
 
 import doctest
 import importlib
