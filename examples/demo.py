@@ -85,8 +85,8 @@ def busy_note() -> None:
     if load > (os.cpu_count() or 1) / 2:
         print(
             f"Note: this machine is busy (load {load:.1f} on {os.cpu_count()} cores). That slows OpenBLAS's threads\n"
-            "down far more than XLA's, so the numpy loop looks slower than it is. For times that do not depend on other\n"
-            "processes, run: python -m benchmarks.run --pin 0"
+            "down far more than XLA's, so the numpy loop looks slower than it is. For times that do not depend on\n"
+            "other processes, run: python -m benchmarks.run --pin 0"
         )
 
 
