@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 
-from trencadis.api.matmul import problem_of
-from trencadis.core.problem import Form
+from trencadis.core.problem import Form, problem_of
 
 NAMES = {
     "f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8", "s32": "int32",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from trencadis.api.matmul import problem_of
 from trencadis.backends import BACKENDS
 from trencadis.core import devices
 from trencadis.core.cost import cost
-from trencadis.core.plan import plan, refusals
-from trencadis.core.problem import Form
+from trencadis.core.plan import Plan, Refusal, answers, plan
+from trencadis.core.problem import Form, problem_of
 from trencadis.core.target import Target
 from trencadis.why import why
 
@@ -46,14 +47,13 @@ def test_every_backend_answers_and_the_plans_are_the_plans(platform):
     answer = why(struct(64, 8), struct(4, 16, 8), SIZES, transpose_rhs=True, target=platform)
     target = Target(platform=platform)
     assert [each.backend for each in answer.backends] == list(BACKENDS)
-    for each, (name, reason) in zip(answer.backends, refusals(answer.problem, target).items(), strict=True):
-        assert each.reason == reason
-        assert (each.tiling is None) == (reason is not None)
-        assert f"{name:<10} {'yes' if reason is None else 'no '}" in str(answer)
+    assert answer.backends == tuple(answers(answer.problem, target).values())
+    for each in answer.backends:
+        assert f"{each.backend:<10} {'yes' if isinstance(each, Plan) else 'no '}" in str(answer)
     for each in answer.passes:
         assert each.plan == plan(each.problem, target)
         assert str(each.plan) in str(answer)
-    assert sum(each.because is not None for each in answer.backends) == 1
+    assert str(answer).count("<- chosen") == 1
 
 
 @pytest.fixture
@@ -66,14 +66,22 @@ def backends():
 
 
 def test_text(backends):
-    class Picky:
-        supports = staticmethod(lambda problem, target: None if problem.form is Form.ROWS else "only rows")
-        tiling = staticmethod(BACKENDS["reference"].tiling)
-
-    class Never(Picky):
-        supports = staticmethod(lambda problem, target: f"target is {target}")
-
     reference = backends["reference"]
+
+    class Picky:
+        @staticmethod
+        def plan(problem, target, overrides):
+            if problem.form is not Form.ROWS:
+                return Refusal(backend="picky", reason="only rows")
+            return dataclasses.replace(
+                reference.plan(problem, target, overrides), backend="picky", because="it likes it"
+            )
+
+    class Never:
+        @staticmethod
+        def plan(problem, target, overrides):
+            return Refusal(backend="never", reason=f"target is {target}")
+
     backends.clear()
     backends.update(never=Never, picky=Picky, reference=reference)
     assert str(why(struct(64, 8), struct(4, 8, 16), SIZES, target="cpu")).splitlines() == [
@@ -82,15 +90,15 @@ def test_text(backends):
         f"cost         {cost(problem_of((64, 8), (4, 8, 16), dtype=jnp.bfloat16, out=jnp.dtype(jnp.float32)))}",
         "backends",
         "  never      no   target is cpu",
-        "  picky      yes  tile 64·8·16 <- first of picky, reference",
+        "  picky      yes  tile 64·8·16 <- chosen",
         "  reference  yes  tile 64·8·16",
         "passes",
         "  forward    rows m=64 k=8 n=16 g=4: bfloat16 x bfloat16 -> float32",
-        "             picky, tile 64·8·16: first of picky, reference",
+        "             picky, tile 64·8·16: it likes it",
         "  d lhs      rows m=64 k=16 n=8 g=4: float32 x bfloat16ᵀ -> bfloat16",
-        "             picky, tile 64·16·8: first of picky, reference",
+        "             picky, tile 64·16·8: it likes it",
         "  d rhs      contraction m=64 k=8 n=16 g=4: bfloat16 x float32 -> bfloat16",
-        "             reference, tile 64·8·16: first of reference",
+        "             reference, tile 64·8·16: 4 full matmuls of all 64 rows, one for each group",
         "             not picky: only rows",
     ]
 

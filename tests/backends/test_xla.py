@@ -9,9 +9,9 @@ import oracle
 import pytest
 
 import trencadis as tr
-from trencadis.api.matmul import problem_of
 from trencadis.backends import xla
 from trencadis.core.plan import plan
+from trencadis.core.problem import problem_of
 from trencadis.core.target import Target
 
 pytestmark = pytest.mark.core

@@ -10,13 +10,12 @@ import oracle
 import pytest
 
 import trencadis as tr
-from trencadis.api.matmul import problem_of
 from trencadis.backends import BACKENDS
 from trencadis.compat import ejkernel, megablox
 from trencadis.compat.ejkernel import grouped_matmul, make_group_metadata, transposed_grouped_matmul
 from trencadis.core import spans as visits
 from trencadis.core.cost import cost
-from trencadis.core.problem import Form
+from trencadis.core.problem import Form, problem_of
 
 pytestmark = pytest.mark.core
 
@@ -36,9 +35,9 @@ def sizes_of(sizes):
 
 
 def products(f, *args):
-    """The grouped products in the jaxpr of f: [(problem, pins)], in order."""
+    """The grouped products in the jaxpr of f: [(problem, overrides)], in order."""
     eqns = jax.make_jaxpr(f)(*args).jaxpr.eqns
-    return [(e.params["problem"], e.params["pins"]) for e in eqns if e.primitive.name == "grouped_matmul"]
+    return [(e.params["problem"], e.params["overrides"]) for e in eqns if e.primitive.name == "grouped_matmul"]
 
 
 def with_gradients(f, *args):
@@ -120,8 +119,8 @@ def test_s0_05_s0_10_what_does_not_fit_is_refused(data):
 def test_s0_06_tilings(data, tiling, tile):
     """S0-06: a tuple, a function, or None; None and the default of 128 are planned."""
     f = functools.partial(grouped_matmul, tiling=tiling)
-    ((_, pins),) = products(f, data["x"], data["w"], sizes_of(SIZES))
-    assert pins.tilings.forward == (tile and tr.Tiling(*tile))
+    ((_, overrides),) = products(f, data["x"], data["w"], sizes_of(SIZES))
+    assert overrides.tilings.forward == (tile and tr.Tiling(*tile))
 
 
 def test_s0_07_sums_are_float32():
@@ -150,7 +149,7 @@ def test_s0_08_precision_is_honoured(data):
 def test_s0_09_there_is_a_registry(data):
     """S0-09: every backend is an entry of one dict; an unknown name gets the list of them."""
     for name, backend in BACKENDS.items():
-        assert callable(backend.supports) and callable(backend.tiling) and callable(backend.run), name
+        assert callable(backend.plan) and callable(backend.run), name
     with pytest.raises(ValueError, match=", ".join(map(repr, BACKENDS))):
         tr.grouped_matmul(data["x"], data["w"], sizes_of(SIZES), backend="triton")
 
@@ -238,9 +237,9 @@ def test_s0_20_s0_21_s0_23_one_tile_per_pass(data, transpose_rhs):
         g = functools.partial(grouped_matmul, tiling=tiling, transpose_rhs=transpose_rhs)
         found = products(jax.grad(lambda *a: g(*a, sizes_of(SIZES)).sum(), argnums=(0, 1)), data["x"], w)
         tiles = {}
-        for problem, pins in found:
+        for problem, overrides in found:
             key = "d_rhs" if problem.form is Form.CONTRACTION else "d_lhs" if problem.n == K else "forward"
-            tiles[key] = pins.tilings.forward
+            tiles[key] = overrides.tilings.forward
             assert problem.transpose_rhs == {"forward": transpose_rhs, "d_lhs": not transpose_rhs, "d_rhs": False}[key]
         return tiles
 

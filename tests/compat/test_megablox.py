@@ -42,7 +42,7 @@ def products(f, *args):
     def look(jaxpr):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "grouped_matmul":
-                found.append((eqn.params["problem"], eqn.params["pins"].tilings.forward))
+                found.append((eqn.params["problem"], eqn.params["overrides"].tilings.forward))
             for inner in jaxprs_in_params(eqn.params):
                 look(inner)
 

@@ -261,7 +261,7 @@ def test_each_pass_gets_its_own_tiling(xwy):
     def passes(tiling):
         f = jax.grad(lambda x, w: jnp.sum(tr.grouped_matmul(x, w, SIZES, tiling=tiling) ** 2), (0, 1))
         eqns = [e for e in jax.make_jaxpr(f)(x, w).eqns if e.primitive is grouped_p]
-        return [(e.params["problem"].form.value, e.params["pins"].tilings.forward) for e in eqns]
+        return [(e.params["problem"].form.value, e.params["overrides"].tilings.forward) for e in eqns]
 
     for tiling in (tr.Tiling(8, 2, 3), (8, 2, 3), lambda m, k, n: (8, 2, 3) if (m, k, n) == (M, K, N) else None):
         assert sorted(passes(tiling), key=str) == sorted(

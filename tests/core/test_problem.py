@@ -3,9 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from trencadis.api.matmul import problem_of
 from trencadis.core.epilogue import Epilogue
-from trencadis.core.problem import Form
+from trencadis.core.problem import Form, problem_of
 
 pytestmark = pytest.mark.core
 

@@ -12,7 +12,7 @@ import strategies
 from hypothesis import strategies as st
 
 import trencadis as tr
-from trencadis.api.matmul import problem_of
+from trencadis.core.problem import problem_of
 from trencadis.core.schedule import visits, walk
 from trencadis.core.spans import offsets, owned, spans
 

@@ -20,7 +20,7 @@ from trencadis.gemm.epilogue import Ends, check_ends, finished, held
 from trencadis.gemm.lowering import general
 from trencadis.gemm.operand import Side, arranged, laid, paired, sides, times
 from trencadis.gemm.tensor import GroupedTensor
-from trencadis.quant.product import operand
+from trencadis.quant.operand import array_operand
 from trencadis.quant.recipe import Recipe
 from trencadis.quant.training import trained
 
@@ -149,7 +149,7 @@ def grouped_dense(
     >>> grouped_dense(jnp.ones((3, 2)), jnp.ones((2, 2, 1)), [1, 1], quantization=Recipe("int8", "int8")).ravel()
     Array([2., 2., 0.], dtype=float32)
     """
-    x, kernel = operand("x", x), operand("kernel", kernel)
+    x, kernel = array_operand("x", x), array_operand("kernel", kernel)
     rows = GroupedTensor(x, what.as_sizes(group_sizes), None, x.shape)
     weights = GroupedTensor(kernel, None, None, kernel.shape)
     a, b = sides(rows, weights, contracting_dims, names=("x", "kernel"), dims="group_sizes")

@@ -29,7 +29,7 @@ from trencadis.core.debug import check_traced
 from trencadis.core.dtypes import accumulator
 from trencadis.core.jax_compat import without_mesh
 from trencadis.core.spans import clamped, offsets
-from trencadis.quant.product import operand
+from trencadis.quant.operand import array_operand
 from trencadis.quant.scaled import Scaled
 
 BASIC = lax.RaggedDotDimensionNumbers(
@@ -79,7 +79,7 @@ def ragged_dot_general(
     >>> ragged_dot_general(jnp.ones((4, 2)), jnp.ones((4, 1)), jnp.array([1, 2]), dims).shape
     (2, 2, 1)
     """
-    lhs, rhs, group_sizes = operand("lhs", lhs), operand("rhs", rhs), what.as_sizes(group_sizes)
+    lhs, rhs, group_sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), what.as_sizes(group_sizes)
     dims = ragged_dot_dimension_numbers
     out = _lax_type(lhs, rhs, group_sizes, dims, precision, preferred_element_type, group_offset)
     (contract, _), (batch, _) = dims.dot_dimension_numbers

@@ -1,4 +1,4 @@
-"""How backends bring operands into the shape, and into the bits, that their loops and kernels take."""
+"""Preparing operands: the shapes, dtypes and bit patterns that the loops and kernels of backends take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trencadis.core.spans import clamped
 
 
 def up(x: int, unit: int) -> int:
-    """The next multiple of the unit.
+    """The least multiple of the unit that is not below x.
 
     >>> up(130, 128)
     256
@@ -24,7 +24,7 @@ def up(x: int, unit: int) -> int:
 
 
 def filled(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The array with zeros after its own entries, up to a shape.
+    """The array padded with zeros at the end of each axis, up to a shape.
 
     >>> filled(jnp.ones(2), (3,)).tolist()
     [1.0, 1.0, 0.0]
@@ -32,24 +32,24 @@ def filled(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x if x.shape == shape else jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
 
 
-def whole(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> tuple[Problem, jax.Array, jax.Array]:
-    """A problem whose operands have at least 8 bits, and these: XLA cuts nothing smaller out of an array."""
-    lhs, rhs = (x.astype(jnp.int8) if x.dtype == jnp.int4 else x for x in (lhs, rhs))
-    return problem.replace(lhs=np.dtype(lhs.dtype), rhs=np.dtype(rhs.dtype)), lhs, rhs
+def in_bytes(problem: Problem) -> Problem:
+    """The problem with int8 for int4 operands: XLA slices no array of less than 8 bits."""
+    lhs, rhs = (np.dtype(np.int8) if x == jnp.int4 else x for x in (problem.lhs, problem.rhs))
+    return problem.replace(lhs=lhs, rhs=rhs)
 
 
 def flat_sizes(sizes: jax.Array, m: int) -> jax.Array:
-    """Group sizes [batch, groups] in a row, as int32: int32 ones as they are, since a kernel clamps them by itself."""
+    """Group sizes [batch, groups] as one int32 vector; int32 sizes are passed on as they are, since kernels clamp them."""
     return (sizes if sizes.dtype == jnp.int32 else clamped(sizes, m)).reshape(-1)
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """A narrow float array as integers of its width, where a loop would otherwise widen all of it at each update."""
+    """A 16-bit float array as integers, where XLA would otherwise convert all of it at each update in a loop."""
     if SLICES_WIDEN_NARROW_FLOATS and x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating):
         return lax.bitcast_convert_type(x, jnp.uint16)
     return x
 
 
 def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    """What `to_bits` was given."""
+    """The array that `to_bits` was given, from its integers."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

@@ -8,32 +8,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trencadis.backends.prepare import whole
+from trencadis.backends.prepare import in_bytes
+from trencadis.core.decision import Plan, Refusal
 from trencadis.core.dtypes import cast
-from trencadis.core.epilogue import IN_PARTS, Extras, add
+from trencadis.core.epilogue import ALONG_K, Extras, add
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import spans
 from trencadis.core.target import Target
-from trencadis.core.tiling import Tiling
+from trencadis.core.tiling import Overrides, Tiling
 
 
-def supports(problem: Problem, target: Target) -> str | None:
-    """Everything, everywhere; a sum whose scales change comes in parts."""
-    del target
-    return IN_PARTS if problem.epilogue.blocks else None
+def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
+    """A plan for any problem on any target, but for scales that change along k."""
+    if problem.epilogue.along_k:
+        return Refusal(backend="reference", reason=ALONG_K)
+    tiling = overrides.tilings.forward or Tiling(max(problem.m, 1), max(problem.k, 1), max(problem.n, 1))
+    because = f"{problem.spans} full matmuls of all {problem.rows} rows, one for each group"
+    return Plan(asked=problem, problem=problem, target=target, backend="reference", tiling=tiling, because=because)
 
 
-def tiling(problem: Problem, target: Target) -> Tiling:
-    """One tile: the whole problem."""
-    del target
-    return Tiling(max(problem.m, 1), max(problem.k, 1), max(problem.n, 1))
-
-
-def run(problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
-    """For each group: mask, multiply, select."""
-    del plan
+def run(plan: Plan, *operands: jax.Array) -> jax.Array:
+    """The result of a plan's problem: for each group mask, multiply and select."""
+    problem = in_bytes(plan.problem)
     lhs, rhs, group_sizes, first, *extras = operands
-    problem, lhs, rhs = whole(problem, lhs, rhs)
     by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
     starts, ends = spans(problem, group_sizes, first)
     lhs = (lhs.T if problem.transpose_lhs else lhs).astype(problem.acc)  # [rows, k]
@@ -65,5 +62,5 @@ def run(problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
 
 
 def _of(x: Any, i: Any) -> Any:
-    """What a group has of something [g, n]: [1, n]."""
+    """The entry [1, n] of a group in an array [g, n]."""
     return None if x is None else x[i][None]

@@ -12,6 +12,7 @@ then it runs for every group, needed or not; hence the barriers. `docs/performan
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -20,13 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from trencadis.backends.prepare import from_bits, to_bits, whole
+from trencadis.backends.prepare import from_bits, in_bytes, to_bits
+from trencadis.core.decision import Plan, Refusal
 from trencadis.core.dtypes import cast
-from trencadis.core.epilogue import IN_PARTS, Extras, add
+from trencadis.core.epilogue import ALONG_K, Extras, add
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import Spans, spans
 from trencadis.core.target import Target
-from trencadis.core.tiling import Tiling
+from trencadis.core.tiling import Overrides, Tiling
 
 Array = jax.Array
 
@@ -39,44 +41,59 @@ _tie = lax.optimization_barrier
 _0 = np.int32(0)
 
 
-def supports(problem: Problem, target: Target) -> str | None:
-    """Everything, everywhere; a sum whose scales change comes in parts."""
-    del target
-    return IN_PARTS if problem.epilogue.blocks else None
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How rows are cut into tiles: the heights that are compiled, each a loop of its own, and the operands' dtype."""
+
+    operand: np.dtype[Any]  # what a tile is converted to before the dot
+    heights: tuple[int, ...]  # rows of a tile, ascending
+    least: tuple[int, ...] = ()  # rows form: how many rows must be left for the tile of that height to be taken
 
 
-def tiling(problem: Problem, target: Target) -> Tiling:
-    """The tallest row tile; XLA's matmul blocks k and n by itself."""
-    del target
-    heights = ROW_HEIGHTS if problem.form is Form.ROWS else SUM_HEIGHTS
-    return Tiling(max(min(heights[-1], problem.m), 1), max(problem.k, 1), max(problem.n, 1))
+def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
+    """A plan for any problem on any target, but for scales that change along k; k and n are left to XLA's matmul."""
+    if problem.epilogue.along_k:
+        return Refusal(backend="xla", reason=ALONG_K)
+    tallest = max(min(256, problem.m), 1)
+    tiling = overrides.tilings.forward or Tiling(tallest, max(problem.k, 1), max(problem.n, 1))
+    layout = _layout(in_bytes(problem), target, tiling.m)
+    low, high = layout.heights[0], layout.heights[-1]
+    because = f"loops over row tiles of {low} to {high} rows that start at each group's first row"
+    return Plan(
+        asked=problem, problem=problem, target=target, backend="xla", tiling=tiling, layout=layout, because=because
+    )
 
 
-def run(problem: Problem, plan: Any, *operands: Array) -> Array:
-    """The result of a problem, in tiles of at most `plan.tiling.m` rows."""
+def _layout(problem: Problem, target: Target, tallest: int) -> Layout:
+    operand = _operand_dtype(problem, target)
+    if problem.form is Form.CONTRACTION:
+        return Layout(operand=operand, heights=tuple(_sum_heights(problem, tallest)))
+    heights, least = zip(*_row_heights(problem, tallest, operand)[::-1], strict=True)
+    return Layout(operand=operand, heights=heights, least=least)
+
+
+def run(plan: Plan, *operands: Array) -> Array:
+    """The result of a plan's problem, by loops over groups and row tiles."""
+    problem = in_bytes(plan.problem)
     lhs, rhs, group_sizes, first, *extras = operands
-    problem, lhs, rhs = whole(problem, lhs, rhs)
+    lhs, rhs = lhs.astype(problem.lhs), rhs.astype(problem.rhs)
     ends = problem.epilogue.split(tuple(extras))
     out = jnp.zeros(problem.out_shape, problem.out) if ends.existing is None else ends.existing
     if problem.spans == 0 or problem.rows == 0 or 0 in problem.out_shape:
         return out
     walk = spans(problem, group_sizes, first)
     carried = to_bits(out)
-    if problem.form is Form.ROWS:
-        carried = _rows(problem, plan, lhs, rhs, walk, ends, carried)
-    else:
-        carried = _contraction(problem, plan, lhs, rhs, walk, ends, carried)
-    return from_bits(carried, problem.out)
+    form = _rows if problem.form is Form.ROWS else _contraction
+    return from_bits(form(problem, plan.layout, lhs, rhs, walk, ends, carried), problem.out)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The two forms
 
 
-def _rows(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, ends: Extras, out: Array) -> Array:
+def _rows(problem: Problem, layout: Layout, lhs: Array, rhs: Array, walk: Spans, ends: Extras, out: Array) -> Array:
     """out[r] += lhs[r] @ rhs[group of r]; the weights of a group are sliced once and serve all its tiles."""
-    kind = _operand_dtype(problem, plan.target)
-    heights = _row_heights(problem, plan.tiling.m, kind)
+    kind = layout.operand
     contract = (((1,), (1 if problem.transpose_rhs else 0,)), ((), ()))
 
     def tile(height: int, i: Array, weight: Array, end: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -97,18 +114,18 @@ def _rows(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, ends
         top, out = state
         source, which, top = _tie((rhs, lax.rem(i, np.int32(problem.weights)), top))
         weight = _slice(source, (which, _0, _0), (1, *rhs.shape[1:]))[0].astype(kind)  # [k, n] or [n, k]
-        for height, least in heights:
+        for height, least in zip(layout.heights[::-1], layout.least[::-1], strict=True):  # tallest first
             top, out = _while_below(end - (least - 1), functools.partial(tile, height, i, weight, end), (top, out))
         return top, out
 
     return _each_group(problem, walk, group, out)
 
 
-def _contraction(problem: Problem, plan: Any, lhs: Array, rhs: Array, walk: Spans, ends: Extras, out: Array) -> Array:
+def _contraction(
+    problem: Problem, layout: Layout, lhs: Array, rhs: Array, walk: Spans, ends: Extras, out: Array
+) -> Array:
     """out[i] += lhs[rows of i].T @ rhs[rows of i]: one product for what is left over, then full tiles added to it."""
-    kind = _operand_dtype(problem, plan.target)
-    heights = _sum_heights(problem, plan.tiling.m)
-    full = heights[-1]
+    kind, heights, full = layout.operand, layout.heights, layout.heights[-1]
 
     def product(height: int, top: Array, end: Array) -> Array:  # [k, n]
         left, right, top = _tie((lhs, rhs, top))
@@ -210,7 +227,7 @@ def _between(row: Array, height: int, start: Array, end: Array) -> Array:
 
 
 def _of(x: Array | None, i: Array) -> Any:
-    """What a group has of something [g, n]: [1, n]."""
+    """The entry [1, n] of a group in an array [g, n]."""
     return None if x is None else _slice(x, (i, _0), (1, x.shape[1]))
 
 
@@ -222,10 +239,10 @@ def _at(vector: Array, i: Array) -> Array:
 # Dtypes
 
 
-def _operand_dtype(problem: Problem, target: Target) -> Any:
-    """What a tile is converted to before the dot: nothing else if the machine multiplies it, or the accumulator's."""
+def _operand_dtype(problem: Problem, target: Target) -> np.dtype[Any]:
+    """The dtype of a tile in the dot: its own if the machine multiplies that natively, else the accumulator's."""
     if problem.lhs != problem.rhs:
         return problem.acc
     if jnp.issubdtype(problem.lhs, jnp.integer):
-        return problem.lhs if jnp.iinfo(problem.lhs).bits >= 8 else jnp.dtype(jnp.int8)
+        return problem.lhs if jnp.iinfo(problem.lhs).bits >= 8 else np.dtype(np.int8)
     return problem.lhs if target.multiplies(problem.lhs) else problem.acc

@@ -42,7 +42,7 @@ def cost(problem: Problem, group_sizes: Sequence[int] | None = None, stored: tup
     Quantized operands are more than their values: `stored` are the bytes of lhs and rhs with their scales, of which
     the rows and groups in use have their share.
 
-    >>> from trencadis.api.matmul import problem_of
+    >>> from trencadis.core.problem import problem_of
     >>> asked = problem_of((8, 4), (3, 4, 2), groups=3)
     >>> print(cost(asked), "|", cost(asked, [2, 0, 0]))
     128 FLOP, 288 B, 0.444 flop/byte | 32 FLOP, 80 B, 0.4 flop/byte

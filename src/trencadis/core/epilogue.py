@@ -1,12 +1,13 @@
 """What happens to a finished sum before it is stored: `existing_out + activation(sum * scales + bias)`.
 
-An `Epilogue` is a value of the problem. A backend that can applies it to each tile while the tile is hot; under
-differentiation and `vmap` the calculus takes it apart into bilinear problems and elementwise operations (autodiff.py).
+An `Epilogue` is a static part of the problem. A backend that can applies it to each tile while the tile is in registers
+or on-chip memory; otherwise `core.unfused` computes the same steps with XLA operations.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,54 +19,80 @@ from trencadis.core.dtypes import accumulator
 
 Activation = Callable[[jax.Array], jax.Array]
 
-IN_PARTS = "scales change along k, and it multiplies each part of the sum by itself"  # why a backend refuses blocks
+ALONG_K = "scales change along k, and it applies only scales that are constant along k"  # a reason to refuse
 CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")  # what does nothing but hold operations
 
 
 class Extras(NamedTuple):
-    """The operands of an epilogue, in their order; None where absent."""
+    """The array operands of an epilogue, in the order in which they are passed; None where there is none."""
 
-    by_row: Any = None  # float32 [m], or [g, k] in a contraction: what rows of the result are multiplied with
-    by_column: Any = None  # float32 [g, n]
+    by_row: Any = None  # float32 [m] or [m, k / block], or [g, k] in a contraction: scales of the result's rows
+    by_column: Any = None  # float32 [g, n] or [g, k / block, n / block]: scales of the result's columns
     bias: Any = None  # [g, n]
-    existing: Any = None  # as the result
+    existing: Any = None  # of the shape and dtype of the result
 
     @property
     def given(self) -> list[Any]:
-        """Those there are."""
+        """The operands that are not None."""
         return [x for x in self if x is not None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
-    """Which steps follow the product."""
+    """The steps that follow the product, each with a static description of its operand."""
 
     by_row: bool = False  # scales of rows follow
     by_column: bool = False  # scales of columns follow
-    blocks: int = 0  # both change along the sum: [m, k / blocks] and [g, k / blocks, n / blocks]
+    row_block: int = 0  # entries of k that share a scale of a row; 0: all of them
+    column_block: tuple[int, int] = (0, 1)  # entries of k and of n that share a scale of a column; 0: all of k
     bias: np.dtype[Any] | None = None  # an operand [g, n] of this dtype follows
     activation: Activation | None = None  # a function of one number
     accumulate: bool = False  # an operand of the result's shape follows; the product is added to it
 
     def __bool__(self) -> bool:
-        return self.scaled or self.bias is not None or self.activation is not None or self.accumulate
+        return bool(self.steps)
 
     @property
     def scaled(self) -> bool:
-        """Whether the product is multiplied with scales."""
+        """Whether the product is multiplied by scales."""
         return self.by_row or self.by_column
 
     @property
-    def scaling(self) -> Epilogue:
-        """That alone."""
-        return Epilogue(by_row=self.by_row, by_column=self.by_column, blocks=self.blocks)
+    def along_k(self) -> bool:
+        """Whether scales change along k, so that no single factor of the finished sum can apply them."""
+        return bool(self.row_block or self.column_block[0])
 
-    def __str__(self) -> str:
-        scales = f"scales of {self.blocks}" if self.blocks else "scales"
+    @property
+    def blocks(self) -> int:
+        """The block length of scales that are 1 x L for lhs and L x L for rhs; 0 for any other granularity."""
+        return self.row_block if self.column_block == (self.row_block, self.row_block) else 0
+
+    @property
+    def part(self) -> int:
+        """The longest part of k in which every scale is constant; 0 if scales do not change along k."""
+        return math.gcd(self.row_block, self.column_block[0])
+
+    @property
+    def scaling(self) -> Epilogue:
+        """An epilogue with only the scales."""
+        return dataclasses.replace(self, bias=None, activation=None, accumulate=False)
+
+    @property
+    def unscaled(self) -> Epilogue:
+        """The epilogue without the scales."""
+        return Epilogue(bias=self.bias, activation=self.activation, accumulate=self.accumulate)
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The names of the steps, in the order in which they are applied."""
+        scales = f"scales per {self.part} of k" if self.along_k else "scales"
         steps = [scales] * self.scaled + ["bias"] * (self.bias is not None)
         if self.activation is not None:
             steps.append(getattr(self.activation, "__name__", type(self.activation).__name__))
-        return " + ".join(steps + ["existing_out"] * self.accumulate)
+        return (*steps, *["existing_out"] * self.accumulate)
+
+    def __str__(self) -> str:
+        return " + ".join(self.steps)
 
     def split(self, extras: tuple[Any, ...]) -> Extras:
         """The operands that follow the four of every problem, by name."""
@@ -74,7 +101,7 @@ class Epilogue:
         return Extras(*(next(rest) if there else None for there in given))
 
     def finish(self, acc: jax.Array, extras: Extras, out: Any) -> jax.Array:
-        """A tile of sums [rows, n] for a result of dtype `out`; scales of rows are [rows, 1], the others [1, n]."""
+        """Apply scales, bias and activation to a tile of sums [rows, n]; scales of rows are [rows, 1], others [1, n]."""
         for scale in (extras.by_row, extras.by_column):
             acc = acc if scale is None else acc.astype(accumulator(acc.dtype, scale.dtype)) * scale
         if extras.bias is not None:

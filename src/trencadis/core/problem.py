@@ -119,16 +119,16 @@ class Problem:
     @property
     def operands(self) -> list[tuple[Shape, Any]]:
         """Shapes and dtypes of all operands: of every problem, and those of the epilogue."""
-        ends, length = self.epilogue, self.epilogue.blocks
-        parts = -(-self.k // length) if length else 0
-        down = (self.m,) if self.form is Form.ROWS else (self.local_groups, self.k)
-        across = (self.local_groups, self.n)
+        steps = self.epilogue
+        parts, (k, n) = _ceil(self.k, steps.row_block), steps.column_block
+        rows = (self.m,) if self.form is Form.ROWS else (self.local_groups, self.k)
+        columns = (self.local_groups, _ceil(self.k, k), _ceil(self.n, n)) if k else (self.local_groups, self.n)
         found: list[tuple[Shape, Any]] = [(self.lhs_shape, self.lhs), (self.rhs_shape, self.rhs)]
         found += [((self.batch, self.groups), np.int32), ((self.batch,), np.int32)]
-        found += [((self.m, parts) if length else down, np.float32)] * ends.by_row
-        found += [((across[0], parts, -(-self.n // length)) if length else across, np.float32)] * ends.by_column
-        found += [(across, ends.bias)] * (ends.bias is not None)
-        return found + [(self.out_shape, self.out)] * ends.accumulate
+        found += [((self.m, parts) if steps.row_block else rows, np.float32)] * steps.by_row
+        found += [(columns, np.float32)] * steps.by_column
+        found += [((self.local_groups, self.n), steps.bias)] * (steps.bias is not None)
+        return found + [(self.out_shape, self.out)] * steps.accumulate
 
     def replace(self, **changes: Any) -> Problem:
         """The same problem with some fields changed."""
@@ -143,6 +143,10 @@ class Problem:
         rhs = f"{self.rhs.name}{'ᵀ' if self.transpose_rhs else ''}"
         tail = f", {self.epilogue}" if self.epilogue else ""
         return f"{self.form.value} {m} k={self.k} n={self.n} {groups}: {lhs} x {rhs} -> {self.out.name}{tail}"
+
+
+def _ceil(size: int, by: int) -> int:
+    return -(-size // by) if by else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -215,6 +219,28 @@ def contraction_problem(
         transpose_lhs=transpose_lhs,
         precision=checked_precision(precision),
     )
+
+
+def problem_of(
+    lhs: tuple[int, ...], rhs: tuple[int, ...], *, groups: int | None = None, dtype: Any = jnp.float32, **options: Any
+) -> Problem:
+    """The `Problem` of `grouped_matmul` (rhs of rank 3) or `transposed_grouped_matmul` (rank 2) for these shapes.
+
+    For asking the plan about a call without making it; options are fields of `Problem`.
+
+    >>> print(problem_of((16, 4), (2, 4, 8), dtype=jnp.bfloat16))
+    rows m=16 k=4 n=8 g=2: bfloat16 x bfloat16 -> bfloat16
+    """
+    rows = len(rhs) == 3
+    groups = groups if groups is not None else rhs[0]
+    a, b = (jax.ShapeDtypeStruct(shape, dtype) for shape in (lhs, rhs))
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    if rows:
+        asked = rows_problem(a, b, sizes, dtype, transpose_rhs=options.pop("transpose_rhs", False),
+                                  epilogue=Epilogue(), precision=None)  # fmt: skip
+    else:
+        asked = contraction_problem(a, b, sizes, dtype, transpose_lhs=True, local=groups, precision=None)
+    return asked.replace(**options)
 
 
 def check_existing_out(problem: Problem, existing_out: Any) -> None:

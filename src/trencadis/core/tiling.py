@@ -1,4 +1,4 @@
-"""Tile sizes: how a caller spells them, and what each pass of the calculus makes of them."""
+"""Tile sizes and other overrides of the plan: how a caller writes them, and what each derivative makes of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Tiling:
     n: int
 
     def swapped(self) -> Tiling:
-        """For a pass in which k and n change roles."""
+        """The tiling of a pass in which k and n change roles."""
         return Tiling(self.m, self.n, self.k)
 
     def __str__(self) -> str:
@@ -42,28 +42,28 @@ class Tilings:
     d_rhs: Any = None
 
     def swapped(self) -> Tilings:
-        """For a derived problem in which k and n change roles."""
+        """The tilings of a derived problem in which k and n change roles."""
         each = (t and t.swapped() for t in (self.forward, self.d_lhs, self.d_rhs))
         return Tilings(**dict(zip(("forward", "d_lhs", "d_rhs"), each, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Pins:
-    """What the caller fixed about how: the plan obeys it. The tilings are those of this problem and its derivatives."""
+class Overrides:
+    """What the caller decided instead of the plan: a backend, interpretation, tilings of a product and its derivatives."""
 
     backend: str | None = None
     interpret: bool = False
     tilings: Tilings = Tilings()
 
-    def derive(self, tiling: Tiling | None, *, swap: bool) -> Pins:
-        """The pins of a derivative with this tiling of its own; one tile for all passes stays with its dimensions."""
+    def derive(self, tiling: Tiling | None, *, swap: bool) -> Overrides:
+        """The overrides of a derivative with its own tiling; one tile for all passes keeps its sizes with their dimensions."""
         same = self.tilings.forward == self.tilings.d_lhs == self.tilings.d_rhs
         tilings = self.tilings if same else Tilings(forward=tiling)
         return dataclasses.replace(self, tilings=tilings.swapped() if swap else tilings)
 
     @property
-    def untiled(self) -> Pins:
-        """The pins of a part of the sum: the caller's tiles are of all of k."""
+    def untiled(self) -> Overrides:
+        """The overrides without tilings, for a part of k: the caller's tiles are meant for all of k."""
         return dataclasses.replace(self, tilings=Tilings())
 
 
@@ -71,7 +71,7 @@ TilingLike = Tiling | Tilings | tuple[int, int, int] | Callable[[int, int, int],
 
 
 def resolve(tiling: Any, m: int, k: int, n: int) -> Tilings:
-    """Any spelling of `tiling`, for a problem of m, k, n."""
+    """The tilings of all passes from any spelling of the argument `tiling`, for a problem of m, k, n."""
     if callable(tiling):
         tiling = tiling(m, k, n)
     if isinstance(tiling, Tilings):

@@ -13,7 +13,7 @@ import numpy as np
 from trencadis.core import problem as what
 from trencadis.gemm.debug import check_same, check_tensor
 from trencadis.gemm.tensor import GroupedTensor, checked
-from trencadis.quant.product import operand
+from trencadis.quant.operand import array_operand
 from trencadis.quant.scaled import Scaled, dequantize
 
 Array = jax.Array
@@ -130,7 +130,7 @@ def _check_pair(a: Side, x: int, b: Side, y: int) -> None:
 def sound(name: str, tensor: GroupedTensor, dims: str = "") -> tuple[GroupedTensor, tuple[str, str]]:
     """A tensor whose sizes are checked, also at run time if that is asked for; and what the caller calls them."""
     said = (dims or f"{name}.first_dims", dims or f"{name}.last_dims")
-    data = operand(f"{name}.data", tensor.data)
+    data = array_operand(f"{name}.data", tensor.data)
     tensor = checked(name, GroupedTensor(data, tensor.first_dims, tensor.last_dims, tensor.shape), said)
     check_tensor(name, tensor, said)
     return tensor, said

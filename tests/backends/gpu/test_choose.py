@@ -11,16 +11,15 @@ import pytest
 from hypothesis import strategies as st
 
 import trencadis as tr
-from trencadis.api.matmul import problem_of
 from trencadis.backends.gpu.choose import choose, multiplied, obey, tiling_of
 from trencadis.backends.gpu.layout import BLOCK, CONSUMERS
 from trencadis.core.devices import CARDS
 from trencadis.core.dtypes import bits
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import plan
-from trencadis.core.problem import Form
+from trencadis.core.problem import Form, problem_of
 from trencadis.core.target import Target
-from trencadis.core.tiling import Pins, Tiling, resolve
+from trencadis.core.tiling import Overrides, Tiling, resolve
 
 from .ahead import H200, kernels, lowered
 
@@ -97,7 +96,8 @@ def test_a_layout_fits(form, m, k, n, g, pair, out, extra, flip, by_row, by_colu
     kinds = {name: np.dtype(jnp.dtype(x)) for name, x in (("lhs", lhs), ("rhs", rhs), ("out", out))}
     flips = {"transpose_rhs": flip} if form == "rows" else {"transpose_lhs": flip}
     problem = question(form, m, k, n, g, **kinds, **flips)
-    scales = {"by_row": by_row, "by_column": by_column, "blocks": blocks}
+    scales = {"by_row": by_row, "by_column": by_column}
+    scales |= {"row_block": blocks, "column_block": (blocks, blocks)} if blocks else {}
     problem = problem.replace(epilogue=Epilogue(bias=bias, accumulate=extra == "accumulate", **scales))
     layout = choose(problem, H200)
     check(problem, layout)
@@ -159,8 +159,8 @@ def test_a_tile_is_rounded_to_what_the_machine_has(form, asked, tall, wide):
     layout = obey(problem, H200, tile)
     assert (layout.tall, layout.wide) == (tall, wide)
     target = Target(platform="cuda", kind=H200.kind)
-    pinned = plan(problem, target, Pins(backend="gpu", tilings=resolve(tile, problem.m, problem.k, problem.n)))
-    assert pinned.tiling == tile and pinned.backend == "gpu"
+    pinned = plan(problem, target, Overrides(backend="gpu", tilings=resolve(tile, problem.m, problem.k, problem.n)))
+    assert pinned.tiling == tiling_of(problem, layout) and pinned.layout == layout
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=list(CARDS))

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import trencadis as tr
-from trencadis.api.matmul import problem_of
 from trencadis.backends.gpu.choose import choose
 from trencadis.core.jax_compat import abstract_device
+from trencadis.core.problem import problem_of
 
 from .ahead import H200, kernels, lowered, made, structs
 

@@ -8,16 +8,23 @@ import pytest
 from hypothesis import strategies as st
 
 import trencadis as tr
-from trencadis.api.matmul import problem_of
 from trencadis.backends import tpu
 from trencadis.backends.tpu.choose import choose, obey, padded, vmem
+from trencadis.core.decision import Refusal
 from trencadis.core.devices import CHIPS
 from trencadis.core.plan import plan
-from trencadis.core.problem import Form
+from trencadis.core.problem import Form, problem_of
 from trencadis.core.target import Target
-from trencadis.core.tiling import Pins, Tiling, resolve
+from trencadis.core.tiling import Overrides, Tiling, resolve
 
 from .ahead import compiled, kernels
+
+
+def refusal(problem, target):
+    """The reason why the backend refuses a problem; None if it has a plan."""
+    answer = tpu.plan(problem, target, Overrides())
+    return answer.reason if isinstance(answer, Refusal) else None
+
 
 pytestmark = pytest.mark.core
 
@@ -53,7 +60,7 @@ def test_a_layout_fits_or_supports_says_why(form, m, k, n, g, dtype):
     inner = padded(problem)
     assert (inner.k, inner.n) >= (problem.k, problem.n)
     for chip in CHIP:
-        layout, reason = choose(inner, chip), tpu.supports(problem, target(chip))
+        layout, reason = choose(inner, chip), refusal(problem, target(chip))
         if layout is None:
             assert f"fits into the {chip.vmem >> 20} MiB of VMEM of a {chip.name}" in reason
             continue
@@ -106,7 +113,7 @@ def test_a_tile_of_rows_is_obeyed(chip, asked):
     layout = obey(problem, chip, Tiling(*asked))
     assert layout.slab * -(-asked[0] // layout.slab) == layout.tallest
     assert layout.wide == min(asked[2], 1024)
-    pinned = plan(problem, target(chip), Pins(backend="tpu", tilings=resolve(asked, 4096, 1024, 1024)))
+    pinned = plan(problem, target(chip), Overrides(backend="tpu", tilings=resolve(asked, 4096, 1024, 1024)))
     assert pinned.tiling == Tiling(*asked)
 
 

@@ -7,10 +7,10 @@ import pytest
 
 import trencadis as tr
 from trencadis import inspect as tpu
-from trencadis.api.matmul import problem_of
 from trencadis.backends.tpu.choose import choose, machine_for
 from trencadis.backends.tpu.model import predict
 from trencadis.core.devices import CHIPS
+from trencadis.core.problem import problem_of
 
 pytestmark = pytest.mark.core
 

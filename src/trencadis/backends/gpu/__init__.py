@@ -20,17 +20,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trencadis.backends.gpu.choose import choose, multiplied, obey, packed, split, tiling_of
+from trencadis.backends.gpu.choose import BLOCKED, choose, multiplied, obey, packed, reason, split, tiling_of
 from trencadis.backends.gpu.layout import BLOCK, GRAIN, Layout, line
 from trencadis.backends.prepare import filled, flat_sizes, up
-from trencadis.core.devices import Card, card_for
+from trencadis.core.decision import Plan, Refusal
+from trencadis.core.devices import card_for
 from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import activated, elementwise, inlined
+from trencadis.core.epilogue import elementwise, inlined
 from trencadis.core.jax_compat import apart, gpu_interpreter
 from trencadis.core.problem import Form, Problem
-from trencadis.core.spans import owned
 from trencadis.core.target import Target
-from trencadis.core.tiling import Tiling
+from trencadis.core.tiling import Overrides
 
 Array = jax.Array
 
@@ -40,85 +40,124 @@ BOX = 256  # entries that one copy takes along an axis
 TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
 
 
-def supports(problem: Problem, target: Target) -> str | None:
-    """Products of operands that the tensor cores of a Hopper GPU multiply."""
+def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
+    """The layout of a kernel for a product that the tensor cores of a Hopper GPU multiply, or why there is none."""
+    elsewhere = _elsewhere(target)
+    if elsewhere is not None:
+        return elsewhere
+    card, inner = card_for(target), _peeled(problem)
+    assert card is not None  # or `_elsewhere` had refused
+    refusal = _arithmetic(inner) or _size(inner) or _missing()
+    if refusal is not None:
+        return refusal
+    tile = overrides.tilings.forward
+    layout = choose(inner, card) if tile is None else obey(inner, card, tile)
+    return Plan(
+        asked=problem,
+        problem=inner,
+        target=target,
+        backend="gpu",
+        tiling=tiling_of(inner, layout),
+        layout=layout,
+        interpret=overrides.interpret,
+        because=reason(inner, layout, card),
+    )
+
+
+def run(plan: Plan, *operands: Array) -> Array:
+    """The result of a plan's problem, by one kernel."""
+    return execute(plan.problem, plan.layout, *operands, interpret=gpu_interpreter() if plan.interpret else None)
+
+
+def _refusal(reason: str, advice: str = "", costly: bool = True) -> Refusal:
+    return Refusal(backend="gpu", reason=reason, advice=advice, costly=costly)
+
+
+def _elsewhere(target: Target) -> Refusal | None:
+    """Why the kernels do not run on a target."""
     if target.platform != "cuda":
-        return f"it runs on NVIDIA GPUs; the target is {target}"
+        return _refusal(f"it runs on NVIDIA GPUs; the target is {target}")
     if target.partitioned:
-        return "XLA cannot partition a kernel over devices; wrap the call in jax.shard_map"
+        return _refusal("XLA cannot partition a kernel over devices", "wrap the call in jax.shard_map")
     if target.kind is None:
-        return "its kernels are for Hopper GPUs, and which GPU this is for is not known here"
+        return _refusal(
+            "its kernels are for Hopper GPUs, and which GPU this is for is not known here",
+            "lower in a process that has the GPU, or with an abstract device in the mesh",
+        )
     if card_for(target) is None:
-        return f"its kernels are for Hopper GPUs; the target is {target}"
-    return _arithmetic(problem) or _size(problem) or _missing()
-
-
-@functools.cache
-def _missing() -> str | None:
-    """Why Pallas for GPUs cannot be had here: that of jax < 0.11 wants a package which jax does not bring along."""
-    try:
-        importlib.import_module("trencadis.backends.gpu.kernel")
-    except ImportError as error:
-        return f"Pallas for GPUs does not import: {error}"
+        return _refusal(f"its kernels are for Hopper GPUs; the target is {target}")
     return None
 
 
-def _arithmetic(problem: Problem) -> str | None:
-    """Why the kernels cannot compute it."""
+def _peeled(problem: Problem) -> Problem:
+    """The problem without the steps of its epilogue that the kernel leaves to XLA.
+
+    These are an activation that does not lower in a kernel, and all but the scales where scales change along k.
+    """
+    epilogue = problem.epilogue
+    if epilogue.along_k:
+        kept = epilogue.scaling
+    elif epilogue.activation is not None and not _lowers(epilogue.activation, accumulator(problem.sum, problem.out)):
+        kept = dataclasses.replace(epilogue, activation=None)
+    else:
+        return problem
+    return problem if kept == epilogue else problem.replace(epilogue=kept, out=problem.sum)
+
+
+@functools.cache
+def _missing() -> Refusal | None:
+    """Why Pallas for GPUs cannot be imported here: with jax < 0.11 it needs a package that jax does not install."""
+    try:
+        importlib.import_module("trencadis.backends.gpu.kernel")
+    except ImportError as error:
+        return _refusal(
+            f"Pallas for GPUs does not import: {error}", "pip install 'trencadis[cuda]' brings what it needs"
+        )
+    return None
+
+
+def _arithmetic(problem: Problem) -> Refusal | None:
+    """Why the kernels cannot compute a problem."""
     weights = (*OPERANDS, "int4") if packed(problem) else OPERANDS
     dtypes = [("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, weights), ("the result", problem.out, RESULTS)]
     if problem.epilogue.bias is not None:
         dtypes.append(("bias", problem.epilogue.bias, RESULTS))
     for name, dtype, known in dtypes:
         if dtype.name not in known:
-            return f"{name} is {dtype.name}; it takes {', '.join(known)}"
-    if problem.epilogue.blocks and multiplied(problem).itemsize > 1:
-        return f"scales change along k; it takes them with operands of 8 bits, not {problem.lhs.name}"
-    if problem.epilogue.blocks and problem.k > BOX * problem.epilogue.blocks:
-        return f"scales change along k; it takes at most {BOX} of them, for k = {problem.k} there are more"
+            return _refusal(f"{name} is {dtype.name}; it takes {', '.join(known)}", "cast it to one of these")
+    length = problem.epilogue.blocks
+    if problem.epilogue.along_k and (length != BLOCKED or multiplied(problem).itemsize > 1):
+        return _refusal(
+            f"scales change along k; it takes 1 x {BLOCKED} of lhs with {BLOCKED} x {BLOCKED} of rhs, of 8 bits both"
+        )
+    if length and problem.k > BOX * length:
+        return _refusal(f"scales change along k; it takes at most {BOX} of them, for k = {problem.k} there are more")
     if (
         (multiplied(problem) == jnp.float32 or split(problem))
         and problem.asked not in TF32
         and problem.precisions != {lax.Precision.DEFAULT}
     ):
         how = "two bfloat16 numbers" if split(problem) else "tf32"
-        return f"precision is {problem.asked}; it multiplies float32 as {how}"
+        return _refusal(
+            f"precision is {problem.asked}; it multiplies float32 as {how}", "pass precision=None, or bfloat16 operands"
+        )
     return None
 
 
-def _size(problem: Problem) -> str | None:
+def _size(problem: Problem) -> Refusal | None:
     """Why there is no work for the kernels, or too much."""
     if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
-        return "there is nothing to multiply"
-    high = -(-problem.rows // BLOCK) + 3 * problem.spans  # at most so many tiles in a column
+        return _refusal("there is nothing to multiply", costly=False)
+    high = -(-problem.rows // BLOCK) + 3 * problem.spans  # an upper bound of the tiles in a column
     if problem.form is Form.CONTRACTION:
         high = problem.spans * -(-problem.k // BLOCK)
     tiles = high * -(-problem.n // BLOCK)
-    return None if tiles < 2**31 else f"{tiles} tiles are too many to count in 32 bits"
-
-
-def tiling(problem: Problem, target: Target) -> Tiling:
-    """The tallest tile of the result, and the step of its sum."""
-    return tiling_of(problem, choose(problem, _card(target)))
-
-
-def run(problem: Problem, plan: Any, *operands: Array) -> Array:
-    """The result of a problem."""
-    activation = problem.epilogue.activation
-    if activation is not None and not _lowers(activation, accumulator(problem.sum, problem.out)):
-        epilogue = dataclasses.replace(problem.epilogue, activation=None)
-        sums = run(problem.replace(epilogue=epilogue, out=problem.sum), plan, *operands)
-        mine = owned(problem, *operands[2:4])[:, None]
-        return jnp.where(mine, activated(activation, sums, problem.out), 0).astype(problem.out)
-    layout = choose(problem, _card(plan.target))
-    if plan.tiling != tiling_of(problem, layout):
-        layout = obey(problem, _card(plan.target), plan.tiling)
-    return execute(problem, layout, *operands, interpret=gpu_interpreter() if plan.interpret else None)
+    return None if tiles < 2**31 else _refusal(f"{tiles} tiles are too many to count in 32 bits")
 
 
 def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any = None) -> Array:
     """The result of a problem by a kernel of this layout; each operand is padded where a copy engine wants it."""
-    from trencadis.backends.gpu import stores  # here, so that who has no GPU needs nothing of what it imports
+    from trencadis.backends.gpu import store as stores  # here, so that a machine without a GPU need not import it
     from trencadis.backends.gpu.kernel import call
     from trencadis.backends.gpu.upcast import ordered
 
@@ -190,12 +229,6 @@ def halves(x: Array) -> Array:
     high = jnp.where(jnp.isfinite(x), jnp.clip(high, -limit, limit), high)
     low = jnp.where(jnp.isfinite(x), x - high, 0)
     return jnp.stack([high, low]).astype(jnp.bfloat16)
-
-
-def _card(target: Target) -> Card:
-    card = card_for(target)
-    assert card is not None, target  # or `supports` had refused
-    return card
 
 
 @functools.lru_cache(maxsize=256)

@@ -72,6 +72,21 @@ def tiling_of(problem: Problem, layout: Layout) -> Tiling:
     return Tiling(layout.deep, layout.tall, layout.wide)
 
 
+def reason(problem: Problem, layout: Layout, card: Card) -> str:
+    """The figures behind a layout: its tiles, how many waves of them there are, and how they are scheduled."""
+    across = -(-problem.n // layout.wide)
+    if problem.form is Form.ROWS:  # the last tile of a group is half full, on average
+        tiles = (problem.rows / layout.tall + problem.spans / 2) * across
+    else:
+        tiles = problem.spans * -(-problem.k // layout.tall) * across
+    swapped = "swap-AB " if layout.turned else ""
+    order = "dynamic" if layout.claim else "static"
+    return (
+        f"{layout.tall} x {layout.wide} {swapped}tiles, {tiles / card.cores:.2f} waves of {card.cores} SMs, "
+        f"{layout.stages} stages of {layout.deep} along the sum, {order} persistent scheduling"
+    )
+
+
 def _tile(problem: Problem, cores: int) -> tuple[int, int]:
     """Rows and columns of a tile of the result."""
     if packed(problem):

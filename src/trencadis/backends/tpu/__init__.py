@@ -8,6 +8,7 @@ products    in which dtypes tiles are multiplied; nans, scales: what some chips 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -19,17 +20,18 @@ from jax.experimental.pallas import tpu as pltpu
 
 from trencadis.backends.prepare import filled, flat_sizes, up
 from trencadis.backends.tpu import products
-from trencadis.backends.tpu.choose import chip_for, choose, obey, padded
+from trencadis.backends.tpu.choose import chip_for, choose, obey, padded, reason
 from trencadis.backends.tpu.kernel import call
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.scales import laid
+from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import CHIPS, Chip
 from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import IN_PARTS, elementwise
+from trencadis.core.epilogue import ALONG_K, Activation, elementwise
 from trencadis.core.jax_compat import apart
 from trencadis.core.problem import Form, Problem
 from trencadis.core.target import Target
-from trencadis.core.tiling import Tiling
+from trencadis.core.tiling import Overrides, Tiling
 
 Array = jax.Array
 
@@ -38,69 +40,98 @@ RESULTS = ("bfloat16", "float32", "int8", "int32")
 SCALARS = 2**16  # group sizes that scalar memory takes
 
 
-def supports(problem: Problem, target: Target) -> str | None:
-    """Problems in dtypes that the MXU multiplies, with operands that fit into VMEM by blocks."""
+def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
+    """The layout of a kernel for dtypes that the MXU multiplies and blocks that fit into VMEM, or why there is none."""
+    elsewhere = _elsewhere(target)
+    if elsewhere is not None:
+        return elsewhere
+    chip, inner = chip_for(target), _peeled(problem)
+    refusal = _arithmetic(inner) or _size(inner, chip)
+    if refusal is not None:
+        return refusal
+    seen, tile = padded(inner), overrides.tilings.forward
+    layout = choose(seen, chip) if tile is None else obey(seen, chip, tile)
+    assert layout is not None  # or `_size` had refused
+    said = products.note(seen, chip)
+    return Plan(
+        asked=problem,
+        problem=inner,
+        target=target,
+        backend="tpu",
+        tiling=Tiling(layout.tallest, layout.deep, layout.wide),
+        layout=layout,
+        interpret=overrides.interpret,
+        because=reason(seen, layout, chip),
+        notes=() if said is None else (said,),
+    )
+
+
+def run(plan: Plan, *operands: Array) -> Array:
+    """The result of a plan's problem, by one kernel."""
+    options: dict[str, Any] = {
+        "compiler_params": pltpu.CompilerParams(
+            dimension_semantics=("parallel",), vmem_limit_bytes=chip_for(plan.target).vmem - (1 << 19)
+        )
+    }
+    if plan.interpret:
+        options = {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")}
+    return execute(plan.problem, padded(plan.problem), plan.layout, *operands, **options)
+
+
+def _refusal(reason: str, advice: str = "", costly: bool = True) -> Refusal:
+    return Refusal(backend="tpu", reason=reason, advice=advice, costly=costly)
+
+
+def _elsewhere(target: Target) -> Refusal | None:
+    """Why the kernels do not run on a target."""
     if target.platform != "tpu":
-        return f"it runs on TPU; the target is {target}"
+        return _refusal(f"it runs on TPU; the target is {target}")
     if target.partitioned:
-        return "XLA cannot partition a kernel over devices; wrap the call in jax.shard_map"
+        return _refusal("XLA cannot partition a kernel over devices", "wrap the call in jax.shard_map")
     if target.kind is not None and target.kind not in {kind for chip in CHIPS.values() for kind in chip.kinds}:
-        return f"it knows no TPU of the kind {target.kind!r}"
-    return _arithmetic(problem) or _size(problem, chip_for(target))
+        return _refusal(f"it knows no TPU of the kind {target.kind!r}")
+    return None
 
 
-def _arithmetic(problem: Problem) -> str | None:
-    """Why the kernels cannot compute it."""
+def _peeled(problem: Problem) -> Problem:
+    """The problem without an activation that does not lower in a kernel: XLA applies that to the finished sum."""
+    activation = problem.epilogue.activation
+    if activation is None or _lowers(activation, accumulator(problem.sum, problem.out)):
+        return problem
+    return problem.replace(epilogue=dataclasses.replace(problem.epilogue, activation=None), out=problem.sum)
+
+
+def _arithmetic(problem: Problem) -> Refusal | None:
+    """Why the kernels cannot compute a problem."""
     weights = (*OPERANDS, "int4") if problem.form is Form.ROWS else OPERANDS
     dtypes = [("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, weights), ("the result", problem.out, RESULTS)]
     if problem.epilogue.bias is not None:
         dtypes.append(("bias", problem.epilogue.bias, ("bfloat16", "float32")))
     for name, dtype, known in dtypes:
         if dtype.name not in known:
-            return f"{name} is {dtype.name}; it takes {', '.join(known)}"
-    if problem.epilogue.blocks:
-        return IN_PARTS
+            return _refusal(f"{name} is {dtype.name}; it takes {', '.join(known)}", "cast it to one of these")
+    if problem.epilogue.along_k:
+        return _refusal(ALONG_K)
     if _precision(problem) is None:
-        return f"precision is {problem.asked}; it has DEFAULT and HIGHEST"
-    return None if problem.epilogue.activation is None else _unable(problem)
-
-
-def _size(problem: Problem, chip: Chip) -> str | None:
-    """Why it does not fit the kernels."""
-    if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
-        return "there is nothing to multiply"
-    if problem.batch * problem.groups > SCALARS:
-        return f"{problem.batch * problem.groups} group sizes are too many for scalar memory; it takes {SCALARS}"
-    if choose(padded(problem), chip) is None:
-        return f"no block of k = {problem.k} columns fits into the {chip.vmem >> 20} MiB of VMEM of a {chip.name}"
+        return _refusal(
+            f"precision is {problem.asked}; it has DEFAULT and HIGHEST", "pass one of these, or bfloat16 operands"
+        )
     return None
 
 
-def tiling(problem: Problem, target: Target) -> Tiling:
-    """Rows of the tallest tile, and the columns of k and n that a block holds."""
-    layout = choose(padded(problem), chip_for(target))
-    return Tiling(layout.tallest, layout.deep, layout.wide)
-
-
-def note(problem: Problem, target: Target) -> str | None:
-    """How operands of few bits are multiplied."""
-    return products.note(padded(problem), chip_for(target))
-
-
-def run(problem: Problem, plan: Any, *operands: Array) -> Array:
-    """The result of a problem."""
-    chip, inner = chip_for(plan.target), padded(problem)
-    layout = choose(inner, chip)
-    if plan.tiling != Tiling(layout.tallest, layout.deep, layout.wide):
-        layout = obey(inner, chip, plan.tiling)
-    options = {
-        "compiler_params": pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=chip.vmem - (1 << 19)
+def _size(problem: Problem, chip: Chip) -> Refusal | None:
+    """Why a problem does not fit the kernels."""
+    if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
+        return _refusal("there is nothing to multiply", costly=False)
+    if problem.batch * problem.groups > SCALARS:
+        return _refusal(
+            f"{problem.batch * problem.groups} group sizes are too many for scalar memory; it takes {SCALARS}"
         )
-    }
-    if plan.interpret:
-        options = {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")}
-    return execute(problem, inner, layout, *operands, **options)
+    if choose(padded(problem), chip) is None:
+        return _refusal(
+            f"no block of k = {problem.k} columns fits into the {chip.vmem >> 20} MiB of VMEM of a {chip.name}"
+        )
+    return None
 
 
 def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, **options: Any) -> Array:
@@ -145,8 +176,8 @@ def _precision(problem: Problem) -> lax.Precision | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _lowers(activation: Any, dtype: Any) -> str | None:
-    """None if a kernel can apply the activation to a tile, else what the compiler's front end says."""
+def _lowers(activation: Activation, dtype: Any) -> bool:
+    """Whether a kernel can apply the activation to a tile of this dtype."""
 
     def body(x: Any, out: Any) -> None:
         out[...] = elementwise(activation)(x[...]).astype(jnp.float32)
@@ -155,12 +186,6 @@ def _lowers(activation: Any, dtype: Any) -> str | None:
     apply = pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32))
     try:
         apart(lambda: jax.jit(apply).trace(tile).lower(lowering_platforms=("tpu",)))
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return None
-
-
-def _unable(problem: Problem) -> str | None:
-    reason = _lowers(problem.epilogue.activation, accumulator(problem.sum, problem.out))
-    name = getattr(problem.epilogue.activation, "__name__", problem.epilogue.activation)
-    return None if reason is None else f"activation {name} does not lower in a kernel ({reason})"
+    except Exception:
+        return False
+    return True

@@ -79,6 +79,14 @@ def _best(problem: Problem, chip: Chip, layouts: list[Layout]) -> Layout | None:
     return min(fit, key=score, default=None)
 
 
+def reason(problem: Problem, layout: Layout, chip: Chip) -> str:
+    """The figures behind a layout: the time that the model predicts, its tiles, and how much of VMEM it takes."""
+    time = predict(problem, layout, machine_for(problem, chip))
+    heights = ", ".join(map(str, layout.heights))
+    held = f"{vmem(problem, layout) / (1 << 20):.3g} of {chip.vmem >> 20} MiB of VMEM"
+    return f"{time * 1e3:.3g} ms predicted for a {chip.name}, row tiles of {heights}, {held}"
+
+
 def machine_for(problem: Problem, chip: Chip) -> Machine:
     """The model's machine for the dtype in which the problem is multiplied."""
     return Machine.of(chip, kinds(problem, chip), (problem.lhs, problem.rhs), transposed=problem.transpose_rhs)
