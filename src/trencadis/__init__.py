@@ -6,7 +6,7 @@ from trencadis.api.matmul import GroupMetadata, grouped_matmul, make_group_metad
 from trencadis.core.debug import debug_checks
 from trencadis.core.tiling import Tiling, Tilings
 from trencadis.gemm.tensor import GroupedTensor
-from trencadis.viz import show
+from trencadis.viz import show, show_gemm
 from trencadis.why import why
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "ragged_dot",
     "ragged_dot_general",
     "show",
+    "show_gemm",
     "transposed_grouped_matmul",
     "why",
 ]
