@@ -207,6 +207,8 @@ def _sum_heights(problem: Problem, tallest: int) -> list[int]:
 def row_tiles(problem: Problem, target: Target, tallest: int, start: int, end: int) -> list[RowTile]:
     """The row tiles of a group that owns the rows [start, end), as the loops of this backend take them."""
     taken: list[tuple[int, int]] = []  # first row and height
+    if 0 in problem.out_shape:
+        return []
     if problem.form is Form.ROWS:
         top = start
         for height, least in _row_heights(problem, tallest, _operand_dtype(problem, target)):

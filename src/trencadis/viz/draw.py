@@ -82,13 +82,13 @@ def show(
     group    0  0  0 │  2  2  2  2 │  2 │  ·  ·  ·  ·
     tiles   group 0: 0-3; group 2: 3-6, 7
     total   3 tiles of 1 to 4 rows, 8 of 12 rows owned, 1 empty group, 11% waste
-    drawn   the row tiles of backend xla on cpu: rows m=12 k=1024 n=1024 g=3: float32 x float32 -> float32
+    backend xla on cpu: rows m=12 k=1024 n=1024 g=3: float32 x float32 -> float32
     >>> show([3, 0, 5], tile=4)
     rows    0 1 2 3 │ 4 5 6 7
     group   0 0 0 2 │ 2 2 2 2
     visits  (0,0) (2,0) (2,1)
     total   3 visits, 2 tiles of 4 rows, 8 of 8 rows owned, 1 empty group, 33% waste
-    drawn   a fixed-raster schedule, as megablox has it; our kernels start a tile where its group starts
+    drawn   a fixed-raster schedule, as in megablox; not the tiles of our kernels
     >>> show([100, 150, 50], k=4096, n=14336, target="h200").svg()[:4]
     '<svg'
     """

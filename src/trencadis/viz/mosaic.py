@@ -52,7 +52,7 @@ class Mosaic(Picture):
     first: int  # the local groups are [first, first + local_groups)
     local_groups: int
     cells: tuple[Tile, ...]  # in the order of their rows
-    note: str  # what was drawn: a sentence for the picture
+    note: str  # what was drawn: the backend, its target and the problem
 
     @property
     def local(self) -> range:

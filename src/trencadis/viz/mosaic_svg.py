@@ -67,7 +67,8 @@ def draw(mosaic: Mosaic) -> str:
     """The SVG document of a mosaic."""
     lines, bottom = _lay(mosaic)
     name = title(mosaic, count(len(mosaic.cells), "tile"))
-    parts = [*head(mosaic, name, [f"tiles of {mosaic.heights_range}"] if mosaic.cells else [])]
+    facts = [f"tiles of {mosaic.heights_range}"] if mosaic.cells else []
+    parts = [*head(mosaic, name, facts, f"backend {mosaic.note}")]
     for line in lines:
         parts += [*_axis(line, len(lines) == 1), *_pieces(mosaic, line), *_labels(line)]
     legend, bottom = _key(mosaic, bottom)
@@ -85,13 +86,13 @@ def title(mosaic: Mosaic, tiles: str) -> str:
     return f"{count(len(mosaic.sizes), 'group')}{window} over {count(mosaic.m, 'row')} in {tiles}"
 
 
-def head(mosaic: Mosaic, title: str, facts: list[str]) -> Iterator[str]:
-    """The title of a picture, what there is to count, and what was drawn."""
+def head(mosaic: Mosaic, title: str, facts: list[str], note: str) -> Iterator[str]:
+    """The title of a picture, what there is to count, and a note on what was drawn."""
     yield text(MARGIN, 46, title, 23, weight=600)
     facts = [*facts, f"{count(mosaic.owned, 'row')} owned"]
     facts += [f"{mosaic.unowned:,} unowned"] if mosaic.unowned else []
     yield text(MARGIN, 73, "  ·  ".join([*facts, f"{mosaic.waste:.0%} waste"]), 15, faint=True)
-    yield text(MARGIN, 94, html.escape(mosaic.note, quote=False), 13, faint=True)
+    yield text(MARGIN, 94, html.escape(note, quote=False), 13, faint=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

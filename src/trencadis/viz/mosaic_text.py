@@ -22,16 +22,16 @@ def layout(mosaic: Mosaic, width: int) -> list[Line]:
     width = min(max(width, 40), 120)
     lines = _each_row(mosaic, width) or _large(mosaic, width)
     tiles = counted(len(mosaic.cells), "tile") + (f" of {mosaic.heights_range}" if mosaic.cells else "")
-    return lines + closing(mosaic, [tiles], width)
+    return lines + totals(mosaic, [tiles], width) + paragraph("backend", mosaic.note, width)
 
 
-def closing(mosaic: Mosaic, facts: list[str], width: int) -> list[Line]:
-    """The last lines of a text: what there is to count, and what was drawn."""
+def totals(mosaic: Mosaic, facts: list[str], width: int) -> list[Line]:
+    """The line of a text that says what there is to count."""
     facts = [*facts, f"{mosaic.owned} of {counted(mosaic.m, 'row')} owned"]
     if mosaic.empty:
         facts.append(counted(len(mosaic.empty), "empty group"))
-    totals = ", ".join([*facts, f"{mosaic.waste:.0%} waste"])
-    return paragraph("total", totals, max(width, 100)) + paragraph("drawn", mosaic.note, max(width, 120))
+    words = ", ".join([*facts, f"{mosaic.waste:.0%} waste"])
+    return paragraph("total", words, max(width, 100))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

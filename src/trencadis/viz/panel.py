@@ -46,7 +46,7 @@ class Panel:
     split: int  # how many axes of a group go down
     local: range  # the groups that are multiplied; a stack holds no others
 
-    @property
+    @functools.cached_property
     def kind(self) -> Kind:
         """How the groups lie in the array."""
         ragged = self.first_dims is not None, self.last_dims is not None

@@ -36,8 +36,7 @@ def planned(rows: Rows, problem: Problem, target: Target) -> Mosaic:
     (4, 4, 1)
     """
     backend, row_tiles = planned_row_tiles(problem, target)
-    note = f"the row tiles of backend {backend} on {target}: {problem}"
-    return Mosaic(**rows._asdict(), cells=cells(rows, row_tiles), note=note)
+    return Mosaic(**rows._asdict(), cells=cells(rows, row_tiles), note=f"{backend} on {target}: {problem}")
 
 
 def planned_row_tiles(problem: Problem, target: Target) -> tuple[str, RowTiles]:

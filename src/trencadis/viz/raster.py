@@ -12,7 +12,7 @@ from trencadis.viz import raster_svg, raster_text
 from trencadis.viz.mosaic import Mosaic, cells, checked_int, checked_rows
 from trencadis.viz.terminal import Line
 
-NOTE = "a fixed-raster schedule, as megablox has it; our kernels start a tile where its group starts"
+NOTE = "a fixed-raster schedule, as in megablox; not the tiles of our kernels"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)  # no slots: it caches

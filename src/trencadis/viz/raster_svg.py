@@ -59,7 +59,12 @@ def draw(raster: Raster) -> str:
     grid, bottom = _lay(raster)
     name = title(raster, f"tiles of {raster.tile:,}")
     facts = [count(raster.visits, "visit"), count(raster.tiles, "tile"), f"{len(raster.shared):,} shared"]
-    parts = [*head(raster, name, facts), *_axes(raster, grid), *_tiles(raster, grid), *_labels(raster, grid)]
+    parts = [
+        *head(raster, name, facts, raster.note),
+        *_axes(raster, grid),
+        *_tiles(raster, grid),
+        *_labels(raster, grid),
+    ]
     legend, bottom = _key(raster, bottom)
     chart, bottom = bars(raster, bottom)
     return page(name, bottom + MARGIN * 0.75, [*parts, *legend, *chart])

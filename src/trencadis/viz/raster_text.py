@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from trencadis.viz.mosaic_text import closing, owner, remarks, repeats, row_lines, sizes
+from trencadis.viz.mosaic_text import owner, remarks, repeats, row_lines, sizes, totals
 from trencadis.viz.terminal import GUTTER, LETTERS, UNOWNED, Line, counted, paragraph
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ def layout(raster: Raster, width: int) -> list[Line]:
     width = min(max(width, 40), 120)
     lines = _each_row(raster, width) or _large(raster, width)
     tiles = f"{counted(raster.tiles, 'tile')} of {counted(raster.tile, 'row')}"
-    return lines + closing(raster, [counted(raster.visits, "visit"), tiles], width)
+    lines += totals(raster, [counted(raster.visits, "visit"), tiles], width)
+    return lines + paragraph("drawn", raster.note, width)
 
 
 def _each_row(raster: Raster, width: int) -> list[Line]:

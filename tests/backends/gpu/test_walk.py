@@ -225,6 +225,7 @@ def test_row_tiles_are_those_of_the_walk(name, sizes):
             assert [(tile.owned.start, tile.owned.stop) for tile in tiles] == edges
             assert all(len(tile.rows) in layout.heights for tile in tiles)
         else:
-            assert {(tile.steps, row) for tile, row in mine} == ({(len(tiles), tiles[0].rows.start)} if tiles else set())
+            steps = {(len(tiles), tiles[0].rows.start)} if tiles else set()
+            assert {(tile.steps, row) for tile, row in mine} == steps
         assert [row for tile in tiles for row in tile.owned] == list(range(start, end))
         assert all(set(tile.owned) <= set(tile.rows) for tile in tiles)
