@@ -51,7 +51,7 @@ class Inspect:
     json: Annotated[pathlib.Path | None, typer.Option(help="Write everything into this file as well.")] = None
 
     def __post_init__(self) -> None:
-        """Run the command."""
+        """Run the command with these options."""
         if self.target not in CHIPS:
             raise ValueError(f"--target: want a TPU generation, one of {', '.join(CHIPS)}; got {self.target!r}")
         fn, args, flops = self._grouped_matmul() if self.call is None else built(self.call)

@@ -49,7 +49,7 @@ class Drawing:
     svg: Annotated[pathlib.Path | None, typer.Option(help="Draw into this .svg file as well.")] = None
 
     def __post_init__(self) -> None:
-        """Run the command."""
+        """Draw the picture, print it, and save it if asked to."""
         if self.svg is not None and self.svg.suffix.lower() != ".svg":
             raise ValueError(f"--svg: want a file name that ends in .svg, the one format there is; got '{self.svg}'")
         picture = self.picture()
@@ -96,7 +96,7 @@ class Show(Drawing):
     tile: Annotated[int | None, typer.Option(help="Draw a fixed raster of tiles of so many rows instead.")] = None
 
     def picture(self) -> Picture:
-        """The picture of the row tiles."""
+        """The picture of the row tiles of the call, or of a fixed raster."""
         return show(
             self.group_sizes(), m=self.m, k=self.k, n=self.n, dtype=self.dtype,
             preferred_element_type=self.preferred_element_type, form=self.form,
@@ -119,7 +119,7 @@ class ShowGemm(Drawing):
     which: Annotated[Pass, typer.Option("--pass", help="Which product of the layer.")] = Pass.forward
 
     def picture(self) -> Picture:
-        """The picture of the product."""
+        """The picture of one product of the layer."""
         rows = checked_sizes(self.group_sizes())
         groups, sizes = len(rows), dict[str, Size](m=rows)
         if (most := max(sum(rows), self.m or 0)) >= 2**31:

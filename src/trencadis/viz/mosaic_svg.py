@@ -188,7 +188,7 @@ def _pieces(mosaic: Mosaic, line: _Line) -> Iterator[str]:
 
 
 def _joint(line: _Line, wide: float) -> float:
-    """The gap after a piece."""
+    """The width of the gap after a piece."""
     return min(3.0, 0.06 * line.height, 0.3 * wide)
 
 

@@ -81,7 +81,7 @@ def _mark(visits: int) -> str:
 
 
 def _explain(raster: Raster, per_tile: int, per_char: int) -> str:
-    """What a character stands for."""
+    """The words that say what a character stands for."""
     if per_tile > 1:
         about = "" if raster.tile % per_tile == 0 else "about "
         each = f"a character is {about}{counted(round(raster.tile / per_tile), 'row')}, │ ends a tile"
