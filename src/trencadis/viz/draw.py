@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 import jax
+import numpy.typing as npt
+from jax.typing import DTypeLike
 
 from trencadis.core.devices import target_of
 from trencadis.core.problem import Form
@@ -21,36 +23,41 @@ Axes = Sequence[int]
 
 @overload
 def show(
-    group_sizes: Any, *, tile: int, m: int | None = None, group_offset: Any = None, num_groups: int | None = None
+    group_sizes: npt.ArrayLike,
+    *,
+    tile: int,
+    m: int | None = None,
+    group_offset: npt.ArrayLike | None = None,
+    num_groups: int | None = None,
 ) -> Raster: ...
 @overload
 def show(
-    group_sizes: Any,
+    group_sizes: npt.ArrayLike,
     *,
     m: int | None = None,
     k: int | None = None,
     n: int | None = None,
-    dtype: Any = None,
-    preferred_element_type: Any = None,
+    dtype: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
     form: Form | str | None = None,
     transpose_rhs: bool | None = None,
     target: Target | jax.Device | str | None = None,
-    group_offset: Any = None,
+    group_offset: npt.ArrayLike | None = None,
     num_groups: int | None = None,
     tile: int | None = None,
 ) -> Mosaic: ...
 def show(
-    group_sizes: Any,
+    group_sizes: npt.ArrayLike,
     *,
     m: int | None = None,
     k: int | None = None,
     n: int | None = None,
-    dtype: Any = None,
-    preferred_element_type: Any = None,
+    dtype: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
     form: Form | str | None = None,
     transpose_rhs: bool | None = None,
     target: Target | jax.Device | str | None = None,
-    group_offset: Any = None,
+    group_offset: npt.ArrayLike | None = None,
     num_groups: int | None = None,
     tile: int | None = None,
 ) -> Mosaic:
@@ -91,7 +98,9 @@ def show(
     drawn   a fixed-raster schedule, as in megablox; not the tiles of our kernels
     """
     out = preferred_element_type
-    call = dict(k=k, n=n, dtype=dtype, preferred_element_type=out, form=form, transpose_rhs=transpose_rhs)
+    call: dict[str, Any] = dict(
+        k=k, n=n, dtype=dtype, preferred_element_type=out, form=form, transpose_rhs=transpose_rhs
+    )
     if tile is None:
         rows = checked_rows(group_sizes, m, group_offset, num_groups)
         return planned(rows, problem_of(rows, **call), target_of(target))
@@ -102,7 +111,11 @@ def show(
 
 
 def show_gemm(
-    lhs: GroupedTensor, rhs: GroupedTensor, *, contracting_dims: tuple[Axes, Axes], group_offset: Any = None
+    lhs: GroupedTensor,
+    rhs: GroupedTensor,
+    *,
+    contracting_dims: tuple[Axes, Axes],
+    group_offset: npt.ArrayLike | None = None,
 ) -> Product:
     """Draw which part of lhs `grouped_gemm` multiplies with which part of rhs, and where the result goes.
 

@@ -7,10 +7,11 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from trencadis.core import problem as what
 from trencadis.core.schedule import RowTile
@@ -120,13 +121,13 @@ class Mosaic(Picture):
 
 
 def mosaic(
-    group_sizes: Any,
+    group_sizes: npt.ArrayLike,
     row_tiles: Callable[[int, int], Sequence[RowTile]],
     *,
     note: str = "",
-    m: Any = None,
-    group_offset: Any = None,
-    num_groups: Any = None,
+    m: int | None = None,
+    group_offset: npt.ArrayLike | None = None,
+    num_groups: int | None = None,
 ) -> Mosaic:
     """The picture of groups that a function cuts into tiles, given the first row of a group and the row after its last.
 
@@ -153,7 +154,9 @@ def cells(rows: Rows, row_tiles: Callable[[int, int], Sequence[RowTile]]) -> tup
 # Arguments
 
 
-def checked_rows(group_sizes: Any, m: Any, group_offset: Any, num_groups: Any) -> Rows:
+def checked_rows(
+    group_sizes: npt.ArrayLike, m: int | None, group_offset: npt.ArrayLike | None, num_groups: int | None
+) -> Rows:
     """The arguments of `show` that describe rows and groups as Python integers, or an error that names one.
 
     >>> checked_rows([3, 0, 5], None, 1, None)
@@ -172,7 +175,7 @@ def checked_rows(group_sizes: Any, m: Any, group_offset: Any, num_groups: Any) -
     return Rows(sizes, m, first, local)
 
 
-def known_first(group_offset: Any, groups: int) -> int:
+def known_first(group_offset: npt.ArrayLike | None, groups: int) -> int:
     """The first of the local groups as a Python integer, or an error."""
     first = what.concrete(what.first_group(group_offset))
     if first is None:
@@ -182,7 +185,7 @@ def known_first(group_offset: Any, groups: int) -> int:
     return int(first)
 
 
-def checked_sizes(group_sizes: Any) -> tuple[int, ...]:
+def checked_sizes(group_sizes: npt.ArrayLike) -> tuple[int, ...]:
     """The group sizes as Python integers, or an error."""
     if isinstance(group_sizes, jax.core.Tracer):
         raise ValueError("group_sizes: want values known now; got a traced array")
@@ -199,7 +202,7 @@ def checked_sizes(group_sizes: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in sizes)
 
 
-def checked_int(name: str, value: Any, *, at_least: int = 0) -> int:
+def checked_int(name: str, value: object, *, at_least: int = 0) -> int:
     """The value as a Python integer that is at least 0, or at least 1; or an error that names the argument."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < at_least:
         raise ValueError(f"{name}: want {'a positive' if at_least else 'a nonnegative'} int; got {value!r}")

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 from trencadis.backends import xla
 from trencadis.backends.gpu import walk as gpu_walk
@@ -55,10 +57,10 @@ def planned_row_tiles(problem: Problem, target: Target) -> tuple[str, RowTiles]:
 def problem_of(
     rows: Rows,
     *,
-    k: Any = None,
-    n: Any = None,
-    dtype: Any = None,
-    preferred_element_type: Any = None,
+    k: int | None = None,
+    n: int | None = None,
+    dtype: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
     form: Form | str | None = None,
     transpose_rhs: bool | None = None,
 ) -> Problem:
@@ -94,7 +96,7 @@ def _form(form: Form | str | None) -> Form:
         raise ValueError(f"form: want 'rows' or 'contraction'; got {form!r}") from None
 
 
-def _dtype(dtype: Any) -> Any:
+def _dtype(dtype: DTypeLike | None) -> np.dtype[Any]:
     try:
         return jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
     except TypeError:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from trencadis.api.gemm import grouped_gemm
 from trencadis.core import problem as what
@@ -88,7 +89,13 @@ class Product(Picture):
         return len(self.local) > NOTEBOOK_LIMIT
 
 
-def product(lhs: Any, rhs: Any, *, contracting_dims: Any, group_offset: Any = None) -> Product:
+def product(
+    lhs: GroupedTensor,
+    rhs: GroupedTensor,
+    *,
+    contracting_dims: tuple[Sequence[int], Sequence[int]],
+    group_offset: npt.ArrayLike | None = None,
+) -> Product:
     """The picture of a product of grouped tensors; arguments as in `show_gemm`.
 
     >>> x, w = GroupedTensor.ragged_rows(np.ones((8, 4)), [3, 5]), GroupedTensor.stacked(np.ones((2, 4, 6)))
@@ -98,7 +105,7 @@ def product(lhs: Any, rhs: Any, *, contracting_dims: Any, group_offset: Any = No
     known = [_known(name, tensor) for name, tensor in (("lhs", lhs), ("rhs", rhs))]
     found = []
 
-    def call(*data: Any) -> tuple[()]:
+    def call(*data: jax.Array) -> tuple[()]:
         """Trace the library itself to get the form of the result; sizes stay known, as they are not arguments."""
         pair = [dataclasses.replace(tensor, data=x) for tensor, x in zip(known, data, strict=True)]
         out = grouped_gemm(pair[0], pair[1], contracting_dims=contracting_dims, group_offset=group_offset)
@@ -109,7 +116,7 @@ def product(lhs: Any, rhs: Any, *, contracting_dims: Any, group_offset: Any = No
     return found[0]
 
 
-def _known(name: str, tensor: Any) -> GroupedTensor:
+def _known(name: str, tensor: GroupedTensor) -> GroupedTensor:
     """The tensor with its sizes as numpy arrays, or an error."""
     if not isinstance(tensor, GroupedTensor):
         raise TypeError(f"{name}: want a GroupedTensor, such as GroupedTensor.stacked(x); got {type(tensor).__name__}")
@@ -120,7 +127,7 @@ def _known(name: str, tensor: Any) -> GroupedTensor:
     return dataclasses.replace(tensor, first_dims=known[0], last_dims=known[1])
 
 
-def _drawn(a: Side, b: Side, out: Any, group_offset: Any) -> Product:
+def _drawn(a: Side, b: Side, out: GroupedTensor | jax.Array, group_offset: npt.ArrayLike | None) -> Product:
     """The picture of two operands and their result."""
     groups = max(a.tensor.num_groups, b.tensor.num_groups)
     first = known_first(group_offset, groups)

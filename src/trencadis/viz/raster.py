@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from typing import Any
+
+import numpy.typing as npt
 
 from trencadis.core.schedule import RowTile
 from trencadis.viz import raster_svg, raster_text
@@ -61,7 +62,14 @@ class Raster(Mosaic):
         return raster_svg.draw(self)
 
 
-def raster(group_sizes: Any, tile: Any, *, m: Any = None, group_offset: Any = None, num_groups: Any = None) -> Raster:
+def raster(
+    group_sizes: npt.ArrayLike,
+    tile: int,
+    *,
+    m: int | None = None,
+    group_offset: npt.ArrayLike | None = None,
+    num_groups: int | None = None,
+) -> Raster:
     """The picture of a fixed raster of tiles; arguments as in `show`.
 
     >>> raster([3, 0, 5], tile=4).pairs
