@@ -256,11 +256,11 @@ FLAT = GroupedTensor.fully_ragged(Scaled(jnp.ones(4, jnp.int8), jnp.ones(4), "in
         (lambda: FLAT.to_list(), ValueError, "to_list: a flat buffer of quantized matrices"),
         (lambda: GroupedTensor.from_list([packed((2, 2))]), TypeError, r"groups\[0\]: want an array; got Scaled"),
         (lambda: gemm(ROWS, STACK, out=GroupedTensor.stacked(packed((4, 3)))), TypeError, "out: want numbers that"),
-        (lambda: gemm(STACK, STACK, out=packed((2, 3, 3))), TypeError, "out: want an array; got Scaled"),
+        (lambda: gemm(STACK, STACK, out=packed((2, 3, 3), (1, 1, 1))), TypeError, "out: want an array; got Scaled"),
         (lambda: gemm(ROWS, STACK, bias=packed((2, 3))), TypeError, "bias: want an array; got Scaled"),
         (
             lambda: gemm(GroupedTensor.ragged_rows(packed((4, 4), (3, 1)), [1, 2]), STACK), ValueError,
-            r"lhs.data: want a scale for each block of \(4, 4\), shape \(1, 1\); got \(3, 1\)",
+            r"scale: want one for each block of \(4, 4\), shape \(1, 1\); got shape \(3, 1\)",
         ),
     ],
 )  # fmt: skip
