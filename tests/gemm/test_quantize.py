@@ -175,7 +175,7 @@ def stored(dims, data, sizes, granularity):
 
 @pytest.mark.parametrize("case", cases.CASES, ids=cases.ids)
 def test_products_are_those_of_what_the_operands_stand_for(case):
-    """S3-05, R-08: every ragged combination; lhs quantized, rhs, or both; gradients of the float one; NaN is unowned."""
+    """S3-05, R-08: every ragged combination; lhs, rhs or both quantized; gradients of the others; NaN is unowned."""
     turns = cases.TURNS[cases.CASES.index(case) % 4]
     sizes = tuple([3, 0, 5, 2] if on else [u] * cases.G for on, u in zip(case, cases.UNIFORM, strict=True))
     a, b, old, ct = cases.drawn(sizes, 1)

@@ -119,6 +119,15 @@ def test_transformations_put_in_what_they_like(w):
         jax.tree.map(lambda _: None, q).dequantize()
 
 
+def test_rows_of_an_unknown_number_are_exported(x):
+    """A function is exported for any m, and the blocks of rows are as long as k."""
+    (m,) = jax.export.symbolic_shape("m")
+    quantized = jax.jit(lambda x: quantize(x, "int8", "row"))
+    exported = jax.export.export(quantized)(jax.ShapeDtypeStruct((m, K), jnp.float32))
+    got, want = jax.export.deserialize(exported.serialize()).call(x), quantized(x)
+    assert got.block == (1, K) and (got.values == want.values).all() and (got.scale == want.scale).all()
+
+
 def test_scales_have_gradients_by_hand():
     q = quantize(jnp.array([[127.0, 50.0], [1.0, -1.0]]), "int8", "row")
     grads = jax.jit(jax.grad(lambda q: q.dequantize().sum(), allow_int=True))(q)

@@ -308,7 +308,7 @@ def _check_shapes(prefix: str, shape: Shape, scale: Shape, block: Shape, total: 
 def expanded(scale: Array, block: Shape, shape: Shape) -> Array:
     """The scale of each entry of an array of this shape; an axis with one scale keeps length 1."""
     for axis, (length, size) in enumerate(zip(block, shape, strict=True)):
-        if scale.shape[axis] > 1:
+        if length > 1 and scale.shape[axis] > 1:
             scale = _repeated(scale, axis, length, size)
     return scale
 
