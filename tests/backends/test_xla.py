@@ -69,9 +69,10 @@ def test_row_tiles_are_those_of_the_loops(rhs, monkeypatch):
 
     monkeypatch.setattr(xla, "_between", noted)
     operands = jnp.ones((400, 8) if len(rhs) == 3 else (8, 400)), jnp.ones(rhs)
-    xla.run(problem, plan(problem, CPU), *operands, jnp.asarray(sizes)[None], jnp.zeros(1, jnp.int32))
+    xla.run(plan(problem, CPU), *operands, jnp.asarray(sizes)[None], jnp.zeros(1, jnp.int32))
     jax.effects_barrier()
-    tiles = [t for start, end in oracle.bounds(sizes, 400) for t in xla.row_tiles(problem, CPU, 256, start, end)]
+    layout = plan(problem, CPU).layout
+    tiles = [t for start, end in oracle.bounds(sizes, 400) for t in xla.row_tiles(problem, layout, start, end)]
     assert sorted(map(str, seen)) == sorted(str(tuple(tile)) for tile in tiles)
     assert [row for tile in tiles for row in tile.owned] == list(range(397))
 

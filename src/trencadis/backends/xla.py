@@ -221,19 +221,19 @@ def _sum_heights(problem: Problem, tallest: int) -> list[int]:
     return [*shorter, longest]
 
 
-def row_tiles(problem: Problem, target: Target, tallest: int, start: int, end: int) -> list[RowTile]:
+def row_tiles(problem: Problem, layout: Layout, start: int, end: int) -> list[RowTile]:
     """The row tiles of a group that owns the rows [start, end), as the loops of this backend take them."""
     taken: list[tuple[int, int]] = []  # first row and height
     if 0 in problem.out_shape:
         return []
     if problem.form is Form.ROWS:
         top = start
-        for height, least in _row_heights(problem, tallest, _operand_dtype(problem, target)):
+        for height, least in zip(layout.heights[::-1], layout.least[::-1], strict=True):
             while end - top >= least:
                 taken.append((top, height))
                 top += height
     elif start < end:
-        heights = _sum_heights(problem, tallest)
+        heights = layout.heights
         last = end - (end - start - 1) % heights[-1] - 1
         taken = [(top, heights[-1]) for top in range(start, last, heights[-1])]
         taken.append((last, next(height for height in heights if height >= end - last)))

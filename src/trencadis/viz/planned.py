@@ -13,12 +13,8 @@ from jax.typing import DTypeLike
 
 from trencadis.backends import xla
 from trencadis.backends.gpu import walk as gpu_walk
-from trencadis.backends.gpu.choose import choose as gpu_layout
 from trencadis.backends.tpu import walk as tpu_walk
-from trencadis.backends.tpu.choose import chip_for, padded
-from trencadis.backends.tpu.choose import choose as tpu_layout
 from trencadis.core import problem as what
-from trencadis.core.devices import card_for
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import plan
 from trencadis.core.problem import Form, Problem
@@ -44,14 +40,8 @@ def planned(rows: Rows, problem: Problem, target: Target) -> Mosaic:
 def planned_row_tiles(problem: Problem, target: Target) -> tuple[str, RowTiles]:
     """The name of the backend that the plan chooses, and its function from the rows of a group to their tiles."""
     chosen = plan(problem, target)
-    if chosen.backend == "tpu":
-        in_vmem = tpu_layout(padded(problem), chip_for(target))
-        assert in_vmem is not None, problem  # or the backend had refused
-        return chosen.backend, functools.partial(tpu_walk.row_tiles, problem, in_vmem)
-    if chosen.backend == "gpu":
-        layout = gpu_layout(problem, card_for(target))
-        return chosen.backend, functools.partial(gpu_walk.row_tiles, problem, layout)
-    return chosen.backend, functools.partial(xla.row_tiles, problem, target, chosen.tiling.m)
+    walks = {"tpu": tpu_walk.row_tiles, "gpu": gpu_walk.row_tiles, "xla": xla.row_tiles}
+    return chosen.backend, functools.partial(walks[chosen.backend], chosen.problem, chosen.layout)
 
 
 def problem_of(
