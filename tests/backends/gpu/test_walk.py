@@ -13,7 +13,7 @@ import strategies
 from hypothesis import strategies as st
 from jax import lax
 
-from trencadis.backends.gpu.walk import Tile, Walk
+from trencadis.backends.gpu.walk import Tile, Walk, row_tiles
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.problem import Form
 
@@ -208,3 +208,24 @@ def test_never_leaves_the_rows_of_its_entry(name, raw):
     for tile, _ in check(name, sizes, np.zeros(problem.batch, np.int32)):
         entry = tile.group // problem.local_groups if problem.form is Form.CONTRACTION else 0
         assert entry * M <= tile.start <= tile.end <= (entry + 1) * M
+
+
+@pytest.mark.parametrize("name", [name for name in WALKS if "batch" not in name])
+@hypothesis.given(sizes=strategies.sizes(M, G))
+def test_row_tiles_are_those_of_the_walk(name, sizes):
+    """What pictures are drawn from: the first row and the owned rows of each tile, or of each step of a sum."""
+    problem, layout = parts(name)
+    found = [(tile, row) for tile, row in walked(name, sizes, np.zeros(1, np.int32)) if tile.steps > 0]
+    for group, (start, end) in enumerate(oracle.bounds(sizes, M)[: problem.local_groups]):
+        mine = [(tile, row) for tile, row in found if tile.group == group and tile.across == 0]
+        tiles = row_tiles(problem, layout, start, end)
+        if problem.form is Form.ROWS:
+            assert [tile.rows.start for tile in tiles] == sorted(tile.down for tile, _ in mine)
+            edges = sorted((tile.down + max(tile.low, 0), tile.down + tile.high) for tile, _ in mine)
+            assert [(tile.owned.start, tile.owned.stop) for tile in tiles] == edges
+            assert all(len(tile.rows) in layout.heights for tile in tiles)
+        else:
+            steps = {(len(tiles), tiles[0].rows.start)} if tiles else set()
+            assert {(tile.steps, row) for tile, row in mine} == steps
+        assert [row for tile in tiles for row in tile.owned] == list(range(start, end))
+        assert all(set(tile.owned) <= set(tile.rows) for tile in tiles)

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 
 from trencadis.backends.gpu.layout import GRAIN, Layout
 from trencadis.core.problem import Form, Problem
+from trencadis.core.schedule import RowTile
 
 Scalar = jax.Array  # i32[]
 
@@ -189,3 +190,25 @@ class Walk:
         """Tiles of a span in one column."""
         most = self.layout.tall // self.layout.unit
         return lax.div(self._units(place) + i32(most - 1), i32(most))
+
+
+def row_tiles(problem: Problem, layout: Layout, start: int, end: int) -> list[RowTile]:
+    """The row tiles of a group that owns the rows [start, end), as a `Walk` of this layout cuts them.
+
+    In the contraction form they are the steps of the group's sum.
+    """
+    if end <= start:
+        return []
+    if problem.form is Form.CONTRACTION:
+        grain, step = (layout.deep if problem.transpose_lhs or layout.flat else GRAIN), layout.deep
+        tops = range(start - start % grain, end, step)
+        return [RowTile(range(top, top + step), range(max(top, start), min(top + step, end))) for top in tops]
+    top, unit, tiles = start - start % GRAIN, layout.unit, []
+    units = -(-(end - top) // unit)
+    count = -(-units // (layout.tall // unit))
+    for i in range(count):  # cut evenly: the first few tiles have one unit more
+        stop = top + unit * (units // count + (i < units % count))
+        height = next(h for h in layout.heights if h >= stop - top)
+        tiles.append(RowTile(range(top, top + height), range(max(top, start), min(stop, end))))
+        top = stop
+    return tiles
