@@ -13,6 +13,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import TypeAlias
 
 from benchmarks import problems, timing
 
@@ -20,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 GENERATIONS = "v5e,v5p,v6e,v7x"
 FOUND = "default: results/<device>/<date>-<command>.json; 'none' writes nothing"
 
-Commands = argparse._SubParsersAction
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def parser() -> argparse.ArgumentParser:

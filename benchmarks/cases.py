@@ -37,7 +37,8 @@ class Call:
         """The shape and dtype of each argument, in order; sizes and first are int32."""
         rows, m, k, n, g = self.form == "rows", self.m, self.k, self.n, self.local
         right = ((g, n, k) if self.flipped else (g, k, n)) if rows else (m, n)
-        found = {"lhs": ((m, k) if rows or self.flipped else (k, m), self.dtype), "rhs": (right, self.dtype)}
+        found: dict[str, tuple[tuple[int, ...], str]] = {}
+        found |= {"lhs": ((m, k) if rows or self.flipped else (k, m), self.dtype), "rhs": (right, self.dtype)}
         found |= {"sizes": ((self.g,), "i32")}
         found |= {"first": ((), "i32")} if self.window else {}
         found |= {"bias": ((g, n), "f32")} if self.bias else {}
@@ -103,7 +104,7 @@ def _both(form: str) -> list[Case]:
     call = functools.partial(Call, form=form)
     tile = (64, 256, 192) if form == "contraction" else (256, 64, 192)
     plain, flipped = call(tile=tile), call(out="bf16", flipped=True, tile=tile if form == "contraction" else None)
-    odd = {"m": 1001, "k": 257, "n": 129}
+    odd: dict[str, Any] = {"m": 1001, "k": 257, "n": 129}
     window = call(out="bf16", g=12, window=4, flipped=form == "contraction")
     wide = call(m=4096, k=64, n=128, g=1024, out="bf16", flipped=form == "contraction")
     many = call(m=2**20, k=64, n=128, g=64, out="bf16", flipped=form == "contraction")
@@ -135,7 +136,7 @@ def _both(form: str) -> list[Case]:
 
 def cases() -> list[Case]:
     """All cases, with names that are unique."""
-    wide = {"m": 8192, "k": 4096, "n": 4096, "g": 160, "out": "bf16"}  # an operand of 2.7e9 elements
+    wide: dict[str, Any] = {"m": 8192, "k": 4096, "n": 4096, "g": 160, "out": "bf16"}  # an operand of 2.7e9 elements
     summed = functools.partial(Call, form="contraction")
     return [
         *_both("rows"),

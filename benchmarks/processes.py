@@ -59,23 +59,23 @@ def run(job: Job, *, silence_s: float = SILENCE_S, python: str = sys.executable,
     paths = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(
+        process = subprocess.Popen(
             [python, "-u", "-m", "benchmarks.processes", json.dumps(dataclasses.asdict(job))],
             cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
         try:
-            yield from _values(child, silence_s)
-            if code := child.wait():
+            yield from _values(process, silence_s)
+            if code := process.wait():
                 errors.seek(0)
                 raise ChildFailed((errors.read().strip().splitlines() or [f"exit code {code}"])[-1][:200])
         finally:
-            child.kill()
-            child.wait()
+            process.kill()
+            process.wait()
 
 
-def _values(child: subprocess.Popen[str], silence_s: float) -> Iterator[Any]:
+def _values(process: subprocess.Popen[str], silence_s: float) -> Iterator[Any]:
     lines: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
+    threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
     while True:
         try:
             line = lines.get(timeout=silence_s)

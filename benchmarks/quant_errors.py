@@ -75,7 +75,9 @@ def cases() -> Iterator[tuple[str, str]]:
 def operands(name: str) -> tuple[np.ndarray, np.ndarray]:
     """The rows [m, k] and weights [g, k, n] of a kind of data, float32, the same each time."""
     rng = np.random.default_rng(0)
-    draw = functools.partial(rng.standard_t, 4) if name == "heavy tails" else rng.standard_normal
+    draw: Callable[..., np.ndarray] = (
+        functools.partial(rng.standard_t, 4) if name == "heavy tails" else rng.standard_normal
+    )
     x, w = draw(size=(GROUPS * EACH, K)), draw(size=(GROUPS, K, N)) / np.sqrt(K)
     if name == "outlier channels":
         few = rng.choice(K, K // 100, replace=False)
@@ -197,8 +199,9 @@ def layers() -> dict[str, tuple[Any, Any, Any]]:
         rng.standard_t(5, size=(GROUPS, LAYER_K, LAYER_N)) / 32,
     ]
     y = jnp.asarray(rng.normal(size=(m, LAYER_N)), jnp.float32)
-    pairs = [[jnp.asarray(z, jnp.float32) for z in pair] for pair in zip((x, large), weights, strict=True)]
-    return {"normal": (*pairs[0], y), "large columns": (*pairs[1], y)}
+    rows = [jnp.asarray(each, jnp.float32) for each in (x, large)]
+    w = [jnp.asarray(each, jnp.float32) for each in weights]
+    return {"normal": (rows[0], w[0], y), "large columns": (rows[1], w[1], y)}
 
 
 @functools.partial(jax.jit, static_argnums=0)

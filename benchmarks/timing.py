@@ -38,10 +38,11 @@ class Call(Protocol):
 class Clock(Protocol):
     """What a race is timed by: called, it gives the seconds per call of `repeats` calls in a row."""
 
-    name: str
-    settle_s: float
-
-    def __call__(self, call: Call, repeats: int) -> float: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def settle_s(self) -> float: ...
+    def __call__(self, call: Any, repeats: int) -> float: ...
 
 
 def pin(core: int) -> None:

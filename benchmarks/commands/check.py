@@ -164,7 +164,7 @@ def entry_point(call: Call, backend: str) -> Callable[..., Any]:
     """The function of a call, of the arguments that `call.shapes()` lists."""
 
     def product(given: dict[str, Any]) -> Any:
-        extras = {"group_offset": given.get("first"), "existing_out": given.get("existing")}
+        extras: dict[str, Any] = {"group_offset": given.get("first"), "existing_out": given.get("existing")}
         extras |= {"backend": backend, "tiling": call.tile if backend == "gpu" else None}
         operands = (given["lhs"], given["rhs"], given["sizes"], DTYPES[call.out])
         if call.form == "rows":
@@ -263,5 +263,5 @@ def answers(case: Case, given: dict[str, Any]) -> list[oracle.Answer]:
     left = left if call.flipped else left.T
     if call.grad:  # lhs is [m, k]
         return [oracle.rows(right, c, sizes, transpose_rhs=True), oracle.rows(left, c, sizes)]
-    window = {"first": case.first, "local": call.local, "existing_out": given.get("existing")}
+    window: dict[str, Any] = {"first": case.first, "local": call.local, "existing_out": given.get("existing")}
     return [oracle.contraction(left, right, sizes, **window)]

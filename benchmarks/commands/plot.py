@@ -10,9 +10,10 @@ from benchmarks import charts, tables
 from benchmarks.charts import LOOKS, OTHER, Curves, Dots, Line, Look, Mark, Panel, Point
 from benchmarks.problems import STEP, is_decode, useful_flops
 from benchmarks.report import OURS, Record, Results, cells, device_slug, ratios
+from trencadis.viz.palette import colour
 
 PASS_NAMES = {"forward": "forward", "d_lhs": "d lhs", "d_rhs": "d rhs"}
-BOTH, WEIGHTS = Look(charts.colour(0), "disc"), Look(charts.colour(1), "ring")
+BOTH, WEIGHTS = Look(colour(0), "disc"), Look(colour(1), "ring")
 
 
 def main(asked: argparse.Namespace) -> int:

@@ -126,7 +126,7 @@ def by_generation(records: list[Record]) -> tables.Table:
         (record,) = cell.values()
         rows.setdefault((record.problem, record.dtype, record.which), {})[record.device] = record
     figures = [
-        [f"{row[chip].seconds * 1e6:.0f}" if chip in row and row[chip].seconds else "-" for chip in chips]
+        [f"{1e6 * seconds:.0f}" if chip in row and (seconds := row[chip].seconds) else "-" for chip in chips]
         for row in rows.values()
     ]
     return [*tables.NAMES, *chips], [[*key, *each] for key, each in zip(rows, figures, strict=True)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ def race(dtype: str, which: str, clock: timing.HostClock | timing.CuptiClock, ro
     ]
     known = jax.jit(functools.partial(ours, which, sizes))
     traced = jax.jit(lambda data, *sizes: ours(which, sizes, data, room=data[2]))
-    calls = {
+    calls: dict[str, Callable[[], Any]] = {
         "numpy": functools.partial(numpy_loop, which, sizes, [np.asarray(x) for x in data]),
         "known": lambda: known(data).block_until_ready(),
         "traced": lambda: traced(data, *sizes).block_until_ready(),
@@ -78,7 +78,8 @@ def ours(which: str, sizes: Sequence[Any], data: Sequence[Any], room: Any = None
 
     def forward(a: Any, b: Any) -> Any:
         lhs, rhs = tr.GroupedTensor.fully_ragged(a, m, k), tr.GroupedTensor.fully_ragged(b, k, n)
-        return tr.grouped_gemm(lhs, rhs, contracting_dims=AXES, out=out).data
+        product: Any = tr.grouped_gemm(lhs, rhs, contracting_dims=AXES, out=out)
+        return product.data
 
     if which == "forward":
         return forward(a, b)

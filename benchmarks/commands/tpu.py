@@ -24,7 +24,7 @@ CLOCK = "TPU compiler schedule"
 
 def main(asked: argparse.Namespace) -> int:
     """Compile, print and write, and renew the table in a page; 1 if ours is missing anywhere."""
-    peers = known("peers", names(asked.peers, tpu_peers.PEERS), tpu_peers.PEERS)
+    peers = known("peers", names(asked.peers, list(tpu_peers.PEERS)), tpu_peers.PEERS)
     what = (asked.problems, asked.passes, asked.generations)
     made = [_said(value) for value in schedules(*what, peers, asked.timeout)]
     if others := [name for name in peers if name != OURS]:
@@ -61,7 +61,7 @@ def publish(results: Results, asked: argparse.Namespace) -> None:
     tables.show("microseconds of one device", tpu_table.table(results.records))
     if asked.json == "none":
         return
-    found = next((r.details["versions"] for r in results.records if r.contender == OURS and r.time), {})
+    found: dict[str, str] = next((r.details["versions"] for r in results.records if r.contender == OURS and r.time), {})
     stem = "-".join([results.environment["date"], *(f"{n}{found[n]}" for n in ("jax", "libtpu") if n in found)])
     Writer(results, asked.json or str(RESULTS / "tpu-schedule" / f"{stem}.json")).close()
     if asked.page.name != "none" and not tpu_table.renew(asked.page, tpu_table.markdown(results)):
