@@ -1,6 +1,7 @@
 """The check of the kernels, with a backend that runs here."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -13,6 +14,7 @@ from benchmarks.commands import check
 from benchmarks.report import Results
 
 SMALL = cases.Call(m=40, k=12, n=10, g=4)
+compiled = functools.cache(check.compiled)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,7 @@ def test_a_case_is_judged(call, sampled, monkeypatch):
         monkeypatch.setattr(oracle, "LARGE", 0)
         monkeypatch.setattr(oracle, "SAMPLE", 3)
     case = cases.Case(name="case", call=call, sizes="short", seed=1, first=1 if call.window else 0)
-    right = check.compiled(call, "xla")
+    right = compiled(call, "xla")
     record = check.judge(case, right, "xla")
     assert not record.why, record
 
@@ -52,14 +54,14 @@ def test_a_case_is_judged(call, sampled, monkeypatch):
 def test_poison_that_spreads_is_seen(form, poison):
     call = dataclasses.replace(SMALL, form=form)
     case = cases.Case(name="case", call=call, sizes="empties" if poison == "empty" else "short", poison=poison)
-    right = check.compiled(call, "xla")
+    right = compiled(call, "xla")
     assert not check.judge(case, right, "xla").why
     leaky = check.judge(case, lambda *a: right(*a).at[1, ..., 2].set(np.nan), "xla")
     assert leaky.error == float("inf") and leaky.why
 
 
 def test_other_bits_are_seen():
-    right, calls = check.compiled(SMALL, "xla"), itertools.count()
+    right, calls = compiled(SMALL, "xla"), itertools.count()
     record = check.judge(cases.Case(name="case", call=SMALL), lambda *a: right(*a) * (1 + 1e-6 * next(calls)), "xla")
     assert "other bits" in record.why
 

@@ -62,6 +62,6 @@ def _timed(record, generation):
 
 
 def test_errors_are_written(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(quant_errors, "RECIPES", ())
+    monkeypatch.setattr(quant_errors, "layers", dict)
     assert command_line.main(["quant", "--errors", "gradients", "--json", str(tmp_path / "e.json")]) == 0
     assert Results.read(tmp_path / "e.json").command == "quant"
