@@ -11,7 +11,7 @@ import numpy as np
 
 from trencadis.api.gemm import grouped_gemm
 from trencadis.core import problem as what
-from trencadis.gemm.operand import Side, sides
+from trencadis.gemm.operand import GemmOperand, gemm_operands
 from trencadis.gemm.tensor import GroupedTensor
 from trencadis.viz import product_svg, product_text, terminal
 from trencadis.viz.mosaic import known_first
@@ -102,7 +102,7 @@ def product(lhs: Any, rhs: Any, *, contracting_dims: Any, group_offset: Any = No
         """The library itself says what comes out; sizes stay known inside, as they are no arguments."""
         pair = [dataclasses.replace(tensor, data=x) for tensor, x in zip(known, data, strict=True)]
         out = grouped_gemm(pair[0], pair[1], contracting_dims=contracting_dims, group_offset=group_offset)
-        found.append(_drawn(*sides(pair[0], pair[1], contracting_dims), out, group_offset))
+        found.append(_drawn(*gemm_operands(pair[0], pair[1], contracting_dims), out, group_offset))
         return ()
 
     jax.eval_shape(call, *(jax.ShapeDtypeStruct(tensor.data.shape, tensor.dtype) for tensor in known))
@@ -120,7 +120,7 @@ def _known(name: str, tensor: Any) -> GroupedTensor:
     return dataclasses.replace(tensor, first_dims=known[0], last_dims=known[1])
 
 
-def _drawn(a: Side, b: Side, out: Any, group_offset: Any) -> Product:
+def _drawn(a: GemmOperand, b: GemmOperand, out: Any, group_offset: Any) -> Product:
     """Three panels of what is multiplied."""
     groups = max(a.tensor.num_groups, b.tensor.num_groups)
     first = known_first(group_offset, groups)
@@ -134,10 +134,10 @@ def _drawn(a: Side, b: Side, out: Any, group_offset: Any) -> Product:
     )  # fmt: skip
 
 
-def _operand(side: Side, free: str, local: range) -> Panel:
+def _operand(side: GemmOperand, free: str, local: range) -> Panel:
     """An operand, split where what is summed over meets what is free, if it does in one place."""
     axes = range(int(side.stacked), 2 if side.flat else side.tensor.ndim)
-    roles = "".join("k" if axis in side.summed else free for axis in axes)
+    roles = "".join("k" if axis in side.contracted else free for axis in axes)
     turns = [i for i in range(1, len(roles)) if roles[i] != roles[i - 1]]
     return _panel(side.name, side.tensor, roles, turns[0] if len(turns) == 1 else 1, local)
 
