@@ -146,7 +146,7 @@ def stored(dims, data, sizes, granularity):
 @pytest.mark.parametrize("case", cases.CASES, ids=cases.ids)
 def test_products_are_those_of_what_the_operands_stand_for(case):
     """S3-05, R-08: every ragged combination; lhs quantized, rhs, or both; gradients of what is not; NaN is nobody's."""
-    turns = cases.TURNS[cases.CASES.index(case) % 4]
+    turns = cases.TRANSPOSES[cases.CASES.index(case) % 4]
     sizes = tuple([3, 0, 5, 2] if on else [u] * cases.G for on, u in zip(case, cases.UNIFORM, strict=True))
     a, b, old, ct = cases.drawn(sizes, 1)
     put = functools.partial(cases.lay, case, turns, sizes)
@@ -175,8 +175,8 @@ def test_products_are_those_of_what_the_operands_stand_for(case):
     assert any(np.abs(x - y).max(initial=0) > 1e-4 for x, y in zip(a, q, strict=True))
     for found, pair in ((both, (q, r)), (one, (a, r)), (two, (q, b))):
         cases.check(get(2, found, 7), cases.add(cases.product(*pair), old))
-    cases.check(get(0, dx), cases.product(ct, cases.turned(r)))
-    cases.check(get(1, dy), cases.product(cases.turned(q), ct))
+    cases.check(get(0, dx), cases.product(ct, cases.transposed(r)))
+    cases.check(get(1, dy), cases.product(cases.transposed(q), ct))
 
 
 def test_several_axes(rng):

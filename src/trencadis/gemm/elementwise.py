@@ -5,6 +5,7 @@ Operands are tensors of the same groups, or scalars. The result has these groups
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,7 @@ class Elementwise:
 def elementwise(symbol: str, fn: Callable[..., Any], *operands: Any) -> GroupedTensor:
     """`fn` of the data of operands, each a tensor of the same groups or a scalar; `symbol` is for errors."""
     tensors: list[Any] = [x for x in operands if isinstance(x, Elementwise)]
-    if not all(isinstance(x, Elementwise) or np.ndim(x) == 0 for x in operands):
+    if not all(isinstance(x, Elementwise) or _is_scalar(x) for x in operands):
         got = " and ".join(type(x).__name__ for x in operands)
         raise TypeError(f"{symbol}: want grouped tensors of the same groups, or scalars; got {got}")
     groups = _common_groups(symbol, tensors)
@@ -80,6 +81,13 @@ def elementwise(symbol: str, fn: Callable[..., Any], *operands: Any) -> GroupedT
     if np.shape(out) != groups.shape:
         raise ValueError(f"fn: want a result of shape {groups.shape}, as the data have; got {np.shape(out)}")
     return groups.with_data(out if mine is None else jnp.where(mine, out, jnp.zeros_like(out)))
+
+
+def _is_scalar(x: Any) -> bool:
+    """Whether x is a number, or an array of numpy or of JAX without axes."""
+    if isinstance(x, (np.ndarray, jax.Array)):
+        return x.ndim == 0
+    return isinstance(x, (numbers.Number, np.number, np.bool_))
 
 
 def _common_groups(symbol: str, tensors: Sequence[GroupedTensor]) -> GroupedTensor:

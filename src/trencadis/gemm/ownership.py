@@ -46,7 +46,7 @@ def owned_entries(tensor: GroupedTensor) -> Array:
 
 
 def spread(values: Array, tensor: GroupedTensor, fill: Any) -> Array:
-    """The value [g] of its group at each entry, `fill` at unowned ones, as an array that broadcasts against the data."""
+    """The value [g] of its group at each entry, `fill` at unowned ones; an array that broadcasts against the data."""
     sizes, axis = along(tensor)
     if sizes is None:
         return values.reshape(-1, *(1,) * (tensor.ndim - 1))

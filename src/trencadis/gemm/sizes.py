@@ -73,7 +73,7 @@ def checked_sizes(name: str, sizes: Any, limit: int | None, of: str) -> Any:
     total = sum(int(size) for size in known)
     if limit is not None and total > limit:
         raise ValueError(f"{name}: must sum to at most {limit}, the {of}; got a sum of {total}")
-    return sizes.astype(np.int32)
+    return sizes if isinstance(sizes, StaticSizes) else sizes.astype(np.int32)
 
 
 def checked_flat_sizes(name: str, dims: Sequence[str], first: Any, last: Any, capacity: int) -> tuple[Any, Any]:
