@@ -253,7 +253,7 @@ FLAT = GroupedTensor.fully_ragged(Scaled(jnp.ones(4, jnp.int8), jnp.ones(4), "in
         (lambda: grouped_quantize(ROWS, "int8", (1, 2, 3)), ValueError, "granularity: want 2 lengths"),
         (lambda: grouped_quantize(ROWS, "mxfp8", "row"), ValueError, "mxfp8 has blocks of 32 along one axis"),
         (lambda: grouped_quantize(GroupedTensor.stacked(jnp.arange(3)), "int8"), TypeError, "data: want a float dtype"),
-        (lambda: FLAT.to_list(), ValueError, "to_list: a flat buffer of quantized matrices"),
+        (lambda: FLAT.to_list(), ValueError, "to_list: want flat data that are not quantized"),
         (lambda: GroupedTensor.from_list([packed((2, 2))]), TypeError, r"groups\[0\]: want an array; got Scaled"),
         (lambda: gemm(ROWS, STACK, out=GroupedTensor.stacked(packed((4, 3)))), TypeError, "out: want numbers that"),
         (lambda: gemm(STACK, STACK, out=packed((2, 3, 3))), TypeError, "out: want an array; got Scaled"),
