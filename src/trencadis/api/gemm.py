@@ -54,7 +54,7 @@ def grouped_gemm(
 
     Args:
       lhs: the left operand. Its axes are those of its `shape`; the first axis of a stack is that of the groups. Its
-        data, and those of rhs, may be a `quant.Scaled`, as `quant.grouped_quantize` returns it.
+        data, and those of rhs, may be a `quant.Scaled`, as `gemm.grouped_quantize` returns it.
       rhs: the right operand, with the same number of groups.
       contracting_dims: the axes of lhs and those of rhs that are contracted with each other.
       bias: `[g, ...]` with the free axes of rhs, added to the product of each group.
