@@ -169,7 +169,7 @@ def test_a_plan_says_what_it_decides_and_why():
     traced = planned([200, 0, 3], "tpu", width=300, known=False)
     assert (traced.layout, traced.tile) == ("tiled", Tiling(128, 100, 128))
     assert traced.because == (
-        "loops over tiles of 128 x 100 x 128 (m, k, n) of 3 groups, whose sizes are known only at run time"
+        "loops over tiles of 128 x 100 x 128 (m, k, n) of 3 groups, whose sizes are run-time operands"
     )
     many = planned([1] * 65, "cpu")
     assert many.layout == "tiled" and "65 groups, more than the 64 that are unrolled" in many.because

@@ -76,11 +76,11 @@ def elementwise(symbol: str, fn: Callable[..., Any], *operands: Any) -> GroupedT
         got = " and ".join(type(x).__name__ for x in operands)
         raise TypeError(f"{symbol}: want grouped tensors of the same groups, or scalars; got {got}")
     groups = _common_groups(symbol, tensors)
-    mine = None if _all_owned(groups) else owned_entries(groups)
-    out = fn(*(_owned_data(x, mine) if isinstance(x, Elementwise) else x for x in operands))
+    owned = None if _all_owned(groups) else owned_entries(groups)
+    out = fn(*(_owned_data(x, owned) if isinstance(x, Elementwise) else x for x in operands))
     if np.shape(out) != groups.shape:
         raise ValueError(f"fn: want a result of shape {groups.shape}, as the data have; got {np.shape(out)}")
-    return groups.with_data(out if mine is None else jnp.where(mine, out, jnp.zeros_like(out)))
+    return groups.with_data(out if owned is None else jnp.where(owned, out, jnp.zeros_like(out)))
 
 
 def _is_scalar(x: Any) -> bool:
@@ -124,11 +124,11 @@ def _all_owned(tensor: GroupedTensor) -> bool:
     return sizes is None or (known is not None and int(known.sum(dtype=np.int64)) == tensor.shape[axis])
 
 
-def _owned_data(tensor: Any, mine: Array | None) -> Array:
-    """The data, with a number that some group owns, or 1, in unowned entries; no entry is unowned if `mine` is None."""
+def _owned_data(tensor: Any, owned: Array | None) -> Array:
+    """The data, with a number that some group owns, or 1, in unowned entries; no entry is unowned if `owned` is None."""
     data = jnp.asarray(tensor.data)
-    if mine is None or data.size == 0:
+    if owned is None or data.size == 0:
         return data
     first = (0,) * data.ndim  # groups follow one another from the first entry on: it is owned if any is
-    some = jnp.where(mine[first], jax.lax.stop_gradient(data[first]), jnp.ones((), data.dtype))
-    return jnp.where(mine, data, some)
+    some = jnp.where(owned[first], jax.lax.stop_gradient(data[first]), jnp.ones((), data.dtype))
+    return jnp.where(owned, data, some)

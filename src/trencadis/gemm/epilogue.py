@@ -105,15 +105,15 @@ def apply_epilogue(product: GroupedTensor, epilogue: GemmEpilogue, dtype: Any) -
     """
     data = product.data
     if epilogue.given:
-        mine = owned_entries(product)
+        owned = owned_entries(product)
         if epilogue.alpha is not None:
             data = data * spread(epilogue.alpha, product, 1).astype(data.dtype)
         if epilogue.bias is not None:
-            data = data + jnp.where(mine, _bias_entries(epilogue.bias.astype(data.dtype), product), 0)
+            data = data + jnp.where(owned, _bias_entries(epilogue.bias.astype(data.dtype), product), 0)
         if epilogue.out is not None:
             old = existing_data(epilogue.out, product.shape, (product.first_dims, product.last_dims), dtype)
             old = old.astype(data.dtype)
-            data = jnp.where(mine, data + _scaled(old, epilogue.beta, product), old)
+            data = jnp.where(owned, data + _scaled(old, epilogue.beta, product), old)
     data = data.astype(dtype)
     if product.first_dims is None and product.last_dims is None:
         return data

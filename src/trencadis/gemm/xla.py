@@ -46,7 +46,7 @@ def plan(problem: GemmProblem, target: Target) -> GemmPlan:
         serial = target.platform == "cpu"
         return GemmPlan(problem=problem, target=target, layout="unrolled", serial=serial, because=because)
     tile = Tiling(*(_tile_length(dim) for dim in (problem.m, problem.k, problem.n)))
-    why = "whose sizes are known only at run time" if few else f"more than the {UNROLLED_GROUPS} that are unrolled"
+    why = "whose sizes are run-time operands" if few else f"more than the {UNROLLED_GROUPS} that are unrolled"
     because = f"loops over tiles of {tile.m} x {tile.k} x {tile.n} (m, k, n) of {problem.groups} groups, {why}"
     return GemmPlan(problem=problem, target=target, layout="tiled", tile=tile, because=because)
 
@@ -226,7 +226,7 @@ def _store(tiles: Tiles, x: Array, i: Array, at: Pair, sizes: Pair, new: Array) 
     def row(r: Array, x: Array) -> Array:
         start = tiles.starts[i] + (at[0] + r) * sizes[1] + at[1]
         old = lax.dynamic_slice(x, (start,), (tile[1],))
-        mine, values = (lax.dynamic_slice(y, (r, np.int32(0)), (1, tile[1]))[0] for y in (mask, new))
-        return lax.dynamic_update_slice(x, jnp.where(mine, values, old), (start,))
+        inside, values = (lax.dynamic_slice(y, (r, np.int32(0)), (1, tile[1]))[0] for y in (mask, new))
+        return lax.dynamic_update_slice(x, jnp.where(inside, values, old), (start,))
 
     return lax.fori_loop(0, jnp.clip(sizes[0] - at[0], 0, tile[0]), row, x)
