@@ -361,16 +361,21 @@ def test_goes_through_vmap_shard_map_and_export(rng):
             GroupedTensor.fully_ragged(data, [2, 0, 3], [3, 1, 2]), rows(y, [3, 1, 2]), contracting_dims=((1,), (0,))
         ).data
 
-    want = np.stack([call(each) for each in flat])
-    np.testing.assert_allclose(jax.jit(jax.vmap(call))(flat), want, rtol=1e-6)
+    wide, right = np.asarray(flat, np.float64), np.asarray(y, np.float64)
+    first, third = wide[:, :6].reshape(4, 2, 3), wide[:, 6:12].reshape(4, 3, 2)
+    want = np.concatenate([first @ right[:3], third @ right[4:]], axis=1)
+    np.testing.assert_allclose(np.stack([call(each) for each in flat]), want, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.vmap(call))(flat), want, rtol=1e-6, atol=1e-6)
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("x")
     mapped = jax.shard_map(lambda data: call(data[0])[None], mesh=mesh, in_specs=spec, out_specs=spec)
-    np.testing.assert_allclose(jax.jit(mapped)(flat), want, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(mapped)(flat), want, rtol=1e-6, atol=1e-6)
     exported = jax.export.export(jax.jit(call), platforms=["cpu", "tpu", "cuda"])(
         jax.ShapeDtypeStruct((20,), jnp.float32)
     )
-    np.testing.assert_allclose(jax.export.deserialize(exported.serialize()).call(flat[0]), want[0], rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.export.deserialize(exported.serialize()).call(flat[0]), want[0], rtol=1e-6, atol=1e-6
+    )
 
 
 X, W = jnp.ones((6, 5)), jnp.ones((3, 5, 4))

@@ -125,7 +125,7 @@ def _all_owned(tensor: GroupedTensor) -> bool:
 
 
 def _owned_data(tensor: Any, owned: Array | None) -> Array:
-    """The data, with a number that some group owns, or 1, in unowned entries; no entry is unowned if `owned` is None."""
+    """The data, with a number that some group owns, or 1, in unowned entries; `owned` None means that all are owned."""
     data = jnp.asarray(tensor.data)
     if owned is None or data.size == 0:
         return data
