@@ -28,6 +28,9 @@ from trencadis.core.problem import Problem
 from trencadis.core.split import part_of
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
+from trencadis.gemm import xla as gemm_xla
+from trencadis.gemm.autodiff import gemm_p
+from trencadis.gemm.problem import GemmProblem
 from trencadis.quant.qarray import from_qarray, is_qarray
 from trencadis.quant.scaled import Scaled
 
@@ -170,7 +173,7 @@ def why(
 class _Found:
     """A grouped product in a traced program."""
 
-    problem: Problem
+    problem: Problem | GemmProblem
     overrides: Overrides
     partitioned: bool  # whether XLA will split it over devices
 
@@ -247,6 +250,8 @@ def _products(jaxpr: Any, partitioned: bool, manual: frozenset[Any] = frozenset(
         params = equation.params
         if equation.primitive is grouped_p:
             yield _Found(params["problem"], params["overrides"], partitioned)
+        elif equation.primitive is gemm_p:
+            yield _Found(params["problem"], Overrides(), partitioned)
         inside, axes = partitioned or any(map(_spread, params.get("in_shardings", ()))), manual
         if equation.primitive.name == "shard_map":
             axes = manual | newly_manual_axes(params)
@@ -261,6 +266,8 @@ def _products(jaxpr: Any, partitioned: bool, manual: frozenset[Any] = frozenset(
 def _pass(name: str, found: _Found, target: Target, sizes: list[int] | None = None, stored: Any = None) -> Pass:
     """The explanation of a product."""
     target = dataclasses.replace(target, partitioned=target.partitioned or found.partitioned)
+    if isinstance(found.problem, GemmProblem):
+        return Pass(name=name, plan=gemm_xla.plan(found.problem, target))
     chosen = plan(found.problem, target, found.overrides)
     said = answers(part_of(found.problem) if chosen.split else found.problem, target, found.overrides)
     copies = tuple(_copies(chosen))

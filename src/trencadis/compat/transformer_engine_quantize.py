@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis.core import problem as what
+from trencadis.gemm.ownership import owned_entries, spread
 from trencadis.gemm.quantize import grouped_quantize as quantize
 from trencadis.gemm.quantize import largest_by_group, scaled_by_group
-from trencadis.gemm.tensor import GroupedTensor, owned_entries, spread
+from trencadis.gemm.tensor import GroupedTensor
 from trencadis.quant.formats import FORMATS, Format
 from trencadis.quant.scaled import Scaled, dequantize
 
