@@ -187,7 +187,7 @@ def _function(fn: Callable[..., Any], args: Any, options: dict[str, Any], target
 
     def call(*arrays: Any) -> list[Any]:
         filled = dict(zip(given, arrays, strict=True))
-        args, options = tree.unflatten([filled.get(i, leaf) for i, leaf in enumerate(leaves)])
+        args, options = jax.tree.unflatten(tree, [filled.get(i, leaf) for i, leaf in enumerate(leaves)])
         return [x for x in jax.tree.leaves(fn(*args, **options)) if hasattr(x, "dtype")]
 
     split = any(map(_spread, shardings)) or _spread_mesh(jax.sharding.get_abstract_mesh(), ())
@@ -348,12 +348,10 @@ def _bytes(x: Any) -> int:
     return int(x.nbytes if isinstance(x, Scaled) else x.size * x.dtype.itemsize)
 
 
-def _known_sizes(group_sizes: Any, asked: Problem) -> list[int] | None:
+def _known_sizes(group_sizes: Any, asked: Problem | GemmProblem) -> list[int] | None:
     """The sizes of the local groups, checked, where they are known."""
-    if isinstance(group_sizes, jax.ShapeDtypeStruct):
-        return None
-    sizes = what.concrete(group_sizes)
-    if sizes is None:
+    sizes = None if isinstance(group_sizes, jax.ShapeDtypeStruct) else what.concrete(group_sizes)
+    if sizes is None or isinstance(asked, GemmProblem):
         return None
     what.check_sizes(sizes, asked.m)
     return [int(size) for size in np.asarray(sizes)[: asked.local_groups]]

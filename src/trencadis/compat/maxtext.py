@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Integer
 from trencadis.compat import CUBE, megablox, tilings
 from trencadis.core.jax_compat import varying_axes
 from trencadis.quant import Recipe, Scaled
+from trencadis.quant.product import Options
 from trencadis.quant.training import trained
 
 ABSENT = (
@@ -99,8 +100,8 @@ def gmm(
     else:
         recipe = _recipe(rule, [(axis, 3 - dim if transpose_rhs and dim else dim) for axis, dim in gathered])
         out = trained(
-            recipe, *given, dtype, tiling=tilings(tiling), group_offset=group_offset, transpose_rhs=bool(transpose_rhs),
-            precision=None, backend=None, interpret=bool(interpret),
+            recipe, *given, dtype, Options(tiling=tilings(tiling), interpret=bool(interpret)),
+            transpose_rhs=bool(transpose_rhs), group_offset=group_offset,
             weights=None if recipe.rhs is None else recipe.gather(rhs, transpose_rhs),
         )  # fmt: skip
         out = megablox.overwritten(out, existing_out, *given, group_offset, transpose_rhs)

@@ -108,7 +108,8 @@ def product(
     def call(*data: jax.Array) -> tuple[()]:
         """Trace the library itself to get the form of the result; sizes stay known, as they are not arguments."""
         pair = [dataclasses.replace(tensor, data=x) for tensor, x in zip(known, data, strict=True)]
-        out = grouped_gemm(pair[0], pair[1], contracting_dims=contracting_dims, group_offset=group_offset)
+        window = None if group_offset is None else np.asarray(group_offset)
+        out = grouped_gemm(pair[0], pair[1], contracting_dims=contracting_dims, group_offset=window)
         found.append(_drawn(*gemm_operands(pair[0], pair[1], contracting_dims), out, group_offset))
         return ()
 
