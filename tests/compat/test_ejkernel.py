@@ -14,7 +14,7 @@ from trencadis.api.matmul import problem_of
 from trencadis.backends import BACKENDS
 from trencadis.compat import ejkernel, megablox
 from trencadis.compat.ejkernel import grouped_matmul, make_group_metadata, transposed_grouped_matmul
-from trencadis.core import spans as visits
+from trencadis.core import schedule as raster
 from trencadis.core.cost import cost
 from trencadis.core.problem import Form
 
@@ -312,7 +312,7 @@ def test_s1_06_empty_groups(empty):
     """S1-06: one visit each, or none."""
     sizes = [0, 128, 0, 100, 0]
     pairs, _ = schedule(sizes, visit_empty_groups=empty)
-    assert pairs == visits.walk(sizes, 300, 128, empty=empty)
+    assert pairs == raster.walk(sizes, 300, 128, empty=empty)
     assert [g for g, _ in pairs] == ([0, 1, 2, 3, 4] if empty else [1, 3])
 
 

@@ -16,7 +16,7 @@ from jax.extend.core import jaxprs_in_params
 
 import trencadis as tr
 from trencadis.compat.megablox import gmm, make_group_metadata, tgmm
-from trencadis.core import spans as visits
+from trencadis.core import schedule
 
 pytestmark = pytest.mark.core
 
@@ -335,7 +335,7 @@ def test_s2_10_s2_19_bounds_of_the_walk(sizes):
     groups, tiles = (np.asarray(ids).tolist() for ids in (meta.group_ids, meta.m_tile_ids))
     pairs = list(zip(groups, tiles, strict=True))
     assert 5 <= n <= 8 == len(pairs)
-    assert pairs[:n] == visits.walk(sizes, M, 8)
+    assert pairs[:n] == schedule.walk(sizes, M, 8)
     assert set(pairs[n:]) <= {pairs[n - 1]}
 
 

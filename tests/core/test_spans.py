@@ -152,7 +152,8 @@ def plus_one(z):
 
 
 @pytest.mark.parametrize("dtype, offset", [
-    ("int32", HIGH), ("int32", HIGH - 1), ("int32", LOW), ("uint32", 2**32 - 1), ("uint64", 2**64 - 1), ("int64", LOW - 1),
+    ("int32", HIGH), ("int32", HIGH - 1), ("int32", LOW), ("uint32", 2**32 - 1), ("uint64", 2**64 - 1),
+    ("int64", LOW - 1),
 ])  # fmt: skip
 def test_a_window_that_holds_no_group_owns_no_row(backend, dtype, offset, x64):
     """Rows of no local group are 0, not the activation of 0; neither the window nor its dtype wraps around."""

@@ -1,11 +1,11 @@
 """`ragged_dot` and `ragged_dot_general` with lax's signatures, shapes and errors, for code that already calls lax.
 
-lax has three modes, by the role of the ragged dimension m of lhs. Each is one of our two forms, or a plain product. With
-batch dimensions b, and dimensions x before and y after m among those of the same role:
+lax has three modes, by the role of the ragged dimension m of lhs. Each is one of our two forms, or a plain product.
+With batch dimensions b, and dimensions x before and y after m among those of the same role:
 
     mode 1, m is a row        lhs [b, x, m, y, k]   rhs [b, g, k, n]      rows form, m * y rows for each b and x
     mode 2, m is contracted   lhs [b, x, m, y, i]   rhs [b, x, m, y, n]   contraction form, m * y rows, summed over x
-    mode 3, m is a batch      lhs [..., m, ...]     rhs [..., m, ...]     batched dot_general; batch entries of no group are 0
+    mode 3, m is a batch      lhs [b, m, ...]       rhs [b, m, ...]       batched dot_general; entries of no group are 0
 
 b and x are vmapped; y is merged into m, with group sizes times y. Operands with a single m, k and n, in any order, go
 straight to `grouped_matmul` or `transposed_grouped_matmul`; quantized operands have to be of this kind.
@@ -51,8 +51,8 @@ def ragged_dot(
 
     The arguments are lax's, and the work does not grow with the number of groups. Beyond lax, group_offset works (rhs
     then holds a window of the groups, as in `grouped_matmul`), rows past the last group are 0 on every platform, and
-    every derivative and `vmap` exists. Either operand may be quantized, as a `quant.Scaled` or a `qwix.QArray`; then the
-    dtype of its scales takes part in the promotion that gives the default dtype of the result.
+    every derivative and `vmap` exists. Either operand may be quantized, as a `quant.Scaled` or a `qwix.QArray`; then
+    the dtype of its scales takes part in the promotion that gives the default dtype of the result.
 
     >>> ragged_dot(jnp.ones((4, 2)), jnp.ones((2, 2, 1)), jnp.array([1, 2])).reshape(4)
     Array([2., 2., 2., 0.], dtype=float32)
@@ -249,7 +249,7 @@ def _batch_first(a: Any, batch: Any, contracted: Any) -> tuple[Any, tuple[int, .
 
 
 def _sizes(sizes: Any, lead: tuple[int, ...], m: int, inner: int) -> tuple[int | None, Any]:
-    """The axis to vmap group sizes over (None if they are shared), and the checked sizes, times the rows merged into m."""
+    """The axis to vmap group sizes over (None if shared), and the checked sizes, times the rows merged into m."""
     _check(sizes, m, np.int32(0))
     if inner != 1:
         sizes = clamped(jnp.asarray(sizes), m) * inner

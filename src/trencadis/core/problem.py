@@ -378,7 +378,7 @@ def as_array(name: str, x: Any) -> jax.Array:
         return x  # jnp.asarray copies what is being differentiated, and jax_debug_nans looks at every copy
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise TypeError(f"{name}: want an array; got {type(x).__name__}") from None
 
 

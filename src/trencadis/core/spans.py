@@ -3,8 +3,8 @@
     rows    0 1 2 3 4 5 6 7        sizes [3, 0, 5]
     group   0 0 0 2 2 2 2 2        offsets [0, 3, 3, 8]
 
-All positions are exact int32, whatever a traced array holds: a negative size counts as 0, an end past m is m, and a group
-outside of group_sizes is empty.
+All positions are exact int32, whatever a traced array holds: a negative size counts as 0, an end past m is m, and a
+group outside of group_sizes is empty.
 """
 
 from __future__ import annotations
