@@ -1,4 +1,4 @@
-"""MaxText's gmm (S4-09): its quantized training, its gathering of weights, by rules that look like `qwix.QtRule`."""
+"""MaxText's gmm (S4-09): quantized training and gathered weights, by rules that look like `qwix.QtRule`."""
 
 import dataclasses
 import functools
@@ -51,18 +51,18 @@ def stands_for(x, w):
     return dequantize(quantize(mine(x), "int8", "row")), dequantize(quantize(w, "int8", (0, 0, 1)))
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("options", [INT8, ruled(weight_qtype="int8", act_qtype=jnp.int8)])
-def test_s4_09_forward_and_gradients(options, turned, x, w, y):
+def test_s4_09_forward_and_gradients(options, transposed, x, w, y):
     """S4-09, S4-10: gradients are straight-through, and products with the dequantized operands."""
-    call = functools.partial(gmm, transpose_rhs=turned, **options)
-    stored = w.swapaxes(1, 2) if turned else w
+    call = functools.partial(gmm, transpose_rhs=transposed, **options)
+    stored = w.swapaxes(1, 2) if transposed else w
     out, pull = jax.vjp(jax.jit(lambda x, w: call(x, w, SIZES)), x, stored)
     d_x, d_w = pull(jnp.asarray(y))
     q, r = stands_for(x, w)
     close(out, oracle.rows(q, r, SIZES))
     close(d_x, oracle.rows(y, r, SIZES, transpose_rhs=True))
-    close(d_w.swapaxes(1, 2) if turned else d_w, oracle.contraction(q, y, SIZES))
+    close(d_w.swapaxes(1, 2) if transposed else d_w, oracle.contraction(q, y, SIZES))
 
 
 @pytest.mark.parametrize("tiling", [(8, 4, 2), (8, 4, 2, 16, 6, 3, 24, 12, 5)])
@@ -89,31 +89,31 @@ def test_s4_09_what_a_rule_calibrates(x, w):
     close(gmm(x, w, SIZES, **coarse), oracle.rows(x, dequantize(quantize(w, "int8", "tensor")), SIZES))
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_s4_10_a_fixed_range_is_that_of_the_gradient_times_scales(turned, x, w, y):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_s4_10_a_fixed_range_is_that_of_the_gradient_times_scales(transposed, x, w, y):
     """S4-10: also if rows and weights have a single scale, as with a fixed range."""
     methods = {f"{name}_calibration_method": f"fixed,{at}" for name, at in (("act", 5), ("weight", 6), ("bwd", 0.05))}
     options = ruled(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", **methods)
-    stored = w.swapaxes(1, 2) if turned else w
-    d_x, d_w = jax.vjp(lambda x, w: gmm(x, w, SIZES, transpose_rhs=turned, **options), x, stored)[1](jnp.asarray(y))
+    stored = w.swapaxes(1, 2) if transposed else w
+    d_x, d_w = jax.vjp(lambda x, w: gmm(x, w, SIZES, transpose_rhs=transposed, **options), x, stored)[1](jnp.asarray(y))
 
     def fixed(x, bound):
         return np.clip(np.round(x.astype(np.float64) * 127 / bound), -127, 127) * bound / 127
 
     close(d_x, oracle.rows(fixed(y * 6 / 127, 0.05), fixed(w, 6) * 127 / 6, SIZES, transpose_rhs=True), 2e-3)
     want = oracle.contraction(fixed(x, 5) * 127 / 5, fixed(y * 5 / 127, 0.05), SIZES)
-    close(d_w.swapaxes(1, 2) if turned else d_w, want, 2e-3)
+    close(d_w.swapaxes(1, 2) if transposed else d_w, want, 2e-3)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("options", [{}, INT8, FIXED])
-def test_s4_09_weights_are_gathered(options, turned, dim, x, w, y):
+def test_s4_09_weights_are_gathered(options, transposed, dim, x, w, y):
     """S4-09: the result and the gradients are those of unsharded weights; check_vma is on."""
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     cut = P(*("fsdp" if axis == dim else None for axis in range(3)))
-    stored = w.swapaxes(1, 2) if turned else w
-    call = functools.partial(gmm, transpose_rhs=turned, **options)
+    stored = w.swapaxes(1, 2) if transposed else w
+    call = functools.partial(gmm, transpose_rhs=transposed, **options)
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(None), cut, P(None)), out_specs=P("fsdp"))
     def sharded(x, w, sizes):
@@ -131,15 +131,15 @@ def test_s4_09_weights_are_gathered(options, turned, dim, x, w, y):
         close(one, np.asarray(other), 2e-2 if "qwix_rule" in options else 1e-6)
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_s4_09_shards_of_one_column_have_their_own_scales(turned, x, w):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_s4_09_shards_of_one_column_have_their_own_scales(transposed, x, w):
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     w = w[:, :, :2] * np.array([1, 100], np.float32)
-    call = functools.partial(gmm, transpose_rhs=turned, **INT8)
-    dim, cut = (-2, P(None, "fsdp")) if turned else (-1, P(None, None, "fsdp"))
+    call = functools.partial(gmm, transpose_rhs=transposed, **INT8)
+    dim, cut = (-2, P(None, "fsdp")) if transposed else (-1, P(None, None, "fsdp"))
     specs = {"in_specs": (P(), cut, P()), "out_specs": P("fsdp")}
     sharded = jax.shard_map(functools.partial(call, weight_gather_axes=[("fsdp", dim)]), mesh=mesh, **specs)
-    stored = w.swapaxes(1, 2) if turned else w
+    stored = w.swapaxes(1, 2) if transposed else w
     np.testing.assert_array_equal(jax.jit(sharded)(x, stored, SIZES)[:M], call(x, stored, SIZES))
 
 

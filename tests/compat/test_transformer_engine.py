@@ -32,7 +32,7 @@ SHAPES = [(5, 32, 128, 64), (5, 32, 64, 128), (5, 64, 32, 128)]  # groups, rows 
 DTYPES = [jnp.bfloat16, jnp.float16]
 
 
-def data(shape, dtype, rng, flipped=False):
+def data(shape, dtype, rng, transposed=False):
     """Rows in groups of uneven sizes, one of them empty."""
     groups, eighths, n, k = shape
     m = 8 * eighths
@@ -42,21 +42,21 @@ def data(shape, dtype, rng, flipped=False):
     assert sizes.sum() == m and len(sizes) == groups and (sizes == 0).any()
     x, w, b, c = (
         jnp.asarray(rng.normal(size=s), dtype)
-        for s in ((m, k), (groups, n, k) if flipped else (groups, k, n), (groups, n), (m, n))
+        for s in ((m, k), (groups, n, k) if transposed else (groups, k, n), (groups, n), (m, n))
     )
     return x, w, b, c, jnp.asarray(sizes)
 
 
-@pytest.mark.parametrize("flipped", [False, True], ids=["NN", "NT"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["NN", "NT"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_grouped_gemm(shape, dtype, flipped, rng):
-    x, w, _, _, sizes = data(shape, dtype, rng, flipped)
+def test_grouped_gemm(shape, dtype, transposed, rng):
+    x, w, _, _, sizes = data(shape, dtype, rng, transposed)
     lhs = GroupedNoScaleTensor(x, None, sizes, None, x.shape)
     rhs = GroupedNoScaleTensor(w, None, jnp.zeros((0,), jnp.int32), None, w.shape)
-    out = jax.jit(lambda lhs, rhs: grouped_gemm(lhs, rhs, contracting_dims=((1,), (2 if flipped else 1,))))(lhs, rhs)
+    out = jax.jit(lambda lhs, rhs: grouped_gemm(lhs, rhs, contracting_dims=((1,), (2 if transposed else 1,))))(lhs, rhs)
     assert out.dtype == dtype
-    oracle.check(out, oracle.rows(x, w, sizes, transpose_rhs=flipped))
+    oracle.check(out, oracle.rows(x, w, sizes, transpose_rhs=transposed))
 
 
 @jax.jit

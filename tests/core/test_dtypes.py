@@ -67,7 +67,7 @@ def test_a_ragged_batch_of_every_dtype(dtype, rng):
 
 
 def test_a_dtype_without_zero_is_no_result():
-    with pytest.raises(TypeError, match="preferred_element_type: want a dtype that has 0 .*; got float8_e8m0fnu"):
+    with pytest.raises(TypeError, match=r"preferred_element_type: want a dtype that has 0 .*; got float8_e8m0fnu"):
         tr.grouped_matmul(jnp.ones((4, 2)), jnp.ones((1, 2, 2)), [3], jnp.float8_e8m0fnu)
 
 

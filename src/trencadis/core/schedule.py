@@ -26,7 +26,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Visits:
-    """The walk over (group, tile) pairs, in order of rows; entries from `count` on repeat the last visit."""
+    """The (group, tile) pairs of a schedule in order of rows; entries from `count` on repeat the last pair."""
 
     offsets: Array  # i32[groups + 1]: the row at which each group starts
     group: Array  # i32[bound]
@@ -35,7 +35,7 @@ class Visits:
     height: int = dataclasses.field(metadata={"static": True})  # rows of a tile
 
     def pairs(self) -> list[tuple[int, int]]:
-        """The real visits as Python pairs."""
+        """The `count` real visits as a list of Python pairs."""
         n = int(self.count)
         return list(zip(np.asarray(self.group)[:n].tolist(), np.asarray(self.tile)[:n].tolist(), strict=True))
 
@@ -88,7 +88,7 @@ def walk(
     local_groups: int | None = None,
     empty: bool = False,
 ) -> list[tuple[int, int]]:
-    """The slow twin of `visits`: the same pairs by a loop over groups and tiles.
+    """The pairs of `visits`, computed in plain Python by a loop over groups and tiles.
 
     >>> walk([3, 0, 5], 8, 4)
     [(0, 0), (2, 0), (2, 1)]
