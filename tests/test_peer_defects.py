@@ -71,7 +71,7 @@ def test_7_5_an_expert_full_of_nan_poisons_no_other(xw):
 
 
 def test_7_5_memory_does_not_grow_with_the_groups():
-    """lax.ragged_dot does g times the work in g times the memory; here the temporaries of 64 groups are those of one."""
+    """lax.ragged_dot does g times the work in g times the memory; here 64 groups need the temporaries of one."""
     m, k, n = 256, 64, 64
     used = {}
     for g in (1, 64):

@@ -206,7 +206,7 @@ def test_s0_17_a_donated_existing_out_is_the_result(data, f):
 
 @pytest.mark.parametrize("asked", [problem_of((300, 64), (3, 64, 32)), problem_of((64, 300), (300, 32), groups=3)])
 def test_s0_18_s2_16_cost(asked):
-    """S0-18, S2-16: 2mkn when every row is owned; half of it when half of the rows are, where the peers still say 2mkn."""
+    """S0-18, S2-16: 2mkn when every row is owned; half of it if half of the rows are, unlike in the peers."""
     assert cost(asked).flops == cost(asked, [100, 150, 50]).flops == 2 * 300 * 64 * 32
     assert cost(asked, [100, 0, 50]).flops == 300 * 64 * 32
     assert cost(asked, [100, 0, 50]).bytes < cost(asked).bytes
@@ -318,7 +318,7 @@ def test_s1_06_empty_groups(empty):
 
 @pytest.mark.parametrize("tiles", [3010, 8192])
 def test_s1_08_many_tiles(tiles):
-    """S1-08, defect 7.1: groups that start in the middle of the last tile, where the peers' float histogram is wrong."""
+    """S1-08, defect 7.1: groups that start in the middle of the last tile, where the peers' float histogram errs."""
     pairs, _ = schedule([128 * (tiles - 1) + 5, 100, 23], m=128 * tiles)
     assert pairs == [*((0, t) for t in range(tiles)), (1, tiles - 1), (2, tiles - 1)]
 

@@ -38,7 +38,7 @@ def test_s4_02_s4_07_gmm(x, w, rng):
 
 
 def test_s4_02_s4_06_s4_07_tgmm(x, y, rng):
-    """S4-02, S4-06, S4-07, defect 7.10: the product is added to existing_out also with scales; groups past the last are 0."""
+    """S4-02, S4-06, S4-07, defect 7.10: existing_out is accumulated with scales too; groups past the last are 0."""
     q, r = qarray(x, "int8", (0, 1)), qarray(y, "int8", (1, 0))
     old = rng.normal(size=(4, K, N)).astype(np.float32)
     for a, b in ((q, r), (x, r), (q, y)):

@@ -291,7 +291,9 @@ def first_group(group_offset: Any) -> Any:
     known = concrete(group_offset)
     if known is None:
         wide, bound = jnp.reshape(group_offset, ()), jnp.iinfo(dtype)
-        return jnp.clip(wide, max(bound.min, -(2**31)), min(bound.max, 2**31 - 1)).astype(jnp.int32)
+        if dtype != jnp.int32:  # clip, or a large unsigned offset would become negative
+            wide = jnp.clip(wide, max(bound.min, -(2**31)), min(bound.max, 2**31 - 1)).astype(jnp.int32)
+        return wide
     if not -(2**31) <= int(known.reshape(())) < 2**31:
         raise ValueError(f"group_offset: want the index of a group; got {known.reshape(())}")
     return np.int32(known.reshape(()))
