@@ -23,7 +23,7 @@ from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Activation, Epilogue, static_activation
 from trencadis.core.plan import check_backend
 from trencadis.core.problem import Form, Problem
-from trencadis.core.spans import local_group, owned
+from trencadis.core.spans import clamp_first, local_group, owned
 from trencadis.core.tiling import Overrides, TilingLike, resolve
 from trencadis.quant.operand import Operand, Sizes, array_operand
 from trencadis.quant.scaled import Scaled, expanded
@@ -80,7 +80,7 @@ def rows_product(
     overrides = overrides_of(problem, options)
     after = sizes_and_window(problem, sizes, group_offset)
     problem, operands, scales = with_scales(problem, x, w, *after)
-    extras = [jnp.asarray(x) for x in (bias, existing_out) if x is not None]
+    extras = [what.as_array(name, x) for name, x in (("bias", bias), ("existing_out", existing_out)) if x is not None]
     if activation is None:
         return run(problem, overrides, *operands, *after, *scales, *extras)
     static = static_activation(activation, problem.sum, problem.out)
@@ -115,7 +115,7 @@ def contraction_product(
     overrides = overrides_of(problem, options)
     after = sizes_and_window(problem, sizes, first)
     problem, operands, scales = with_scales(problem, x, y, *after)
-    extras = [] if existing_out is None else [jnp.asarray(existing_out)]
+    extras = [] if existing_out is None else [what.as_array("existing_out", existing_out)]
     return run(problem, overrides, *operands, *after, *scales, *extras)
 
 
@@ -139,6 +139,8 @@ def sizes_and_window(problem: Problem, group_sizes: Sizes, group_offset: Any) ->
     what.check_window(first, problem.local_groups, problem.groups)
     sizes = jnp.asarray(group_sizes)
     check_traced(sizes, first, problem.m, problem.local_groups)
+    if what.concrete(first) is None:  # so that no kernel counts past 2**31
+        first = clamp_first(first, problem.groups, problem.local_groups)
     return sizes[None], jnp.asarray(first)[None]
 
 
