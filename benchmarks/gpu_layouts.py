@@ -1,6 +1,6 @@
 """Layouts of the GPU kernels, timed one by one: what to look at before the choice in `backends/gpu/choose.py` changes.
 
-    python -m benchmarks.gpu_layouts --problems qwen3-30b-a3b --passes d_rhs --layouts "" "stages=3 slots=4"
+    python -m benchmarks.gpu_layouts --problems qwen3-30b-a3b --passes d_rhs --layouts "" "stages=3 store_buffers=4"
 
 A layout is a set of fields that differ from those the plan would choose; the empty one is that choice. Cases run in a
 child process that is ended when it says nothing for a while: a kernel that waits for itself must not keep the card.
@@ -62,7 +62,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
     parser.add_argument("--kind", default="bf16", choices=KINDS, help="dtypes of the operands; bf16 has no scales")
-    parser.add_argument("--layouts", nargs="+", default=[""], help='e.g. "tall=128 wide=256 panel=16"')
+    parser.add_argument("--layouts", nargs="+", default=[""], help='e.g. "block_m=128 block_n=256 raster_group=16"')
     parser.add_argument("--json", help="where to write the results")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
