@@ -1,4 +1,4 @@
-"""The size budgets of the package: lines of a file, lines and arguments of a function. Prints what is over."""
+"""Check the size budgets of the package (lines of a file, lines and arguments of a function), and print violations."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pathlib
 import sys
 
 FILE, FUNCTION, ARGUMENTS = 450, 60, 8
-# signatures that are fixed from outside: the doors of DESIGN and the peers' own
+# signatures that are fixed from outside: the public functions and those of other libraries
 PUBLIC = {"grouped_matmul", "transposed_grouped_matmul", "gmm", "tgmm", "grouped_gemm", "grouped_dense"}
 
 
 def over_budget(path: pathlib.Path) -> list[str]:
-    """Complaints about one file."""
+    """Return one line per violation of a budget in a file."""
     text = path.read_text()
     found = [f"{path}: {lines} lines"] if (lines := text.count("\n")) > FILE else []
     for node in ast.walk(ast.parse(text)):
@@ -29,7 +29,7 @@ def over_budget(path: pathlib.Path) -> list[str]:
 
 
 def main() -> int:
-    """0 when everything fits."""
+    """Print all violations; the exit code is 0 if there are none."""
     files = sorted(pathlib.Path("src").rglob("*.py"))
     found = [line for path in files for line in over_budget(path)]
     lines = sum(path.read_text().count("\n") for path in files)

@@ -1,4 +1,4 @@
-"""Prose that runs: README, docs and docstrings; and the rules of the tree that a tool can check."""
+"""README, docs and docstrings run as doctests; and the rules of docs and tree that a tool can check."""
 
 import doctest
 import importlib
@@ -15,6 +15,8 @@ import trencadis
 ROOT = pathlib.Path(__file__).parent.parent
 MODULES = ["trencadis", *(m.name for m in pkgutil.walk_packages(trencadis.__path__, "trencadis."))]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *PAGES})
+RECORDS = sorted(path.name for path in (ROOT / "docs/adr").glob("0*.md"))
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
@@ -40,7 +42,7 @@ def test_every_public_function_has_an_example():
             assert ">>>" in (thing.__doc__ or ""), name
 
 
-@pytest.mark.parametrize("page", [p for p in ROOT.glob("*.md")] + PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
@@ -54,11 +56,58 @@ def test_one_direction():
     assert done.returncode == 0, done.stdout
 
 
-WORDS = (
-    """group size offset first_group row owned tile visit run form operand format epilogue problem plan target table"""
-)
+# ---------------------------------------------------------------------------------------------------------------------
+# Pages that list others
+
+
+def test_the_readme_has_no_pictures():
+    """A package index shows the README without the repository around it, so a relative path to a picture breaks."""
+    assert not re.search(r"!\[|<img", (ROOT / "README.md").read_text())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_every_page_is_listed(page):
+    linked = set(re.findall(r"\]\((?:docs/)?([^)#]+)\)", (ROOT / page).read_text()))
+    wanted = {str(path.relative_to(ROOT / "docs")) for path in PAGES[1:]} - {f"adr/{name}" for name in RECORDS}
+    outside = {"glossary.md", "api/index.md", "index.md"} if page == "README.md" else {"index.md"}  # made by mkdocs
+    assert wanted - outside <= linked
+
+
+def test_the_sidebar_has_every_page_and_one_for_all_decisions():
+    sidebar = (ROOT / "mkdocs.yml").read_text()
+    for path in PAGES[1:]:
+        assert (f": {path.relative_to(ROOT / 'docs')}\n" in sidebar) == (path.name not in RECORDS), path
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_index_lists_every_decision(name):
+    number = name[:4]
+    assert (ROOT / "docs/adr/index.md").read_text().count(f"| [{number}]({name}) |") == 1
+    assert (ROOT / "docs/adr" / name).read_text().startswith(f"# {number}: ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Words
+
+WORDS = """group size first_group owned unowned span form problem plan operand offset window tile visit epilogue format
+target backend overrides"""
 
 
 @pytest.mark.parametrize("word", WORDS.split())
 def test_words_are_in_the_glossary(word):
     assert re.search(rf"^\*\*{word}\*\*", (ROOT / "GLOSSARY.md").read_text(), re.MULTILINE)
+
+
+def test_the_glossary_defines_each_word_once():
+    words = re.findall(r"^\*\*([^*]+)\*\*", (ROOT / "GLOSSARY.md").read_text(), re.MULTILINE)
+    assert len(words) == len(set(words)) > 40
+
+
+COINED = r"\b(doors?|nobody(?:'s)?|the calculus|few bits|laid as one|what comes out|turned tiles|mail|pins)\b"
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_words_of_the_field(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    found = re.findall(COINED, text, re.IGNORECASE)
+    assert page.name == "CHANGELOG.md" or not found

@@ -22,6 +22,7 @@ from trencadis.core.autodiff import grouped_p
 from trencadis.core.cost import Cost, cost
 from trencadis.core.devices import target_of
 from trencadis.core.execute import execute
+from trencadis.core.jax_compat import newly_manual_axes
 from trencadis.core.plan import Plan, Refusal, answers, plan
 from trencadis.core.problem import Problem
 from trencadis.core.split import part_of
@@ -240,20 +241,21 @@ def _spread_mesh(mesh: Any, manual: Any) -> bool:
     return any(size > 1 for name, size in mesh.shape.items() if name not in manual)
 
 
-def _products(jaxpr: Any, partitioned: bool) -> Iterator[_Found]:
-    """The grouped products of a traced program, in order."""
+def _products(jaxpr: Any, partitioned: bool, manual: frozenset[Any] = frozenset()) -> Iterator[_Found]:
+    """The grouped products of a traced program, in order; inside `shard_map`, over which axes the program is manual."""
     for equation in jaxpr.eqns:
         params = equation.params
         if equation.primitive is grouped_p:
             yield _Found(params["problem"], params["overrides"], partitioned)
-        inside = partitioned or any(map(_spread, params.get("in_shardings", ())))
+        inside, axes = partitioned or any(map(_spread, params.get("in_shardings", ()))), manual
         if equation.primitive.name == "shard_map":
-            inside = _spread_mesh(params["mesh"], params["manual_axes"])
+            axes = manual | newly_manual_axes(params)
+            inside = _spread_mesh(params["mesh"], axes)
         for value in params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    yield from _products(inner, inside)
+                    yield from _products(inner, inside, axes)
 
 
 def _pass(name: str, found: _Found, target: Target, sizes: list[int] | None = None, stored: Any = None) -> Pass:

@@ -1,5 +1,6 @@
 """The calculus against a dense einsum: every derivative, every transformation, both forms, every backend."""
 
+import contextlib
 import functools
 import itertools
 
@@ -247,7 +248,8 @@ def test_export_for_other_platforms(xwy):
     x, w, _ = xwy
     f = jax.jit(jax.value_and_grad(lambda x, w, s: jnp.sum(jnp.sin(tr.grouped_matmul(x, w, s))), (0, 1)))
     for platforms in (["tpu"], ["cuda"], ["cpu", "cuda", "tpu"]):
-        exported = jax.export.export(f, platforms=platforms)(x, w, SIZES)
+        with contextlib.nullcontext() if platforms == ["tpu"] else pytest.warns(tr.PerformanceWarning, match="Hopper"):
+            exported = jax.export.export(f, platforms=platforms)(x, w, SIZES)
         assert exported.platforms == tuple(platforms)
     again = jax.export.deserialize(exported.serialize())
     close(again.call(x, w, SIZES), f(x, w, SIZES))

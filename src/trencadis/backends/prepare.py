@@ -39,7 +39,7 @@ def in_bytes(problem: Problem) -> Problem:
 
 
 def flat_sizes(sizes: jax.Array, m: int) -> jax.Array:
-    """Group sizes [batch, groups] as one int32 vector; int32 sizes are passed on as they are, since kernels clamp them."""
+    """Group sizes [batch, groups] as one int32 vector; int32 sizes stay as they are, since kernels clamp them."""
     return (sizes if sizes.dtype == jnp.int32 else clamped(sizes, m)).reshape(-1)
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Integer
 from trencadis.api import matmul as api
 from trencadis.api.matmul import make_group_metadata as make_group_metadata
 from trencadis.compat import CUBE, planned, tilings
-from trencadis.quant.product import operand
+from trencadis.quant.operand import array_operand
 from trencadis.quant.scaled import Scaled
 
 
@@ -79,7 +79,7 @@ def transposed_grouped_matmul(
 
 
 def _floats(**operands: Any) -> tuple[Array, ...]:
-    arrays = {name: operand(name, x) for name, x in operands.items()}
+    arrays = {name: array_operand(name, x) for name, x in operands.items()}
     for name, x in arrays.items():
         if not isinstance(x, Scaled) and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(

@@ -21,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer, Num
 
-from trencadis.api.matmul import grouped_matmul, problem_of, transposed_grouped_matmul
+from trencadis.api.matmul import grouped_matmul, transposed_grouped_matmul
 from trencadis.api.matmul import make_group_metadata as make_group_metadata
 from trencadis.compat import CUBE, planned, tilings
 from trencadis.core import problem as what
+from trencadis.core.problem import problem_of
 from trencadis.core.spans import owned
-from trencadis.quant.product import operand
+from trencadis.quant.operand import array_operand
 
 
 def gmm(
@@ -144,7 +145,7 @@ def _found(table: Callable[[int, int, int], Any]) -> Callable[[int, int, int], A
 
 def checked(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any, *, rhs_rank: int) -> tuple[Any, Any, Any]:
     """Operands, refused with megablox's words where it has some; the rest is checked by the operation."""
-    lhs, rhs, group_sizes = operand("lhs", lhs), operand("rhs", rhs), what.as_sizes(group_sizes)
+    lhs, rhs, group_sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), what.as_sizes(group_sizes)
     shape = jnp.shape(group_offset) if group_offset is not None else ()
     if shape not in ((), (1,)):
         raise ValueError(f"group_offset must be a ()-shaped array. Got: {shape}.")

@@ -48,7 +48,7 @@ grouped_p = Primitive("grouped_matmul")
 
 
 def run(problem: Problem, overrides: Overrides, *operands: Any) -> Array:
-    """The result of a problem: operands are lhs, rhs, sizes [batch, groups], first group [batch], then the epilogue's."""
+    """The result of a problem: operands are lhs, rhs, sizes [batch, groups], first group [batch], then extras."""
     return grouped_p.bind(*vary_alike(*map(replicated, operands)), problem=problem, overrides=overrides)
 
 

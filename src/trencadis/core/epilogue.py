@@ -101,7 +101,7 @@ class Epilogue:
         return Extras(*(next(rest) if there else None for there in given))
 
     def finish(self, acc: jax.Array, extras: Extras, out: Any) -> jax.Array:
-        """Apply scales, bias and activation to a tile of sums [rows, n]; scales of rows are [rows, 1], others [1, n]."""
+        """A tile of sums [rows, n] after scales, bias and activation; scales of rows are [rows, 1], others [1, n]."""
         for scale in (extras.by_row, extras.by_column):
             acc = acc if scale is None else acc.astype(accumulator(acc.dtype, scale.dtype)) * scale
         if extras.bias is not None:
@@ -157,11 +157,32 @@ def inlined(activation: Activation) -> Activation:
     return apply
 
 
-def check_activation(activation: Any, dtype: Any, result: Any) -> bool:
-    """Whether a kernel may carry this activation; an error if it is not a function of one number.
+class Elementwise:
+    """An activation that equals any other of the same operations, so that a fresh lambda compiles nothing anew."""
 
-    One that closes over traced values, or that has no hash, cannot be a static part of the problem: it is applied
-    after the product.
+    __slots__ = ("__name__", "fn", "key")
+
+    def __init__(self, fn: Activation, key: str) -> None:
+        self.fn, self.key = fn, key
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fn(x)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Elementwise) and other.key == self.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"Elementwise({self.__name__})"
+
+
+def static_activation(activation: Any, dtype: Any, result: Any) -> Activation | None:
+    """The activation as a hashable part of a problem; an error if it is not a function of one number.
+
+    None if it closes over traced values or has no hash: then it has to be applied after the product.
     """
     if not callable(activation):
         raise TypeError(f"activation: want a function of one number, such as jax.nn.relu; got {activation!r}")
@@ -178,8 +199,11 @@ def check_activation(activation: Any, dtype: Any, result: Any) -> bool:
         raise ValueError(f"activation: want one number out for one number in; got {out.str_short()}")
     if jnp.issubdtype(out.dtype, jnp.complexfloating) and not jnp.issubdtype(result, jnp.complexfloating):
         raise ValueError(f"activation: gives {out.dtype}, which the result's {result} cannot hold")
+    text = str(traced.jaxpr)
+    if not traced.consts and " at 0x" not in text:  # nothing but operations: no arrays, no derivative rules of its own
+        return Elementwise(activation, text)
     try:
         hash(activation)
     except TypeError:
-        return False
-    return not any(isinstance(const, jax.core.Tracer) for const in traced.consts)
+        return None
+    return None if any(isinstance(const, jax.core.Tracer) for const in traced.consts) else activation

@@ -100,6 +100,12 @@ def partitioned(context: Any) -> bool:
     return getattr(axes, "num_devices", 1) > 1
 
 
+def newly_manual_axes(params: dict[str, Any]) -> frozenset[Any]:
+    """The mesh axes that a `shard_map` equation with these parameters makes manual."""
+    axes: frozenset[Any] = params["newly_manual_axes"]
+    return axes
+
+
 @functools.cache
 def interpreter_effects() -> set[Any]:
     """The effects of a kernel that is interpreted: its memory is on the host, behind ordered callbacks."""
@@ -210,7 +216,7 @@ def turnable(x: Any) -> Any:
 
 @functools.cache
 def gpu_interpreter() -> Any:
-    """How a GPU kernel is interpreted: memory that nobody wrote, or that lies outside of an array, holds NaN."""
+    """The parameters of the GPU interpreter: memory that was not written, or is outside of an array, reads as NaN."""
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     if JAX < (0, 11):

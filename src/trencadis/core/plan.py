@@ -24,17 +24,27 @@ def plan(problem: Problem, target: Target, overrides: Overrides = Overrides()) -
     >>> print(plan(problem_of((4096, 1024), (8, 1024, 1024), groups=8), Target(platform="cpu")))
     xla, tile 256·1024·1024: loops over row tiles of 1 to 256 rows that start at each group's first row
     """
-    target, name = _seen(target, overrides), _wanted(overrides)
+    target = _seen(target, overrides)
+    found = _first(problem, target, overrides)
+    if found is not None:
+        return found
+    if problem.epilogue.along_k:
+        part = _first(part_of(problem), target, overrides.untiled)
+        if part is not None:
+            return dataclasses.replace(part, asked=problem, split=problem.epilogue.part)
+    given = answers(problem, target, overrides).values()
+    said = "; ".join(f"{each.backend}: {each if isinstance(each, Refusal) else 'supports it'}" for each in given)
+    raise ValueError(f"backend: {_wanted(overrides)!r} cannot run {problem} on {target} ({said})")
+
+
+def _first(problem: Problem, target: Target, overrides: Overrides) -> Plan | None:
+    """The plan of the backend that the caller asked for, or of the first that does not refuse."""
+    name = _wanted(overrides)
     for backend in BACKENDS if name is None else (name,):
         answer = BACKENDS[backend].plan(problem, target, overrides)
         if isinstance(answer, Plan):
             return dataclasses.replace(answer, because=answer.because + _asked(overrides))
-    if problem.epilogue.along_k:
-        part = plan(part_of(problem), target, overrides.untiled)
-        return dataclasses.replace(part, asked=problem, split=problem.epilogue.part)
-    given = answers(problem, target, overrides).values()
-    said = "; ".join(f"{each.backend}: {each if isinstance(each, Refusal) else 'supports it'}" for each in given)
-    raise ValueError(f"backend: {name!r} cannot run {problem} on {target} ({said})")
+    return None
 
 
 def answers(problem: Problem, target: Target, overrides: Overrides = Overrides()) -> dict[str, Plan | Refusal]:

@@ -28,9 +28,9 @@ class Form(enum.Enum):
     CONTRACTION = "contraction"  # out[i] = sum over the rows r of group i of lhs[r, :, None] * rhs[r, None, :]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Problem:
-    """One grouped matmul, without its numbers.
+    """One grouped matmul without its arrays: form, sizes, dtypes, storage order, epilogue and precision.
 
     Rows reads lhs `[m, k]` and rhs `[g, k, n]` and gives `[m, n]`; contraction reads lhs `[m, k]` and rhs `[m, n]`
     and gives `[g, k, n]`. With `batch = b` there are b independent problems of this shape laid end to end: lhs has
@@ -71,7 +71,7 @@ class Problem:
 
     @property
     def asked(self) -> Any:
-        """The precision that was asked for: by the caller, or by the setting that holds where nobody does."""
+        """The precision that the caller asked for, or else the one of jax_default_matmul_precision."""
         config: Any = jax.config
         return self.precision if self.precision is not None else config.jax_default_matmul_precision
 
@@ -144,6 +144,9 @@ class Problem:
         tail = f", {self.epilogue}" if self.epilogue else ""
         return f"{self.form.value} {m} k={self.k} n={self.n} {groups}: {lhs} x {rhs} -> {self.out.name}{tail}"
 
+    def __repr__(self) -> str:
+        return f"Problem({self})"
+
 
 def _ceil(size: int, by: int) -> int:
     return -(-size // by) if by else 0
@@ -203,8 +206,10 @@ def contraction_problem(
     m, n = rhs.shape
     if lhs_m != m:
         where = "last" if transpose_lhs else "first"
+        other = f"; lhs of shape [m, k] wants transpose_lhs={transpose_lhs}" if k == m else ""
         raise ValueError(
-            f"lhs: the {where} dimension must be m = {m}, the first dimension of rhs {rhs.shape}; got {lhs.shape}"
+            f"lhs: the {where} dimension must be m = {m}, the first dimension of rhs {rhs.shape}; "
+            f"got {lhs.shape}{other}"
         )
     return Problem(
         form=Form.CONTRACTION,
@@ -265,7 +270,8 @@ def check_bias(problem: Problem, bias: Any) -> None:
     if bias.shape != want:
         raise ValueError(f"bias: want shape [g, n] = {want}; got {bias.shape}")
     _numeric(bias=bias)
-    result_dtype(problem.out, bias)
+    if jnp.issubdtype(bias.dtype, jnp.complexfloating) and not jnp.issubdtype(problem.out, jnp.complexfloating):
+        raise TypeError(f"bias: want a real dtype for a {problem.out.name} result; got {bias.dtype}")
 
 
 def check_sizes(group_sizes: Any, m: int) -> None:
@@ -284,8 +290,8 @@ def check_sizes(group_sizes: Any, m: int) -> None:
 def check_schedule(group_sizes: Any, m: Any, tm: Any, first: Any, num_nonzero_groups: Any) -> None:
     """What a schedule needs: sizes [g] that fit, a row count, a tile height, and a window inside the groups."""
     groups = _groups(group_sizes)
-    if not _is_int(m) or m < 0:
-        raise ValueError(f"m: want a nonnegative int; got {m!r}")
+    if not _is_int(m) or not 0 <= m < 2**31:
+        raise ValueError(f"m: want a nonnegative int below 2**31, as row positions are int32; got {m!r}")
     if not _is_int(tm) or tm < 1:
         raise ValueError(f"tm: want a positive int; got {tm!r}")
     check_sizes(group_sizes, m)
@@ -307,11 +313,14 @@ def first_group(group_offset: Any) -> Any:
     """group_offset as a scalar int32, or an error for a bad shape or dtype."""
     if group_offset is None:
         return np.int32(0)
-    if isinstance(group_offset, (list, tuple)):
-        group_offset = np.asarray(group_offset)
-    shape, dtype = np.shape(group_offset), jnp.result_type(group_offset)
+    wanted = "an int or an integer array of shape () or (1,)"
+    try:
+        group_offset = np.asarray(group_offset) if isinstance(group_offset, (list, tuple)) else group_offset
+        shape, dtype = np.shape(group_offset), jnp.result_type(group_offset)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"group_offset: want {wanted}; got {group_offset!r}") from None
     if shape not in ((), (1,)):
-        raise ValueError(f"group_offset: want an int or an integer array of shape () or (1,); got shape {shape}")
+        raise ValueError(f"group_offset: want {wanted}; got shape {shape}")
     if not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(f"group_offset: want an integer; got dtype {dtype}")
     known = concrete(group_offset)
@@ -321,6 +330,15 @@ def first_group(group_offset: Any) -> Any:
     if not -(2**31) <= int(known.reshape(())) < 2**31:
         raise ValueError(f"group_offset: want the index of a group; got {known.reshape(())}")
     return np.int32(known.reshape(()))
+
+
+def check_window_given(group_offset: Any, local: int, groups: int) -> None:
+    """A rhs of fewer groups than group_sizes names is a window, and the caller has to say where it starts."""
+    if group_offset is None and local < groups:
+        raise ValueError(
+            f"rhs: holds {local} groups and group_sizes names {groups}; want as many, or group_offset to say which of "
+            "them rhs holds"
+        )
 
 
 def check_window(first: Any, local: int, groups: int, name: str = "group_offset") -> None:
@@ -407,6 +425,9 @@ def as_array(name: str, x: Any) -> jax.Array:
 def as_sizes(group_sizes: Any, name: str = "group_sizes") -> Any:
     """Sizes as an array; in numpy if it is not JAX's yet, so that its values are still known inside `jit`."""
     if isinstance(group_sizes, (list, tuple)) and all(_is_int(size) for size in group_sizes):
+        for i, size in enumerate(group_sizes):
+            if not -(2**63) <= size < 2**63:
+                raise ValueError(f"{name}: want sizes that fit into 64 bits; group {i} has {size}")
         return np.asarray(group_sizes, np.int64)
     return group_sizes if isinstance(group_sizes, np.ndarray) else as_array(name, group_sizes)
 
@@ -414,6 +435,8 @@ def as_sizes(group_sizes: Any, name: str = "group_sizes") -> Any:
 def _rank(name: str, x: Any, rank: int, axes: str) -> None:
     if x.ndim != rank:
         raise ValueError(f"{name}: want {rank} dimensions {axes}; got {x.ndim}, shape {x.shape}")
+    if not all(_is_int(size) for size in x.shape):
+        raise ValueError(f"{name}: want a shape of ints, since tiles are planned for it; got the symbolic {x.shape}")
 
 
 def _numeric(**operands: Any) -> None:

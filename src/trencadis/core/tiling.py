@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -49,14 +50,14 @@ class Tilings:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
-    """What the caller decided instead of the plan: a backend, interpretation, tilings of a product and its derivatives."""
+    """What the caller decided instead of the plan: backend, interpretation, tilings of all passes."""
 
     backend: str | None = None
     interpret: bool = False
     tilings: Tilings = Tilings()
 
     def derive(self, tiling: Tiling | None, *, swap: bool) -> Overrides:
-        """The overrides of a derivative with its own tiling; one tile for all passes keeps its sizes with their dimensions."""
+        """The overrides of a derivative with its own tiling; one tile for all passes follows its dimensions."""
         same = self.tilings.forward == self.tilings.d_lhs == self.tilings.d_rhs
         tilings = self.tilings if same else Tilings(forward=tiling)
         return dataclasses.replace(self, tilings=tilings.swapped() if swap else tilings)
@@ -73,7 +74,7 @@ TilingLike = Tiling | Tilings | tuple[int, int, int] | Callable[[int, int, int],
 def resolve(tiling: Any, m: int, k: int, n: int) -> Tilings:
     """The tilings of all passes from any spelling of the argument `tiling`, for a problem of m, k, n."""
     if callable(tiling):
-        tiling = tiling(m, k, n)
+        tiling = _called(tiling, m, k, n)
     if isinstance(tiling, Tilings):
         one = {name: _one(getattr(tiling, name), m, k, n) for name in ("forward", "d_lhs", "d_rhs")}
         return Tilings(**one)
@@ -81,9 +82,20 @@ def resolve(tiling: Any, m: int, k: int, n: int) -> Tilings:
     return Tilings(forward=tile, d_lhs=tile, d_rhs=tile)
 
 
+def _called(tiling: Callable[..., Any], m: int, k: int, n: int) -> Any:
+    """What a function given as `tiling` returns; an error that names the argument if it does not take m, k and n."""
+    try:
+        inspect.signature(tiling).bind(m, k, n)
+    except TypeError as error:
+        raise TypeError(f"tiling: want a function of (m, k, n); got {tiling!r}, {error}") from None
+    except ValueError:  # a builtin without a signature
+        pass
+    return tiling(m, k, n)
+
+
 def _one(tiling: Any, m: int, k: int, n: int) -> Tiling | None:
     if callable(tiling):
-        tiling = tiling(m, k, n)
+        tiling = _called(tiling, m, k, n)
     if tiling is None:
         return None
     sizes = (tiling.m, tiling.k, tiling.n) if isinstance(tiling, Tiling) else tiling

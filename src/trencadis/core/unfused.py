@@ -40,7 +40,7 @@ def scale(problem: Problem, z: Array, extras: Extras, sizes: Array, first: Array
 def finish(
     problem: Problem, z: Array, sizes: Array, first: Array, *, bias: Array | None = None, existing: Array | None = None
 ) -> Array:
-    """The result from scaled sums z: plus bias [rows, n], the problem's activation, plus existing; cast to its dtype."""
+    """The result from scaled sums z: plus bias [rows, n], then the activation, plus existing; in the result's dtype."""
     if bias is not None:
         z = add(z, bias)
     if problem.epilogue.activation is not None:

@@ -20,7 +20,7 @@ from trencadis.core import unfused
 from trencadis.core.autodiff import run
 from trencadis.core.debug import check_traced
 from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import Activation, Epilogue, check_activation
+from trencadis.core.epilogue import Activation, Epilogue, static_activation
 from trencadis.core.plan import check_backend
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import local_group, owned
@@ -76,14 +76,16 @@ def rows_product(
     )  # fmt: skip
     what.check_bias(problem, bias)
     what.check_existing_out(problem, existing_out)
+    what.check_window_given(group_offset, problem.local_groups, problem.groups)
     overrides = overrides_of(problem, options)
     after = sizes_and_window(problem, sizes, group_offset)
     problem, operands, scales = with_scales(problem, lhs, rhs, *after)
     extras = [jnp.asarray(x) for x in (bias, existing_out) if x is not None]
     if activation is None:
         return run(problem, overrides, *operands, *after, *scales, *extras)
-    if check_activation(activation, problem.sum, problem.out):
-        problem = problem.replace(epilogue=dataclasses.replace(problem.epilogue, activation=activation))
+    static = static_activation(activation, problem.sum, problem.out)
+    if static is not None:
+        problem = problem.replace(epilogue=dataclasses.replace(problem.epilogue, activation=static))
         return run(problem, overrides, *operands, *after, *scales, *extras)
     z = run(problem.replace(out=problem.sum), overrides, *operands, *after, *scales, *extras)
     return unfused.activate(problem, activation, z, *after)

@@ -22,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from trencadis.core import problem as what
 from trencadis.core import unfused
-from trencadis.core.epilogue import Activation, Epilogue, check_activation
+from trencadis.core.epilogue import Activation, Epilogue, static_activation
 from trencadis.core.jax_compat import replicated, vary_alike
 from trencadis.core.problem import Problem
 from trencadis.core.spans import local_group, owned
@@ -87,7 +87,7 @@ def trained(
         epilogue=Epilogue(bias=None if bias is None else np.dtype(bias.dtype)),
     )  # fmt: skip
     if activation is not None:
-        check_activation(activation, asked.sum, asked.out)
+        static_activation(activation, asked.sum, asked.out)
     x, w, sizes, first = vary_alike(*map(replicated, (x, w, *sizes_and_window(asked, group_sizes, group_offset))))
     if 0 in (asked.m, asked.k, asked.n, asked.local_groups):
         recipe = Recipe()  # there is nothing to take a scale from
