@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from trencadis.backsteps.gpu.choose import choose, choose_for_tile, mma_dtype, tiling_of
-from trencadis.backsteps.gpu.layout import CONSUMERS, WGMMA_M
 
 import trencadis as tr
+from trencadis.backends.gpu.choose import choose, choose_for_tile, mma_dtype, tiling_of
+from trencadis.backends.gpu.layout import CONSUMERS, WGMMA_M
 from trencadis.core.devices import CARDS
 from trencadis.core.dtypes import bits
 from trencadis.core.epilogue import Epilogue
@@ -182,12 +182,12 @@ def test_the_larger_the_groups_the_taller_the_tiles():
     assert [(x.block_m, x.block_n, x.swap_ab) for x in layouts] == [
         (64, 256, True), (128, 256, True), (192, 256, True), (256, 192, False),
     ]  # fmt: skip
-    assert choose(question("rows", 4096, 4096, 40, 8), H200).wide == 64
+    assert choose(question("rows", 4096, 4096, 40, 8), H200).block_n == 64
 
 
 def test_float32_results_do_not_swap_ab():
     small = question("rows", 4096, 4096, 4096, 32, out=np.dtype(np.float32))
-    assert not choose(small, H200).turned and choose(small.replace(out=np.dtype(np.float16)), H200).turned
+    assert not choose(small, H200).swap_ab and choose(small.replace(out=np.dtype(np.float16)), H200).swap_ab
 
 
 def test_a_layout_prints_itself():

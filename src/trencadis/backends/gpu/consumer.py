@@ -88,15 +88,14 @@ class Consumer:
 
         def step(i: Scalar, sums: list[jax.Array]) -> list[jax.Array]:
             at = self._wait(tile, done, i)
-            weights = self.refs["smem_by_column"][self.warpgroup, i]
+            of_weights, of_rows = self.refs["smem_by_column"][self.warpgroup, i], self.refs["smem_row_scales"]
             rows = range(0, shape.blocks * WGMMA_M, WGMMA_M)
-            scales = self.refs["smem_row_scales"]
-            factors = [scales[at[0], pl.ds(top + i32(row), WGMMA_M)] * weights for row in rows]  # [64]
-            for block, (row, factor) in enumerate(zip(rows, factors, strict=True)):
+            scales = [of_rows[at[0], pl.ds(top + i32(row), WGMMA_M)] * of_weights for row in rows]  # [64]
+            for block, (row, scale) in enumerate(zip(rows, scales, strict=True)):
                 acc = product(at, row)
                 if block == shape.blocks - 1:
                     self._release(done, i)
-                sums[block] = sums[block] + acc * lax.broadcast_in_dim(factor, acc.shape, (0,))
+                sums[block] = sums[block] + acc * lax.broadcast_in_dim(scale, acc.shape, (0,))
             return sums
 
         zeros = [jnp.zeros((WGMMA_M, shape.n), jnp.float32) for _ in range(shape.blocks)]
