@@ -218,10 +218,10 @@ TRAIN_STEPS = 13
 # 3. The schedule
 
 
-def picture(checks: Checks, sizes: np.ndarray, path: pathlib.Path, tile: int) -> None:
-    """Draw the schedule for the group sizes that training ended with."""
-    heading(f"3. The schedule of that routing, tiles of {tile} rows")
-    mosaic = trencadis.show(sizes, tile=tile)
+def picture(checks: Checks, sizes: np.ndarray, path: pathlib.Path) -> None:
+    """Draw the row tiles that the routing gets with which training ended."""
+    heading("3. The row tiles of that routing")
+    mosaic = trencadis.show(sizes, k=CONFIG.model, n=CONFIG.hidden, dtype=np.float32)
     print(mosaic)
     mosaic.save(path)
     checks.that("the picture is an SVG", path.read_text().lstrip().startswith(("<svg", "<?xml")))
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     busy_note()
     matmuls(checks, asked.quick)
     sizes = training(checks, asked.quick)
-    picture(checks, sizes, asked.svg, tile=32 if asked.quick else 128)
+    picture(checks, sizes, asked.svg)
     verdict = f"FAILED: {', '.join(checks.failed)}" if checks.failed else f"{checks.count} checks held"
     print(f"\n{verdict}")
     return 1 if checks.failed else 0

@@ -10,7 +10,7 @@ from trencadis.core.debug import debug_checks
 from trencadis.core.decision import PerformanceWarning
 from trencadis.core.tiling import Tiling, Tilings
 from trencadis.gemm.tensor import GroupedTensor
-from trencadis.viz import show
+from trencadis.viz import show, show_gemm
 from trencadis.why import why
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ __all__ = [
     "ragged_dot",
     "ragged_dot_general",
     "show",
+    "show_gemm",
     "transposed_grouped_matmul",
     "viz",
     "why",

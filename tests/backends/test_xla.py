@@ -54,6 +54,29 @@ def test_tiles_obey_the_tiling_and_fit_the_array(m, tallest):
     assert summed[-1] == min(m, tallest)
 
 
+@pytest.mark.parametrize("rhs", [(4, 8, 8), (400, 8)], ids=["rows", "contraction"])
+def test_row_tiles_are_those_of_the_loops(rhs, monkeypatch):
+    """What pictures are drawn from: the loops, as they run, take the same tiles, and no others."""
+    problem = problem_of((400, 8) if len(rhs) == 3 else (8, 400), rhs, groups=4)
+    sizes, seen, between = np.array([37, 0, 300, 60]), [], xla._between
+
+    def noted(row, height, start, end):
+        def note(row, start, end):
+            seen.append((range(row, row + height), range(start, min(end, start + height))))
+
+        jax.debug.callback(lambda *values: note(*map(int, values)), row, start, end)
+        return between(row, height, start, end)
+
+    monkeypatch.setattr(xla, "_between", noted)
+    operands = jnp.ones((400, 8) if len(rhs) == 3 else (8, 400)), jnp.ones(rhs)
+    xla.run(plan(problem, CPU), *operands, jnp.asarray(sizes)[None], jnp.zeros(1, jnp.int32))
+    jax.effects_barrier()
+    layout = plan(problem, CPU).layout
+    tiles = [t for start, end in oracle.bounds(sizes, 400) for t in xla.row_tiles(problem, layout, start, end)]
+    assert sorted(map(str, seen)) == sorted(str(tuple(tile)) for tile in tiles)
+    assert [row for tile in tiles for row in tile.owned] == list(range(397))
+
+
 @pytest.mark.parametrize("sizes", [[1, 0, 255, 256, 257, 1000, 31, 2], [1802, 0, 0, 0, 0, 0, 0, 0], [0] * 8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_groups_around_every_tile_height(sizes, dtype, rng):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trencadis.core.epilogue import Epilogue, Extras, add, static_activation, elementwise, inlined
+from trencadis.core.epilogue import Epilogue, Extras, add, elementwise, inlined, static_activation
 
 pytestmark = pytest.mark.core
 

@@ -26,6 +26,7 @@ from trencadis.core.decision import Plan, Refusal
 from trencadis.core.dtypes import cast
 from trencadis.core.epilogue import ALONG_K, Extras, add
 from trencadis.core.problem import Form, Problem
+from trencadis.core.schedule import RowTile
 from trencadis.core.spans import Spans, spans
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides, Tiling
@@ -218,6 +219,29 @@ def _sum_heights(problem: Problem, tallest: int) -> list[int]:
     longest = min(problem.m, tallest)
     shorter = [h for h in SUM_HEIGHTS if h < longest]
     return [*shorter, longest]
+
+
+def row_tiles(problem: Problem, layout: Layout, start: int, end: int) -> list[RowTile]:
+    """The row tiles of a group that owns the rows [start, end), as the loops of this backend take them."""
+    taken: list[tuple[int, int]] = []  # first row and height
+    if 0 in problem.out_shape:
+        return []
+    if problem.form is Form.ROWS:
+        top = start
+        for height, least in zip(layout.heights[::-1], layout.least[::-1], strict=True):
+            while end - top >= least:
+                taken.append((top, height))
+                top += height
+    elif start < end:
+        heights = layout.heights
+        last = end - (end - start - 1) % heights[-1] - 1
+        taken = [(top, heights[-1]) for top in range(start, last, heights[-1])]
+        taken.append((last, next(height for height in heights if height >= end - last)))
+    tiles = []
+    for top, height in taken:
+        row = min(top, problem.rows - height)  # a tile never leaves the array: it may begin earlier
+        tiles.append(RowTile(range(row, row + height), range(top, min(top + height, end))))
+    return tiles
 
 
 def _between(row: Array, height: int, start: Array, end: Array) -> Array:

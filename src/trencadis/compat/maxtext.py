@@ -133,6 +133,7 @@ class _Recipe(Recipe):
     def gather(self, shard: Array, turned: bool) -> Scaled:
         """All of rhs, quantized before it is gathered."""
         r = self.weights(lax.stop_gradient(shard.mT if turned else shard))
+        assert isinstance(r, Scaled)
         for axis, dim in self.gathered:
             values, scale = lax.all_gather(r.values, axis, axis=dim, tiled=True), r.scale
             if self._apart(dim):
@@ -144,7 +145,7 @@ class _Recipe(Recipe):
 
     def _apart(self, dim: int) -> bool:
         """Whether shards of rhs along a dimension have scales of their own, be it a single one."""
-        assert self.rhs is not None
+        assert isinstance(self.rhs, tuple)
         return dim == 2 and self.rhs[1] != "tensor"
 
 

@@ -161,6 +161,8 @@ def _transpose(
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
     if problem.epilogue.activation is not None:
         raise ValueError(f"cannot transpose {problem}: it is not linear")
+    if problem.epilogue.along_k:
+        return _transpose_parts(ct, operands, problem, overrides)
     plain = problem.replace(epilogue=Epilogue())
     d_lhs, d_rhs = ADJOINTS[problem.form]
     d_product = unfused.scale(problem, ct, problem.epilogue.split(extras), sizes, first)  # the scales are factors of ct
@@ -182,6 +184,19 @@ def _transpose(
         *d_extras,
     ]
     return [rule() if ad.is_undefined_primal(x) else None for x, rule in zip(operands, rules, strict=True)]
+
+
+def _transpose_parts(ct: Array, operands: tuple[Any, ...], problem: Problem, overrides: Overrides) -> list[Any]:
+    """The cotangents of a product whose scales change along k: those of the sum over its parts."""
+    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+
+    def parts(*given: Array) -> Array:
+        filled = dict(zip(linear, given, strict=True))
+        return expand(problem, overrides, *(filled.get(i, x) for i, x in enumerate(operands)))
+
+    found = jax.linear_transpose(parts, *(operands[i].aval for i in linear))(ct)
+    by_operand = dict(zip(linear, found, strict=True))
+    return [by_operand.get(i) for i in range(len(operands))]
 
 
 def _rows_d_lhs(problem: Problem, overrides: Overrides, ct: Array, rhs: Array, sizes: Any, first: Any) -> Array:

@@ -259,7 +259,7 @@ def _by_column(recipe: Recipe, y: Array, rows: Rows, groups: int) -> tuple[Scale
     most = jax.ops.segment_max(jnp.abs(y), rows.group, groups, indices_are_sorted=True)
     scale = kind.scale_of(recipe.bound("grad", jnp.maximum(most, 0)))  # that of no rows is -inf
     values = kind.rounded(y / jnp.take(scale, rows.group, axis=0))
-    return _bare(Scaled(values, scale, kind.name, values.shape)), scale
+    return Scaled(values, jnp.ones((1, 1), jnp.float32), kind.name, values.shape), scale
 
 
 def _bare(x: Scaled) -> Scaled:

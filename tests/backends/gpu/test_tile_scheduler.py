@@ -13,7 +13,7 @@ import strategies
 from hypothesis import strategies as st
 from jax import lax
 
-from trencadis.backends.gpu.tile_scheduler import Tile, TileScheduler
+from trencadis.backends.gpu.tile_scheduler import Tile, TileScheduler, row_tiles
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.problem import Form
 
@@ -207,3 +207,24 @@ def test_no_tile_leaves_the_rows_of_its_batch_entry(name, raw):
     for tile, _ in check(name, sizes, np.zeros(problem.batch, np.int32)):
         entry = tile.group // problem.local_groups if problem.form is Form.CONTRACTION else 0
         assert entry * M <= tile.start <= tile.end <= (entry + 1) * M
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "batch" not in name])
+@hypothesis.given(sizes=strategies.sizes(M, G))
+def test_row_tiles_are_those_of_the_scheduler(name, sizes):
+    """What pictures are drawn from: the first row and the owned rows of each tile, or of each step of a sum."""
+    problem, layout = case(name)
+    computed = [(tile, row) for tile, row in scheduled(name, sizes, np.zeros(1, np.int32)) if tile.steps > 0]
+    for group, (start, end) in enumerate(oracle.bounds(sizes, M)[: problem.local_groups]):
+        mine = [(tile, row) for tile, row in computed if tile.group == group and tile.column == 0]
+        tiles = row_tiles(problem, layout, start, end)
+        if problem.form is Form.ROWS:
+            assert [tile.rows.start for tile in tiles] == sorted(tile.row for tile, _ in mine)
+            edges = sorted((tile.row + max(tile.valid_from, 0), tile.row + tile.valid_to) for tile, _ in mine)
+            assert [(tile.owned.start, tile.owned.stop) for tile in tiles] == edges
+            assert all(len(tile.rows) in layout.heights for tile in tiles)
+        else:
+            steps = {(len(tiles), tiles[0].rows.start)} if tiles else set()
+            assert {(tile.steps, row) for tile, row in mine} == steps
+        assert [row for tile in tiles for row in tile.owned] == list(range(start, end))
+        assert all(set(tile.owned) <= set(tile.rows) for tile in tiles)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from poisoned import rows_problem, sum_problem
 
 from trencadis.backends.tpu.layout import heights_table
-from trencadis.backends.tpu.walk import Walk
+from trencadis.backends.tpu.walk import Walk, row_tiles
 from trencadis.core.problem import Form
 
 from .interpreted import rows_layout, sum_layout
@@ -112,3 +112,21 @@ def test_the_table_of_heights_is_the_cheapest_cover(heights, extra, slab):
         counts = itertools.product(*(range(-(-slabs * slab // h) + 1) for h in heights))
         covers = (c for c in counts if sum(n * h for n, h in zip(c, heights, strict=True)) >= slabs * slab)
         assert paid == min(sum(n * price[h] for n, h in zip(c, heights, strict=True)) for c in covers)
+
+
+@pytest.mark.parametrize("name", [name for name in WALKS if "batch" not in name])
+@hypothesis.given(sizes=strategies.sizes(M, G))
+def test_row_tiles_are_those_of_the_walk(name, sizes):
+    """What pictures are drawn from: the first row of each tile, and the rows of whole slabs that it has."""
+    problem, layout, blocks = WALKS[name]
+    places = [place for place in walked(name, sizes, np.zeros(1, np.int32)) if place[2] == blocks[0] and place[4]]
+    for group, (start, end) in enumerate(oracle.bounds(sizes, M)[: problem.local_groups]):
+        tiles = row_tiles(problem, layout, start, end)
+        mine = [(row, rows) for span, _, _, row, rows in places if span == group]
+        assert [tile.rows.start for tile in tiles] == [row for row, _ in mine]
+        if problem.form is Form.ROWS:
+            assert all(len(tile.rows) in layout.heights for tile in tiles)
+        else:
+            assert [len(tile.rows) for tile in tiles] == [-(-rows // layout.fine) * layout.fine for _, rows in mine]
+        assert [row for tile in tiles for row in tile.owned] == list(range(start, end))
+        assert all(set(tile.owned) <= set(tile.rows) for tile in tiles)

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 
 from trencadis.backends.gpu.layout import ROW_ALIGN, Layout
 from trencadis.core.problem import Form, Problem
+from trencadis.core.schedule import RowTile
 
 Scalar = jax.Array  # i32[]
 Ref = Any  # a Pallas reference to global memory, shared memory, accumulators or barriers; Pallas has no type for it
@@ -72,8 +73,7 @@ class TileScheduler:
         self.entry_spans = problem.local_groups + 2 * self.rows_form  # spans of a batch entry
         self.spans = problem.batch * self.entry_spans
         self.tiles_across = -(-problem.n // layout.block_n)
-        # contraction: steps over rows start at multiples of this
-        self.step_align = layout.block_k if problem.transpose_lhs or layout.k_major else ROW_ALIGN
+        self.step_align = _step_align(problem, layout)
 
     # -- from span to span ---------------------------------------------------------------------------------------------
 
@@ -196,3 +196,30 @@ class TileScheduler:
         """The tiles of a span in one column."""
         most = self.layout.block_m // self.layout.m_unit
         return lax.div(self._units(span) + i32(most - 1), i32(most))
+
+
+def row_tiles(problem: Problem, layout: Layout, start: int, end: int) -> list[RowTile]:
+    """The row tiles of a group that owns the rows [start, end), as a `TileScheduler` of this layout cuts them.
+
+    In the contraction form they are the steps of the group's sum.
+    """
+    if end <= start:
+        return []
+    if problem.form is Form.CONTRACTION:
+        align, step = _step_align(problem, layout), layout.block_k
+        tops = range(start - start % align, end, step)
+        return [RowTile(range(top, top + step), range(max(top, start), min(top + step, end))) for top in tops]
+    top, unit, tiles = start - start % ROW_ALIGN, layout.m_unit, []
+    units = -(-(end - top) // unit)
+    count = -(-units // (layout.block_m // unit))
+    for i in range(count):  # cut evenly: the first few tiles have one unit more
+        stop = top + unit * (units // count + (i < units % count))
+        height = next(h for h in layout.heights if h >= stop - top)
+        tiles.append(RowTile(range(top, top + height), range(max(top, start), min(stop, end))))
+        top = stop
+    return tiles
+
+
+def _step_align(problem: Problem, layout: Layout) -> int:
+    """The rows of which the first row of a step over rows is a multiple, in a contraction."""
+    return layout.block_k if problem.transpose_lhs or layout.k_major else ROW_ALIGN

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from trencadis.backends.tpu.columns import i32, span
 from trencadis.backends.tpu.layout import Layout
 from trencadis.core.problem import Form, Problem
+from trencadis.core.schedule import RowTile
 
 Scalar = jax.Array  # i32[]
 
@@ -141,3 +142,17 @@ class Walk:
         size = jnp.clip(self.sizes[entry * i32(problem.groups) + group], i32(0), i32(problem.m))
         room = entry * i32(problem.m) + i32(problem.m) - start
         return start + jnp.minimum(size, room)
+
+
+def row_tiles(problem: Problem, layout: Layout, start: int, end: int) -> list[RowTile]:
+    """The row tiles of a group that owns the rows [start, end), as a `Walk` of this layout takes them."""
+    slab, table, tiles = layout.slab, layout.table, []
+    row, bottom = start - start % slab, -(-end // slab) * slab
+    while start < end and row < bottom:
+        height = table[min((bottom - row) // slab, len(table) - 1)]
+        computed = height
+        if problem.form is Form.CONTRACTION:  # a sum takes whole short steps, and no more of them than it needs
+            computed = -(-min(height, bottom - row) // layout.fine) * layout.fine
+        tiles.append(RowTile(range(row, row + computed), range(max(row, start), min(row + height, end))))
+        row += height
+    return tiles

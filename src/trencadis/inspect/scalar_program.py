@@ -1,6 +1,6 @@
-"""The scalar program of a kernel as Python: loops, block indices, semaphores and copies, without the vector data.
+"""The scalar program of a kernel, translated to Python: loops, block indices, semaphores and copies, no vector data.
 
-Each basic block becomes one function of the registers S and predicates P, the scalar memory M and the machine X. It
+Each basic block becomes one function of the registers S and predicates P, the scalar memory M and the simulator X. It
 returns the number of the block to run next. Within a bundle all reads come before all writes.
 """
 
@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trencadis.inspect.blocks import Flow
+from trencadis.inspect.basic_blocks import Flow
 from trencadis.inspect.bundles import Instruction, Schedule, register
-from trencadis.inspect.words import WORDS, Unknown, pointer
+from trencadis.inspect.scalar_arithmetic import FUNCTIONS, Unknown, pointer
 
 Run = Callable[[list[Any], list[Any], dict[Any, Any], Any], int]
 
@@ -41,7 +41,7 @@ UNKNOWN_SCALAR = 42
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Step:
-    """One instruction: the value for its register, and what else it does."""
+    """One translated instruction: the value for its register, and its other effects."""
 
     value: str | None = None
     effects: tuple[str, ...] = ()
@@ -50,19 +50,19 @@ class _Step:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScalarProgram:
-    """A program that a `Machine` can run."""
+    """A translated program, which a `Simulator` can run."""
 
     schedule: Schedule
     flow: Flow
     blocks: tuple[Run, ...]
     values: Mapping[int, Sequence[int]]  # of the operands that are known, by their number
     outputs: Mapping[int, int]  # operand number of a result: which result it is
-    missing: frozenset[int]  # integers that it is handed in registers, and that nobody knows
+    missing: frozenset[int]  # integers that it is handed in registers, and that are unknown
     not_understood: Mapping[str, int]
 
 
 def translate(schedule: Schedule, flow: Flow, values: Mapping[int, Sequence[int]]) -> ScalarProgram:
-    """The scalar program of a schedule, with what is known of its integer operands."""
+    """Translate the scalar program of a schedule, given the values of its integer operands that are known."""
     translator = _Translator(schedule, flow, values)
     blocks = tuple(translator.block(j) for j in range(len(flow.blocks)))
     outputs = {int(a): int(b or 0) for x in schedule.bundles[0].instructions for a, b in _OUTPUT.findall(x.rest)}
@@ -79,7 +79,7 @@ def input_shapes(schedule: Schedule) -> dict[int, str]:
 
 
 class _Translator:
-    """Python text for instructions."""
+    """The translation of instructions to Python text, with what it could not translate."""
 
     def __init__(self, schedule: Schedule, flow: Flow, values: Mapping[int, Sequence[int]]) -> None:
         self.schedule, self.flow, self.values = schedule, flow, values
@@ -93,14 +93,14 @@ class _Translator:
     # -- a block -----------------------------------------------------------------------------------------------------
 
     def block(self, j: int) -> Run:
-        """The function that runs a block."""
+        """The function that runs one basic block, compiled from its Python text."""
         block = self.flow.blocks[j]
         lines = ["def run(S, P, M, X):", f" following = {j + 1}"]
         for i in range(block.first, block.end):
             self.now = block.issue[i - block.first]
             lines += self._bundle(i, j + 1)
         lines.append(" return following")
-        names: dict[str, Any] = dict(WORDS) | self.unknowns
+        names: dict[str, Any] = dict(FUNCTIONS) | self.unknowns
         exec(compile("\n".join(lines), f"<block {j} of {self.schedule.name}>", "exec"), names)
         run: Run = names["run"]
         return run
@@ -234,7 +234,7 @@ class _Translator:
         return [self._value(part) for part in _parts(x)]
 
     def _value(self, text: str | None) -> str:
-        """Python for what an instruction reads."""
+        """The Python expression for an operand that an instruction reads."""
         text = re.sub(r"^\w+=", "", (text or "").strip())
         if name := register(text):
             place = f"{name[0].upper()}[{name[1:]}]"
@@ -256,7 +256,7 @@ class _Translator:
         )
 
     def _base(self, name: str) -> int:
-        """A place for an allocation of its own: allocations are told apart, not laid out."""
+        """The base address of an allocation: allocations are kept apart, and not laid out as on the chip."""
         return self.bases.setdefault(name, (len(self.bases) + 1) << 16)
 
     def _unknown(self, what: str) -> str:
@@ -266,12 +266,12 @@ class _Translator:
 
 
 def _kept(place: str) -> str:
-    """What a place holds already; scalar memory holds 0 where nothing was stored."""
+    """The Python expression for what a place holds; scalar memory holds 0 where nothing was stored."""
     return f"M.get({place[2:-1]},0)" if place[0] == "M" else place
 
 
 def _guarded(holds: str, value: str, otherwise: str) -> str:
-    """A value under a predicate: not known where the predicate is not."""
+    """The Python expression for a predicated value, which is unknown where the predicate is."""
     return f"({holds} if {holds}.__class__ is Unknown else {value} if {holds} else {otherwise})"
 
 
@@ -281,14 +281,14 @@ def _place(x: Instruction) -> str | None:
 
 
 def _parts(x: Instruction) -> list[str]:
-    """The operands of an instruction, without attributes."""
+    """The operands of an instruction as texts, without attributes."""
     rest = re.sub(r"@[\w\-]+|\[resolvable:\$true\]|\[thread:\$\d+\]", "", x.rest)
     parts = [part.strip() for part in re.split(r",(?![^\[]*\])", rest) if part.strip()]
     return [re.sub(r"(?<=[\w\]])\s+\[#.*$", "", part) for part in parts]
 
 
 def _named(x: Instruction) -> dict[str, str]:
-    """The operands that have a name; the first of each name counts."""
+    """The named operands of an instruction by name; the first of each name counts."""
     named: dict[str, str] = {}
     for part in _parts(x):
         name, equals, value = part.partition("=")

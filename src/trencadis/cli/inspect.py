@@ -13,9 +13,11 @@ import numpy as np
 import typer
 
 from trencadis.api.matmul import grouped_matmul, transposed_grouped_matmul
+from trencadis.cli.options import FormOption, Groups, K, M, N, dtype_named, integers
 from trencadis.cli.sizes import random_sizes
+from trencadis.core.devices import CHIPS
 from trencadis.core.problem import Form
-from trencadis.inspect import CompilerMissing, UnknownSchedule, chip_of
+from trencadis.inspect import CompilerMissing, UnknownSchedule
 from trencadis.inspect import inspect as inspect_call
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], float | None]  # function, arguments, useful operations
@@ -25,23 +27,23 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], float | None]  # function, arg
 class Inspect:
     """Say what the TPU compiler makes of a grouped matmul, or of the call that FILE.py:builder returns.
 
-    trencadis inspect -m 8192 -k 4096 -n 14336 -g 8 --generation v6e
+    trencadis inspect -m 8192 -k 4096 -n 14336 -g 8 --target v6e
 
-    trencadis inspect my_kernel.py:build --generation v5e
+    trencadis inspect my_kernel.py:build --target v5e
 
     A builder takes no arguments and returns (fn, args): the arguments are arrays or jax.ShapeDtypeStructs, and integer
     arrays count with their values.
     """
 
     call: Annotated[str | None, typer.Argument(metavar="FILE.py:builder", show_default=False)] = None
-    m: Annotated[int, typer.Option("-m", "--m", help="Rows of all groups.")] = 4096
-    k: Annotated[int, typer.Option("-k", "--k", help="Columns of lhs.")] = 1024
-    n: Annotated[int, typer.Option("-n", "--n", help="Columns of rhs.")] = 1024
-    groups: Annotated[int, typer.Option("-g", "--groups", help="Number of groups.")] = 8
-    sizes: Annotated[str | None, typer.Option(help="Group sizes: 3,0,5; by default made up, uniformly.")] = None
-    form: Annotated[Form, typer.Option(help="Which axis is ragged.")] = Form.ROWS
+    m: M = 4096
+    k: K = 1024
+    n: N = 1024
+    groups: Groups = 8
+    sizes: Annotated[str | None, typer.Option(help="Group sizes: 3,0,5; by default random, uniformly.")] = None
+    form: FormOption = Form.ROWS
     dtype: Annotated[str, typer.Option(help="Of lhs, rhs and result; integers give int32.")] = "bfloat16"
-    generation: Annotated[str, typer.Option(help="v4, v5e, v5p, v6e or v7x.")] = "v6e"
+    target: Annotated[str, typer.Option(metavar="NAME", help=f"Compile for {', '.join(CHIPS)}.")] = "v6e"
     xla: Annotated[
         bool | None,
         typer.Option(help="Cost XLA's operations too; by default for a grouped matmul.", show_default=False),
@@ -49,12 +51,13 @@ class Inspect:
     json: Annotated[pathlib.Path | None, typer.Option(help="Write everything into this file as well.")] = None
 
     def __post_init__(self) -> None:
-        """Run the command."""
-        chip_of(self.generation)  # a wrong name is told before a builder runs
+        """Run the command with these options."""
+        if self.target not in CHIPS:
+            raise ValueError(f"--target: want a TPU generation, one of {', '.join(CHIPS)}; got {self.target!r}")
         fn, args, flops = self._grouped_matmul() if self.call is None else built(self.call)
         xla = self.call is None if self.xla is None else self.xla
         try:
-            found = inspect_call(fn, *args, generation=self.generation, xla=xla, flops=flops)
+            found = inspect_call(fn, *args, generation=self.target, xla=xla, flops=flops)
         except (CompilerMissing, UnknownSchedule) as error:
             raise ValueError(str(error)) from error
         typer.echo(str(found))
@@ -73,11 +76,8 @@ class Inspect:
         if self.sizes is None:
             sizes = random_sizes(self.groups, self.m, skew="uniform")
         else:
-            sizes = _numbers(self.sizes)
-        try:
-            dtype = jnp.dtype(self.dtype)
-        except TypeError:
-            raise ValueError(f"--dtype: want a dtype such as bfloat16 or float32; got {self.dtype!r}") from None
+            sizes = integers("--sizes", [self.sizes])
+        dtype = dtype_named("--dtype", self.dtype)
         out = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else dtype
         op: Callable[..., Any] = grouped_matmul if self.form is Form.ROWS else transposed_grouped_matmul
         shapes: dict[Form, Any] = {
@@ -90,7 +90,7 @@ class Inspect:
 
 
 def built(place: str) -> Call:
-    """The call that a builder in a file returns."""
+    """The function, arguments and useful operations of the call that a builder in a file returns."""
     file, colon, name = place.rpartition(":")
     path = pathlib.Path(file)
     if not colon or path.suffix != ".py" or not name.isidentifier():
@@ -113,10 +113,3 @@ def built(place: str) -> Call:
             return fn, tuple(args), flops
         case other:
             raise ValueError(f"{place}: want it to return (fn, args); got {type(other).__name__}")
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.replace(",", " ").split()]
-    except ValueError:
-        raise ValueError(f"--sizes: want integers such as 3,0,5; got {text!r}") from None

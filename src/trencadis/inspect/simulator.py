@@ -1,4 +1,4 @@
-"""Running a scalar program against the clock: copies take latency and bandwidth, waits take until the copy is there.
+"""The simulation of a scalar program: copies take latency and bandwidth, and a wait lasts until its copy is there.
 
 Memory is one channel that serves copies in the order in which they start, at a share of the chip's peak. A copy of
 n bytes that starts at t ends at `max(t + latency, end of the copy before) + n / bandwidth`. Blocks follow one another
@@ -12,8 +12,8 @@ import dataclasses
 from typing import Any
 
 from trencadis.core.devices import Chip
-from trencadis.inspect.scalar import ScalarProgram
-from trencadis.inspect.words import MASK, Unknown, UnknownSteers, in_hbm, operand_of
+from trencadis.inspect.scalar_arithmetic import MASK, DependsOnUnknown, Unknown, in_hbm, operand_of
+from trencadis.inspect.scalar_program import ScalarProgram
 
 SUSTAINED = 0.90  # share of the memory's peak that a stream of copies gets; libtpu's figure for v5e, taken for all
 FREE = 1e9  # as if memory had no limit
@@ -23,7 +23,7 @@ BLOCKS = 20_000_000  # a program that runs through more of them is given up; som
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What a run came to."""
+    """The result of a simulation: cycles, waits, copies, and how often each block ran."""
 
     cycles: int
     waited: int  # of these, for copies
@@ -33,13 +33,13 @@ class Trace:
     bytes_out: int
     copies: int
     unfinished: bool  # given up
-    missing: frozenset[int]  # operands whose integers it read, and that nobody knows
+    missing: frozenset[int]  # operands whose integers it read, and that are unknown
     unmet: int  # waits for a flag that no copy of this program was under way to raise
     results: dict[int, list[int]]  # integers that it wrote into its results, by number
 
 
-class Machine:
-    """What a program acts on besides its registers: clock, copies, flags."""
+class Simulator:
+    """The state of a program besides its registers: the clock, copies under way, and flags."""
 
     def __init__(self, program: ScalarProgram, chip: Chip, sustained: float = SUSTAINED) -> None:
         self.program, self.chip = program, chip
@@ -75,7 +75,7 @@ class Machine:
                 waits[at] += wait
                 at = following
                 left += 1
-        except UnknownSteers as error:
+        except DependsOnUnknown as error:
             raise self._lost(at, f"what it does next depends on {error}", error.unknown.line) from None
         return Trace(
             cycles=int(self.clock), waited=int(self.waited), runs=tuple(runs), waits=tuple(waits),
@@ -96,7 +96,7 @@ class Machine:
         return self.clock + issue + (self.waited - self.waited_before)
 
     def copy(self, issue: int, kind: str, granules: int, flag: int, source: Any, target: Any, smem: Any) -> None:
-        """Start a copy; its flag counts its granules when it is there."""
+        """Start a copy, whose granules its flag counts when it is there."""
         size = self.chip.granule * int(granules)
         if kind == "general":
             out = not in_hbm(source) and in_hbm(target)
@@ -128,7 +128,7 @@ class Machine:
         self.flags[flag].append((self.now(issue) + self.chip.dma_out, granules))
 
     def wait(self, issue: int, flag: int, count: int) -> None:
-        """Hold the program until a flag has counted that far."""
+        """Hold the program until a flag has reached a count."""
         queue = self.flags[flag]
         have = self.counts[flag]
         if have >= count:
@@ -145,15 +145,15 @@ class Machine:
         self.unmet += have < count
 
     def add(self, flag: int, count: int) -> None:
-        """Add to a flag; programs take back what they waited for."""
+        """Add to the count of a flag; programs subtract what they waited for."""
         self.counts[flag] = max(0, self.counts[flag] + count)
 
     def clear(self, flag: int) -> None:
-        """Forget what a flag waits for."""
+        """Drop the copies that a flag waits for."""
         self.flags[flag] = []
 
     def ask(self, issue: int, name: str, flag: Any) -> None:
-        """Note under a name how far a flag has counted by now, if this program has counted with it."""
+        """Record the count of a flag under a name, if this program has used the flag."""
         self.answers.pop(name, None)
         if not isinstance(flag, Unknown) and (flag in self.flags or flag in self.counts):
             now = self.now(issue)
@@ -161,7 +161,7 @@ class Machine:
             self.answers[name] = self.counts.get(flag, 0) + there
 
     def asked(self, name: str, otherwise: Unknown) -> Any:
-        """What was noted under a name. Flags that this program has not touched may be another core's to raise."""
+        """The count recorded under a name, or unknown: a flag that this program does not use may be another core's."""
         return self.answers.get(name, otherwise)
 
     def quotient(self) -> Any:
@@ -173,8 +173,8 @@ class Machine:
     def divide(self, a: Any, b: Any, kind: str) -> None:
         """Queue a quotient, a remainder, or both."""
         if isinstance(a, Unknown) or isinstance(b, Unknown):
-            nobody_knows = a if isinstance(a, Unknown) else b
-            self.quotients += [nobody_knows] * (1 + ("Rem" in kind and "Div" in kind))
+            unknown = a if isinstance(a, Unknown) else b
+            self.quotients += [unknown] * (1 + ("Rem" in kind and "Div" in kind))
             return
         quotient, remainder = divmod(a & MASK, max(1, b & MASK))
         if "Rem" not in kind:

@@ -7,7 +7,7 @@ import pytest
 
 from trencadis.core.devices import CHIPS
 from trencadis.inspect.aot import export_for
-from trencadis.inspect.operands import integer_operands
+from trencadis.inspect.kernel_operands import integer_operands
 
 from .kernels import array, copy, first_tiles
 

@@ -5,12 +5,12 @@ import pathlib
 import pytest
 
 from trencadis.core.devices import CHIPS
-from trencadis.inspect.blocks import flow
-from trencadis.inspect.bundles import Room, Schedule, UnknownSchedule, parse
-from trencadis.inspect.machine import FREE, SUSTAINED, Machine
-from trencadis.inspect.scalar import input_shapes, translate
+from trencadis.inspect.basic_blocks import flow
+from trencadis.inspect.bundles import Schedule, UnknownSchedule, Vmem, parse
+from trencadis.inspect.scalar_arithmetic import DependsOnUnknown, Unknown, left, operand_of, pointer, smin, sminu, wrap
+from trencadis.inspect.scalar_program import input_shapes, translate
 from trencadis.inspect.scoreboard import issue_times
-from trencadis.inspect.words import Unknown, UnknownSteers, left, operand_of, pointer, smin, sminu, wrap
+from trencadis.inspect.simulator import FREE, SUSTAINED, Simulator
 
 pytestmark = pytest.mark.core
 
@@ -19,14 +19,14 @@ V6E, PATH = CHIPS["v6e"], pathlib.Path("k.txt")
 
 def schedule(*lines):
     text = "\n".join(f"{i:#x} : {line}" for i, line in enumerate(lines))
-    return Schedule(name="k", path=PATH, bundles=parse(text, PATH), room=Room(), is_kernel=True, unfolded={})
+    return Schedule(name="k", path=PATH, bundles=parse(text, PATH), vmem=Vmem(), is_kernel=True, unfolded={})
 
 
 def run(*lines, values=None, sustained=SUSTAINED, blocks=10_000):
     made = schedule(*lines)
     program = translate(made, flow(made, V6E), values or {})
-    machine = Machine(program, V6E, sustained)
-    return machine.run(blocks), machine, program
+    simulator = Simulator(program, V6E, sustained)
+    return simulator.run(blocks), simulator, program
 
 
 def times(*lines, chip=V6E):
@@ -90,12 +90,12 @@ def test_a_branch_out_of_the_program():
 
 
 def test_reads_come_before_writes():
-    _, machine, _ = run(
+    _, simulator, _ = run(
         "{ %s1_s1 = smov 3 ;; %s2_s2 = smov 4 }",
         "{ %s1_s1 = smov %s2_s2  ;;  %s2_s2 = smov %s1_s1 }",
         "{ %3 = sst [smem:[#allocation1]] %s1_s1  ;;  %4 = sst [smem:[#allocation1 + $0x1]] %s2_s2 }",
     )
-    assert list(machine.memory.values()) == [4, 3]
+    assert list(simulator.memory.values()) == [4, 3]
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_reads_come_before_writes():
 )
 def test_arithmetic(code, value):
     given = ["{ %s8_s8 = smov 7  ;;  %s9_s9 = smov 4294967293 }", "{ %p8_p8 = scmp.gt.s32.totalorder %s8_s8, %s9_s9 }"]
-    _, machine, program = run(*given, f"{{ %s1_s1 = {code} }}", "{ %3 = sst [smem:[#allocation1]] %s1_s1 }")
-    assert list(machine.memory.values()) == [value]
+    _, simulator, program = run(*given, f"{{ %s1_s1 = {code} }}", "{ %3 = sst [smem:[#allocation1]] %s1_s1 }")
+    assert list(simulator.memory.values()) == [value]
     assert not program.not_understood
 
 
@@ -163,8 +163,8 @@ def test_a_flag_is_read():
     get = [f"{{ {OPERANDS} }}", f"{{ %9 = {GET.format(1024)} }}"]
     done = ["{ %8 = dma.done.wait [#allocation9], 1024 }", "{ %9 = vsyncadd [#allocation9], 4294966272 }"]
     for lines, count in (([*get], 0), ([*get, done[0]], 1024), ([*get, *done], 0)):
-        _, machine, program = run(*lines, *COUNT)
-        assert list(machine.memory.values()) == [count] and not program.not_understood
+        _, simulator, program = run(*lines, *COUNT)
+        assert list(simulator.memory.values()) == [count] and not program.not_understood
 
 
 def test_a_program_may_wait_by_reading_a_flag():
@@ -231,5 +231,5 @@ def test_words():
     for value in (wrap(unknown), left(unknown, 2), left(2, unknown), smin(3, unknown), sminu(unknown, 3), 3 - unknown):
         assert value is unknown
     for decide in (bool, hash, int, float):
-        with pytest.raises(UnknownSteers):
+        with pytest.raises(DependsOnUnknown):
             decide(unknown)

@@ -1,8 +1,8 @@
-"""What the integer operands of a module's kernels are, as far as the caller's known integers determine them.
+"""The integer operands of a module's kernels, as far as the caller's known integers determine them.
 
-A kernel is steered by numbers that are computed just before it: offsets, tile ids. The lowered module computes them, so
-the module is cut at its kernels, made to return their integer operands, and run on the CPU. What depends on arrays
-that the caller only described, or on another kernel's result, stays unknown.
+A kernel is controlled by numbers that are computed just before it, such as offsets and tile ids. The lowered module
+computes them, so the module is cut at its kernels, made to return their integer operands, and run on the CPU. Operands
+that depend on arrays without values, or on the result of another kernel, stay unknown.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ LARGEST = 1 << 16  # numbers; no kernel keeps more in scalar memory
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a kernel, in program order."""
+    """The body and the known operands of one kernel call; calls are in program order."""
 
     body: str  # the kernel itself, which tells kernels of one name apart
     values: dict[int, list[int]]  # the operands that are known, by their number
 
 
 def integer_operands(exported: Any, known: Mapping[int, np.ndarray[Any, Any]]) -> list[Call]:
-    """The kernel calls of an exported program, given the arguments that are known by their position."""
+    """The kernel calls of an exported program, given those of its arguments that are known, by position."""
     with mlir.make_ir_context(), ir.Location.unknown():
         cut = _Cut(ir.Module.parse(exported.mlir_module()))
         kept = exported.module_kept_var_idx
@@ -60,7 +60,7 @@ class _Site:
 
 
 class _Cut:
-    """A module on its way to returning the operands of its kernels."""
+    """A module that is rewritten so that it returns the operands of its kernels."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -71,13 +71,13 @@ class _Cut:
         self.exposed: dict[str, list[Any]] = {}  # types of the results that a function has gained
 
     def find(self, known: Sequence[bool]) -> list[_Site]:
-        """Every kernel that a call of main comes to, and which of its operands can be found out."""
+        """Every kernel that a call of main reaches, and which of its operands can be computed."""
         calls: list[Any] = []
         self._follow("main", known, calls)
         return [_Site(_body(op), tuple(sorted(self.known[op.operation]))) for op in calls]
 
     def _follow(self, name: str, known: Sequence[bool], calls: list[Any]) -> list[bool]:
-        """Which results of a function are known, given which arguments are; kernels are noted on the way."""
+        """Which results of a function are known, given which arguments are; appends the kernels to `calls`."""
         block = self.functions[name].regions[0].blocks[0]
         unknown = {argument for argument, yes in zip(block.arguments, known, strict=True) if not yes}
         for op in block.operations:
@@ -99,7 +99,7 @@ class _Cut:
         raise ValueError(f"function {name} does not return")
 
     def expose(self, known: Sequence[bool]) -> list[Any]:
-        """Make main a function of its known arguments that returns the known operands; their types."""
+        """Make main a function of its known arguments that returns the known operands, and return their types."""
         main = self.functions["main"]
         types = self._expose("main", only=True)
         block = main.regions[0].blocks[0]
@@ -115,7 +115,7 @@ class _Cut:
         return [jax.core.ShapedArray(tuple(t.shape), _dtype(t)) for t in types]
 
     def _expose(self, name: str, *, only: bool = False) -> list[Any]:
-        """Add the operands of a function's kernels to its results, or make them all of them; drop what nobody knows."""
+        """Add the operands of a function's kernels to its results, or make them the only ones; drop unknown values."""
         if name in self.exposed:
             return self.exposed[name]
         function = self.functions[name]

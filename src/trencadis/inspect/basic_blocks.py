@@ -15,7 +15,7 @@ _REGION = re.compile(r"target = \$region(\d+)")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Where a bundle's branch leads: to a block, where the predicate holds or if there is none."""
+    """The branch of a bundle: the block it leads to where its predicate holds, or always if it has none."""
 
     predicate: str | None
     block: int
@@ -23,7 +23,7 @@ class Branch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Bundles `first` to `end` (not included) of a schedule."""
+    """A basic block: the bundles from `first` to before `end`, with their issue times and instruction counts."""
 
     first: int
     end: int
@@ -35,14 +35,14 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """The blocks of a schedule, and the branches by the number of their bundle."""
+    """The basic blocks of a schedule, and its branches by the number of their bundle."""
 
     blocks: tuple[Block, ...]
     branches: dict[int, Branch]
 
 
 def flow(schedule: Schedule, chip: Chip) -> Flow:
-    """Cut a schedule where branches start and end."""
+    """Cut a schedule into basic blocks, where branches start and end."""
     bundles = schedule.bundles
     end = len(bundles)
     begins: dict[int, int] = {}  # region: its first bundle

@@ -1,4 +1,4 @@
-"""Arithmetic of the scalar unit: 32-bit words, pointers into operands, and values that nobody knows."""
+"""The arithmetic of the scalar unit: 32-bit words, pointers into operands, and unknown values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _TAG, _BIT = 80, 100
 _SHIFT = 4
 
 
-class UnknownSteers(Exception):
-    """A step of the program depends on a value that nobody knows."""
+class DependsOnUnknown(Exception):
+    """A step of the program depends on an unknown value."""
 
     def __init__(self, unknown: Unknown) -> None:
         super().__init__(unknown.what)
@@ -20,10 +20,10 @@ class UnknownSteers(Exception):
 
 
 class Unknown:
-    """A value that is not known. It goes through arithmetic, and raises where it would decide something.
+    """A value that is not known. Arithmetic passes it on; it raises where control flow or an address depends on it.
 
-    >>> nobody_knows = Unknown("vtos", 7)
-    >>> (nobody_knows + 1) << 2 is nobody_knows
+    >>> unknown = Unknown("vtos", 7)
+    >>> (unknown + 1) << 2 is unknown
     True
     """
 
@@ -35,18 +35,18 @@ class Unknown:
     def _same(self, *_: Any) -> Unknown:
         return self
 
-    def _steer(self, *_: Any) -> Any:
-        raise UnknownSteers(self)
+    def _refuse(self, *_: Any) -> Any:
+        raise DependsOnUnknown(self)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _same
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _same
     __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __neg__ = _same
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _same  # type: ignore[assignment]
-    __bool__ = __index__ = __int__ = __float__ = __hash__ = _steer  # to be an address takes a hash
+    __bool__ = __index__ = __int__ = __float__ = __hash__ = _refuse  # to be an address takes a hash
 
 
 def pointer(operand: int) -> int:
-    """The address at which an operand starts."""
+    """The address of the first byte of an operand."""
     return (1 << _BIT) + (operand << _TAG)
 
 
@@ -66,7 +66,7 @@ def in_hbm(address: int) -> bool:
 
 
 def wrap(value: Any) -> Any:
-    """The word that a sum or product leaves in a register.
+    """The 32-bit word that a sum or product leaves in a register; pointers stay whole.
 
     >>> wrap(1 << 31), wrap(pointer(0) + 1) == pointer(0) + 1
     (-2147483648, True)
@@ -77,12 +77,12 @@ def wrap(value: Any) -> Any:
 
 
 def signed(value: int) -> int:
-    """A word as a signed number."""
+    """The value of a 32-bit word as a signed number."""
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
 def left(value: Any, by: Any) -> Any:
-    """A word shifted left; a pointer stays whole."""
+    """A 32-bit word shifted left; a pointer stays whole."""
     if value.__class__ is Unknown or by.__class__ is Unknown:
         return value if value.__class__ is Unknown else by
     shifted = value << by
@@ -91,40 +91,40 @@ def left(value: Any, by: Any) -> Any:
 
 
 def high(a: Any, b: Any) -> Any:
-    """The upper word of an unsigned product."""
+    """The upper 32 bits of an unsigned product."""
     if a.__class__ is Unknown or b.__class__ is Unknown:
         return a if a.__class__ is Unknown else b
     return signed((a & MASK) * (b & MASK) >> 32)
 
 
 def smin(a: Any, b: Any) -> Any:
-    """The smaller word."""
+    """The smaller of two signed words."""
     if a.__class__ is Unknown or b.__class__ is Unknown:
         return a if a.__class__ is Unknown else b
     return min(a, b)
 
 
 def smax(a: Any, b: Any) -> Any:
-    """The larger word."""
+    """The larger of two signed words."""
     if a.__class__ is Unknown or b.__class__ is Unknown:
         return a if a.__class__ is Unknown else b
     return max(a, b)
 
 
 def sminu(a: Any, b: Any) -> Any:
-    """The smaller word, both unsigned."""
+    """The smaller of two words that are compared as unsigned."""
     return signed(smin(a & MASK, b & MASK)) if Unknown not in (a.__class__, b.__class__) else smin(a, b)
 
 
 def smaxu(a: Any, b: Any) -> Any:
-    """The larger word, both unsigned."""
+    """The larger of two words that are compared as unsigned."""
     return signed(smax(a & MASK, b & MASK)) if Unknown not in (a.__class__, b.__class__) else smax(a, b)
 
 
 def truth(value: Any) -> Any:
-    """A predicate."""
+    """The value as a predicate: True, False or unknown."""
     return value if value.__class__ is Unknown else bool(value)
 
 
-# What translated programs call by name.
-WORDS = {f.__name__: f for f in (Unknown, wrap, left, high, smin, smax, sminu, smaxu, truth)}
+# The functions that translated programs call by name.
+FUNCTIONS = {f.__name__: f for f in (Unknown, wrap, left, high, smin, smax, sminu, smaxu, truth)}
