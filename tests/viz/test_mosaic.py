@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from trencadis.api.matmul import problem_of
 from trencadis.backends import xla
 from trencadis.backends.gpu import tile_scheduler
 from trencadis.cli.sizes import random_sizes
 from trencadis.core.devices import target_of
 from trencadis.core.plan import plan
+from trencadis.core.problem import problem_of
 from trencadis.viz import Mosaic, Raster, show
 
 pytestmark = pytest.mark.core
