@@ -38,7 +38,7 @@ SUM_HEIGHTS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
 
 _slice = functools.partial(lax.dynamic_slice, allow_negative_indices=False)
 _update = functools.partial(lax.dynamic_update_slice, allow_negative_indices=False)
-_tie = lax.optimization_barrier
+_tie: Any = lax.optimization_barrier
 _0 = np.int32(0)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from trencadis.backends import xla
-from trencadis.backends.gpu import walk as gpu_walk
+from trencadis.backends.gpu import tile_scheduler
 from trencadis.backends.tpu import walk as tpu_walk
 from trencadis.core import problem as what
 from trencadis.core.epilogue import Epilogue
@@ -40,12 +40,10 @@ def planned(rows: Rows, problem: Problem, target: Target) -> Mosaic:
 def planned_row_tiles(problem: Problem, target: Target) -> tuple[str, RowTiles]:
     """The name of the backend that the plan chooses, and its function from the rows of a group to their tiles."""
     chosen = plan(problem, target)
-    walks: dict[str, Callable[..., list[RowTile]]] = {
-        "tpu": tpu_walk.row_tiles,
-        "gpu": gpu_walk.row_tiles,
-        "xla": xla.row_tiles,
-    }
-    return chosen.backend, functools.partial(walks[chosen.backend], chosen.problem, chosen.layout)
+    by_backend: dict[str, Callable[..., list[RowTile]]] = {
+        "tpu": tpu_walk.row_tiles, "gpu": tile_scheduler.row_tiles, "xla": xla.row_tiles,
+    }  # fmt: skip
+    return chosen.backend, functools.partial(by_backend[chosen.backend], chosen.problem, chosen.layout)
 
 
 def problem_of(
