@@ -126,7 +126,7 @@ def _rows(problem: Problem, layout: Layout, lhs: Array, rhs: Array, bounds: Span
 def _contraction(
     problem: Problem, layout: Layout, lhs: Array, rhs: Array, bounds: Spans, extras: Extras, out: Array
 ) -> Array:
-    """out[i] += lhs[rows of i].T @ rhs[rows of i]: a product of the rows that full tiles leave over, plus full tiles."""
+    """out[i] += lhs[rows of i].T @ rhs[rows of i]: the product of the rows that full tiles leave over, plus those."""
     dtype, heights, full = layout.operand, layout.heights, layout.heights[-1]
 
     def product(height: int, top: Array, end: Array) -> Array:  # [k, n]
@@ -196,8 +196,8 @@ def _if(condition: Array, body: Any, value: Array) -> Array:
 def _row_heights(problem: Problem, block_m: int, dtype: np.dtype[Any]) -> list[tuple[int, int]]:
     """The tile heights, tallest first, each with the least number of remaining rows for which it is the cheapest.
 
-    Prices are in rows of arithmetic: h for the rows of a tile, and its overhead as measured on XLA:CPU. A single row is a
-    matrix-vector product, which does not pack the weights; in bfloat16 XLA:CPU has none.
+    Prices are in rows of arithmetic: h for the rows of a tile, and its overhead as measured on XLA:CPU. A single row is
+    a matrix-vector product, which does not pack the weights; in bfloat16 XLA:CPU has none.
     """
     narrow = dtype == jnp.bfloat16
     overhead = 7 if narrow else 10 if problem.transpose_rhs else 1

@@ -37,7 +37,7 @@ class Chip:
     mxus: int  # MXUs in a TensorCore
     mxu_8bit_dtypes: tuple[str, ...] = ()  # 8-bit dtypes that the MXU multiplies, or upcasts next to a bfloat16 operand
     no_nan_dtype: str | None = "float8_e4m3fn"  # 8-bit dtype whose NaN the MXU drops: it loads it as a format without
-    # The clock at which the fastest schedule that the compiler allows reaches `peak_bf16`; it agrees with published ones.
+    # The clock at which the fastest schedule of the compiler reaches `peak_bf16`; it agrees with published ones.
     clock: float
     # From the static profile that libtpu writes of its own schedules (--xla_jf_dump_static_llo_profile_to).
     vmatmul_cycles: Mapping[str, int] = dataclasses.field(hash=False)  # a vmatmul occupies its MXU, by operand type

@@ -1,4 +1,4 @@
-"""The choice of a layout for a problem on a chip: of all candidates that fit into VMEM, the fastest by the cost model."""
+"""The choice of a layout for a problem on a chip: of the candidates that fit into VMEM, the fastest by cost model."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The body of the contraction form: out[i] = lhs[rows of i].T @ rhs[rows of i]. Accumulators stay in VMEM.
 
-The accumulator of a column block is updated in steps along the rows. Rows of other groups, in the first and last sublane
-tile of a span, and the rows that pad the last step are set to zero in VMEM, in both operands, before they are
-multiplied; all other rows are multiplied as they arrived. The last step adds its product to the accumulator, applies the
-epilogue and rounds, so that the finished sum does not go through VMEM once more.
+The accumulator of a column block is updated in steps along the rows. Rows of other groups, in the first and last
+sublane tile of a span, and the rows that pad the last step are set to zero in VMEM, in both operands, before they are
+multiplied; all other rows are multiplied as they arrived. The last step adds its product to the accumulator, applies
+the epilogue and rounds, so that the finished sum does not go through VMEM once more.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class ContractionBody:
         self.k = BlockedAxis(problem.k, layout.block_k, layout.block_k)
         self.n = BlockedAxis(problem.n, layout.block_n, layout.chunk)
         self.vectors = EpilogueVectors(problem, layout, self.n, hbm, vmem)
-        target = lambda where, *size: self._out(*(where or (0, 0, 0)), *size)
-        self.ring = OutputRing(vmem, (self.k.uniform_chunk, self.n.uniform_chunk), target)
+        sizes = self.k.uniform_chunk, self.n.uniform_chunk
+        self.ring = OutputRing(vmem, sizes, lambda where, *size: self._out(*(where or (0, 0, 0)), *size))
 
     def _out(self, which: Index, row: Index, column: Index, rows: Index, columns: Index) -> Ref:
         return self.hbm["out"].at[which, aligned_ds(row, rows, LANES), aligned_ds(column, columns, LANES)]

@@ -45,7 +45,7 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
 
 
 def as_lane_vectors(problem: Problem, layout: Layout, by_row: jax.Array) -> jax.Array:
-    """Row scales as lane vectors `[..., 1, 128]`, padded so that each row tile or block of k can copy all of its own."""
+    """Row scales as lane vectors `[..., 1, 128]`, padded so that each row tile or block of k can copy its own."""
     count = _lane_vectors(problem, layout)
     if problem.form is Form.ROWS:  # a tile may start inside of its first lane vector
         return filled(by_row, (up(problem.rows, LANES) + count * LANES,)).reshape(-1, 1, LANES)

@@ -1,8 +1,8 @@
 """The cost model that ranks layouts: the predicted time of a problem, from arithmetic on its shapes.
 
-A basic block of straight-line code costs its products, and a fixed number of cycles while the MXUs fill and drain. Copies
-cost their bytes. The time of a group is the larger of the two sums. The constants are read off the compiler's schedules
-(docs/performance.md), and `tests/backends/tpu/test_model.py` compares the model with the time of those schedules.
+A basic block of straight-line code costs its products, and a fixed number of cycles while the MXUs fill and drain.
+Copies cost their bytes. The time of a group is the larger of the two sums. The constants are read off the compiler's
+schedules (docs/performance.md), and `tests/backends/tpu/test_model.py` compares the model with those schedules.
 """
 
 from __future__ import annotations

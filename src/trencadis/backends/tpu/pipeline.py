@@ -106,9 +106,9 @@ def prologue(prefetchers: Iterable[Prefetcher], tile: Tile) -> tuple[Cursor, ...
 class OutputRing:
     """A ring of VMEM buffers for chunks of the result: some are copied to HBM while another is filled.
 
-    `target(where, rows, columns)` gives the reference in HBM; `where` is None for a copy that is only waited for, of
-    which nothing but the size counts. `sizes` are the rows and columns of a copy where these are static, else None: then
-    the sizes of the copies in flight are kept in SMEM.
+    `target(where, rows, columns)` gives the reference in HBM; `where` is None to wait for a copy, for which only its
+    size matters. `sizes` are the rows and columns of a copy if these are static. If not, they are None, and the sizes
+    of the copies in flight are kept in SMEM.
     """
 
     def __init__(self, vmem: dict[str, Ref], sizes: tuple[int | None, int | None], target: Callable[..., Ref]) -> None:

@@ -1,9 +1,9 @@
 """The body of the rows form: out[r] = lhs[r] @ rhs[group of r]. A group's weights stay in VMEM for all of its rows.
 
-A row tile starts at a sublane tile, not at a row: the first sublane tile of a group may begin with rows of the group
+A row tile starts at a multiple of the sublane tile: the first sublane tile of a group may begin with rows of the group
 before, and its last may end with rows of the next one. Rows do not mix in a product, so nothing is masked on input. On
-output, a boundary tile (a sublane tile that two groups share) is kept in VMEM until the later group has filled its part,
-so that each sublane tile of the result is written once.
+output, a boundary tile (a sublane tile that two groups share) is kept in VMEM until the later group has filled its
+part, so that each sublane tile of the result is written once.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class RowsBody:
         self.problem, self.layout, self.scheduler, self.hbm, self.vmem = problem, layout, scheduler, hbm, vmem
         self.n = BlockedAxis(problem.n, layout.block_n, layout.chunk)
         self.vectors = EpilogueVectors(problem, layout, self.n, hbm, vmem)
-        target = lambda where, *size: self._out(*(where or (0, 0)), *size)
-        self.ring = OutputRing(vmem, (None, self.n.uniform_chunk), target)
+        sizes = None, self.n.uniform_chunk
+        self.ring = OutputRing(vmem, sizes, lambda where, *size: self._out(*(where or (0, 0)), *size))
 
     def _out(self, row: Index, column: Index, rows: Index, columns: Index) -> Ref:
         return self.hbm["out"].at[aligned_ds(row, rows, self.layout.sublane_tile), aligned_ds(column, columns, LANES)]
@@ -93,8 +93,9 @@ class RowsBody:
         for name in column_vectors(self.problem):
             found[name] = Prefetcher(scheduler, weights, functools.partial(self._dma_columns, name), chunks)
         if steps.accumulate:
-            key = lambda tile: (tile.span, tile.block, tile.row)
-            found["existing"] = Prefetcher(scheduler, key, self._dma_existing, chunks)
+            found["existing"] = Prefetcher(
+                scheduler, lambda tile: (tile.span, tile.block, tile.row), self._dma_existing, chunks
+            )
         return found
 
     def _dma_lhs(self, tile: Tile, slot: Index, chunk: Index) -> Dma:
@@ -260,7 +261,9 @@ class RowsBody:
         bottom = scheduler.align_up(i32(self.problem.rows))
 
         def write_block(b: Index, none: None) -> None:
-            write_chunk = lambda chunk, none: self._write_unowned(prev_end, bottom, b, chunk)
+            def write_chunk(chunk: Index, none: None) -> None:
+                self._write_unowned(prev_end, bottom, b, chunk)
+
             lax.fori_loop(i32(0), self.n.chunks_in(b), write_chunk, None)
 
         lax.fori_loop(scheduler.block_begin, scheduler.block_end, write_block, None)

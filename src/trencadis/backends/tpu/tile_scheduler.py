@@ -139,7 +139,7 @@ class TileScheduler:
         return start, jnp.where(known, end, start)
 
     def _group_end(self, entry: Index, group: Index, start: Scalar) -> Scalar:
-        """Where a group that starts at this row ends: a negative size counts as 0, and ends are clamped to the entry."""
+        """The end of a group that starts at this row; a negative size counts as 0, and it stays inside the entry."""
         problem = self.problem
         size = jnp.clip(self.sizes[entry * i32(problem.groups) + group], i32(0), i32(problem.m))
         room = entry * i32(problem.m) + i32(problem.m) - start
