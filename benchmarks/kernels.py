@@ -69,7 +69,7 @@ def _epilogue(format: str) -> Epilogue:
 
 
 def with_layout(problem: BenchProblem, which: str, fields: str, format: str) -> Kernel:
-    """A kernel whose layout has these fields, "stages=3 slots=4", and is otherwise the one that the plan chooses."""
+    """A kernel whose layout has these fields, as "stages=3", and is otherwise the one that the plan chooses."""
     card = card_for(Target.of(jax.devices()[0]))
     if card is None:
         raise RuntimeError(f"device: want a Hopper GPU; got {jax.devices()[0].device_kind}")

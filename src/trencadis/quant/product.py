@@ -247,8 +247,8 @@ def _split(x: Array | Scaled, axis: int) -> _Split:
     by_row, by_column = (x.scale.shape[i] > 1 for i in (axis, 1 - axis))
     if by_row and by_column:
         return _Split(x.dequantize())
-    scales = jnp.broadcast_to(x.scales(), x.shape)
-    along = lax.index_in_dim(scales, 0, 1 - axis if by_row else axis, keepdims=False)
+    constant = 1 - axis if by_row else axis  # the axis that has one scale
+    along = jnp.broadcast_to(lax.index_in_dim(x.scales(), 0, constant, keepdims=False), (x.shape[1 - constant],))
     return _Split(_values(x), rows=along) if by_row else _Split(_values(x), columns=along)
 
 
