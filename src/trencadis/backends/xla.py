@@ -77,7 +77,8 @@ def run(plan: Plan, *operands: Array) -> Array:
     """The result of a plan's problem, computed by loops over groups and row tiles."""
     problem = in_bytes(plan.problem)
     lhs, rhs, group_sizes, first, *rest = operands
-    lhs, rhs = lhs.astype(problem.lhs), rhs.astype(problem.rhs)
+    # XLA would otherwise fold a constant operand, such as a broadcast, into every tile of the loops
+    lhs, rhs = _tie((lhs.astype(problem.lhs), rhs.astype(problem.rhs)))
     extras = problem.epilogue.split(tuple(rest))
     out = jnp.zeros(problem.out_shape, problem.out) if extras.existing is None else extras.existing
     if problem.spans == 0 or problem.rows == 0 or 0 in problem.out_shape:

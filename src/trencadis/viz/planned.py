@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from trencadis.backends import xla
-from trencadis.backends.gpu import walk as gpu_walk
+from trencadis.backends.gpu import tile_scheduler as gpu_scheduler
 from trencadis.backends.tpu import tile_scheduler as tpu_scheduler
 from trencadis.core import problem as what
 from trencadis.core.epilogue import Epilogue
@@ -41,7 +41,7 @@ def planned_row_tiles(problem: Problem, target: Target) -> tuple[str, RowTiles]:
     """The name of the backend that the plan chooses, and its function from the rows of a group to their tiles."""
     chosen = plan(problem, target)
     backends: dict[str, Callable[..., list[RowTile]]]
-    backends = {"tpu": tpu_scheduler.row_tiles, "gpu": gpu_walk.row_tiles, "xla": xla.row_tiles}
+    backends = {"tpu": tpu_scheduler.row_tiles, "gpu": gpu_scheduler.row_tiles, "xla": xla.row_tiles}
     return chosen.backend, functools.partial(backends[chosen.backend], chosen.problem, chosen.layout)
 
 
