@@ -14,25 +14,25 @@ from trencadis.core.problem import Problem
 from trencadis.core.spans import clamped
 
 
-def up(x: int, unit: int) -> int:
+def round_up(x: int, unit: int) -> int:
     """Round x up to a multiple of the unit.
 
-    >>> up(130, 128)
+    >>> round_up(130, 128)
     256
     """
     return -(-x // unit) * unit
 
 
-def filled(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Pad the array with zeros at the end of each axis, up to this shape.
 
-    >>> filled(jnp.ones(2), (3,)).tolist()
+    >>> pad_to(jnp.ones(2), (3,)).tolist()
     [1.0, 1.0, 0.0]
     """
     return x if x.shape == shape else jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
 
 
-def in_bytes(problem: Problem) -> Problem:
+def int4_as_int8(problem: Problem) -> Problem:
     """The problem with int8 in place of int4 operands, since XLA cannot slice arrays of less than 8 bits."""
     lhs, rhs = (np.dtype(np.int8) if x == jnp.int4 else x for x in (problem.lhs, problem.rhs))
     return problem.replace(lhs=lhs, rhs=rhs)

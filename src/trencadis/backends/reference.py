@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trencadis.backends.prepare import in_bytes
+from trencadis.backends.prepare import int4_as_int8
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.dtypes import cast
 from trencadis.core.epilogue import ALONG_K, Extras, add
@@ -29,7 +29,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
 
 def run(plan: Plan, *operands: jax.Array) -> jax.Array:
     """The result of a plan's problem: for each group, mask its rows, multiply, and select its part of the result."""
-    problem = in_bytes(plan.problem)
+    problem = int4_as_int8(plan.problem)
     lhs, rhs, group_sizes, first, *extras = operands
     by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
     starts, ends = spans(problem, group_sizes, first)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from trencadis.backends.prepare import from_bits, in_bytes, to_bits
+from trencadis.backends.prepare import from_bits, int4_as_int8, to_bits
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.dtypes import cast
 from trencadis.core.epilogue import ALONG_K, Extras, add
@@ -57,7 +57,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
         return Refusal(backend="xla", reason=ALONG_K)
     block_m = max(min(256, problem.m), 1)
     tiling = overrides.tilings.forward or Tiling(block_m, max(problem.k, 1), max(problem.n, 1))
-    layout = _layout(in_bytes(problem), target, tiling.m)
+    layout = _layout(int4_as_int8(problem), target, tiling.m)
     low, high = layout.heights[0], layout.heights[-1]
     because = f"loops over row tiles of {low} to {high} rows that start at each group's first row"
     return Plan(
@@ -75,7 +75,7 @@ def _layout(problem: Problem, target: Target, block_m: int) -> Layout:
 
 def run(plan: Plan, *operands: Array) -> Array:
     """The result of a plan's problem, computed by loops over groups and row tiles."""
-    problem = in_bytes(plan.problem)
+    problem = int4_as_int8(plan.problem)
     lhs, rhs, group_sizes, first, *rest = operands
     # XLA would otherwise fold a constant operand, such as a broadcast, into every tile of the loops
     lhs, rhs = _tie((lhs.astype(problem.lhs), rhs.astype(problem.rhs)))

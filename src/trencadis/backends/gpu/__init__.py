@@ -32,7 +32,7 @@ from trencadis.backends.gpu.choose import (
     tiling_of,
 )
 from trencadis.backends.gpu.layout import ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
-from trencadis.backends.prepare import filled, flat_sizes, up
+from trencadis.backends.prepare import flat_sizes, pad_to, round_up
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import card_for
 from trencadis.core.dtypes import accumulator
@@ -183,15 +183,15 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
     if problem.epilogue.blocks:  # a copy reads the scales of one step, which are to be neighbours
         given = given._replace(by_row=given.by_row.mT, by_column=given.by_column.mT)
         length, _ = vectors(inner, layout)["by_column"]
-        named["by_column"] = filled(given.by_column, (*given.by_column.shape[:2], length))
+        named["by_column"] = pad_to(given.by_column, (*given.by_column.shape[:2], length))
         given = given._replace(by_column=None)
     if given.by_row is not None:  # TMA wants rows of a multiple of 16 bytes
-        named["by_row"] = filled(given.by_row, (*given.by_row.shape[:-1], up(given.by_row.shape[-1], 4)))
+        named["by_row"] = pad_to(given.by_row, (*given.by_row.shape[:-1], round_up(given.by_row.shape[-1], 4)))
     for name, vector in (("by_column", given.by_column), ("bias", given.bias)):
         if vector is not None:
-            named[name] = filled(vector, (problem.local_groups, inner.n))
+            named[name] = pad_to(vector, (problem.local_groups, inner.n))
     if given.existing is not None:
-        named["existing"] = filled(given.existing, out_shape)
+        named["existing"] = pad_to(given.existing, out_shape)
     out = call(inner, layout, named, out_shape, interpret)
     return out if out_shape == problem.out_shape else lax.slice(out, (0,) * out.ndim, problem.out_shape)
 
@@ -209,8 +209,8 @@ def _prepared(
     problem = problem.replace(lhs=dtype, rhs=problem.rhs if layout.upcast else dtype)
     run, out_run = swizzle_elements(dtype, layout.swizzle), swizzle_elements(problem.out)
     rows_form = problem.form is Form.ROWS
-    rows, k = up(problem.rows, ROW_ALIGN), up(problem.k, layout.block_k if interpret and rows_form else run)
-    n = up(problem.n, out_run if layout.k_major else max(run, out_run))
+    rows, k = round_up(problem.rows, ROW_ALIGN), round_up(problem.k, layout.block_k if interpret and rows_form else run)
+    n = round_up(problem.n, out_run if layout.k_major else max(run, out_run))
     if rows_form:
         k_major = problem.transpose_rhs or layout.k_major
         rhs = rhs.mT if layout.k_major and not problem.transpose_rhs else rhs
@@ -221,12 +221,12 @@ def _prepared(
         k_major = problem.transpose_lhs or layout.k_major
         lhs = lhs.mT if layout.k_major and not problem.transpose_lhs else lhs
         rhs = rhs.mT if layout.k_major else rhs
-        whole = up(problem.rows, run)
-        shapes = [(up(problem.k, ROW_ALIGN), whole) if k_major else (rows, k)]
+        whole = round_up(problem.rows, run)
+        shapes = [(round_up(problem.k, ROW_ALIGN), whole) if k_major else (rows, k)]
         shapes += [(n, whole) if layout.k_major else (rows, n)]
         inner = problem.replace(n=n)
     named = {
-        name: hi_lo(filled(x, shape)) if layout.hi_lo == name else filled(x.astype(dtype), shape)
+        name: hi_lo(pad_to(x, shape)) if layout.hi_lo == name else pad_to(x.astype(dtype), shape)
         for name, x, shape, dtype in zip(("lhs", "rhs"), (lhs, rhs), shapes, (problem.lhs, problem.rhs), strict=True)
     }
     return inner, named

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from trencadis.backends.gpu.layout import CONSUMERS, ROW_ALIGN, SWIZZLE, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.mma_shapes import MmaShape
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
-from trencadis.backends.prepare import up
+from trencadis.backends.prepare import round_up
 from trencadis.core.epilogue import Extras, inlined
 from trencadis.core.jax_compat import flipped, turnable
 from trencadis.core.problem import Form, Problem
@@ -39,7 +39,7 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
     memory: dict[str, Any] = {"smem_out": mgpu.SMEM((CONSUMERS, buffers, *shape), problem.out, transforms=rows)}
     wanted = vectors(problem, layout)
     for name, (length, dtype) in wanted.items():
-        memory[f"smem_{name}"] = mgpu.SMEM((CONSUMERS, up(length, THREADS)), dtype)
+        memory[f"smem_{name}"] = mgpu.SMEM((CONSUMERS, round_up(length, THREADS)), dtype)
     if wanted:
         memory["vectors_full"] = mgpu.Barrier(num_arrivals=len(wanted), num_barriers=CONSUMERS)
     if problem.epilogue.accumulate:
@@ -51,7 +51,7 @@ def vectors(problem: Problem, layout: Layout) -> dict[str, tuple[int, np.dtype[A
     """The length and dtype of each vector, by name, that the epilogue of a tile reads from shared memory."""
     epilogue = problem.epilogue
     if epilogue.blocks:  # scales of rows are loaded with each step; those of weights are here for all steps
-        return {"by_column": (up(-(-problem.k // epilogue.blocks), 32), np.dtype(np.float32))}
+        return {"by_column": (round_up(-(-problem.k // epilogue.blocks), 32), np.dtype(np.float32))}
     return {
         **({"by_row": (layout.block_m, np.dtype(np.float32))} if epilogue.by_row else {}),
         **({"by_column": (layout.block_n, np.dtype(np.float32))} if epilogue.by_column else {}),
@@ -125,7 +125,7 @@ class Store:
 
         def zero() -> None:
             for name, (length, dtype) in wanted.items():
-                self.refs[f"smem_{name}"].at[self.warpgroup][...] = jnp.zeros((up(length, THREADS),), dtype)
+                self.refs[f"smem_{name}"].at[self.warpgroup][...] = jnp.zeros((round_up(length, THREADS),), dtype)
             mgpu.commit_smem()
 
         if wanted:

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.prepare import filled, flat_sizes, up
+from trencadis.backends.prepare import flat_sizes, pad_to, round_up
 from trencadis.backends.tpu.choose import chip_for, choose, choose_for_tile, padded, reason
 from trencadis.backends.tpu.epilogue_vectors import as_lane_vectors
 from trencadis.backends.tpu.indexing import Ref
@@ -148,14 +148,14 @@ def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, 
     """
     lhs, rhs, sizes, first, *extras = operands
     by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
-    rows = up(problem.rows, layout.sublane_tile)
+    rows = round_up(problem.rows, layout.sublane_tile)
     k, n = inner.k, inner.n
     out_shape = (rows, n) if problem.form is Form.ROWS else (problem.spans, k, n)
-    lhs = filled(lhs, (k, rows) if problem.transpose_lhs else (rows, k))
+    lhs = pad_to(lhs, (k, rows) if problem.transpose_lhs else (rows, k))
     if problem.form is Form.CONTRACTION:
-        rhs = filled(rhs, (rows, n))
+        rhs = pad_to(rhs, (rows, n))
     else:
-        rhs = filled(rhs, (problem.weights, n, k) if problem.transpose_rhs else (problem.weights, k, n))
+        rhs = pad_to(rhs, (problem.weights, n, k) if problem.transpose_rhs else (problem.weights, k, n))
     named = {
         "sizes": flat_sizes(sizes, problem.m),
         "first": first,
@@ -167,9 +167,9 @@ def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, 
         named["by_row"] = as_lane_vectors(inner, layout, by_row)
     for name, vector in (("by_column", by_column), ("bias", bias)):
         if vector is not None:
-            named[name] = filled(vector, (problem.local_groups, n))[:, None, :]  # [g, 1, n]
+            named[name] = pad_to(vector, (problem.local_groups, n))[:, None, :]  # [g, 1, n]
     if existing is not None:
-        named["existing"] = filled(existing, out_shape)
+        named["existing"] = pad_to(existing, out_shape)
     out = call(inner.replace(precision=_precision(problem)), layout, named, out_shape, **options)
     return out if out_shape == problem.out_shape else lax.slice(out, (0,) * out.ndim, problem.out_shape)
 

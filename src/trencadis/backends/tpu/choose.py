@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.prepare import up
+from trencadis.backends.prepare import round_up
 from trencadis.backends.tpu import contraction, rows
 from trencadis.backends.tpu.indexing import LANES
 from trencadis.backends.tpu.layout import Layout, cheapest_heights
@@ -45,7 +45,7 @@ def padded(problem: Problem) -> Problem:
     """The problem with k and n padded to multiples of 128 lanes where they are too large to be a single chunk."""
 
     def pad(size: int, large: bool = False) -> int:
-        return up(size, LANES) if size > CHUNKS[-1] or large else size
+        return round_up(size, LANES) if size > CHUNKS[-1] or large else size
 
     if problem.form is Form.CONTRACTION:
         return problem.replace(n=pad(problem.n), k=pad(problem.k))
@@ -117,7 +117,7 @@ def _bytes(shape: Any) -> int:
         return 0
     *lead, sublanes, lanes = shape.shape
     size = width(shape.dtype)
-    return int(math.prod(lead) * up(sublanes, int(32 / size)) * up(lanes, LANES) * size)
+    return int(math.prod(lead) * round_up(sublanes, int(32 / size)) * round_up(lanes, LANES) * size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -147,10 +147,10 @@ def alignment(problem: Problem, chip: Chip) -> tuple[int, int]:
 def _rows_layouts(
     problem: Problem, model: MxuModel, tiling: Tiling | None, sublane_tile: int, dma_align: int
 ) -> Iterator[Layout]:
-    most = up(problem.rows, sublane_tile)
-    sets = {tuple(sorted({min(up(h, sublane_tile), most) for h in heights})) for heights in HEIGHTS[model.size]}
+    most = round_up(problem.rows, sublane_tile)
+    sets = {tuple(sorted({min(round_up(h, sublane_tile), most) for h in heights})) for heights in HEIGHTS[model.size]}
     if tiling is not None:
-        tallest = min(up(tiling.m, sublane_tile), most)
+        tallest = min(round_up(tiling.m, sublane_tile), most)
         sets = {tuple(sorted({h for heights in sets for h in heights if h < tallest} | {tallest}))[-5:]}
     for chunk, block_n in _n_blocks(problem.n, None if tiling is None else tiling.n):
         price = functools.partial(model.rows_cycles, k=problem.k, chunk=chunk)
@@ -170,11 +170,11 @@ def _n_blocks(n: int, asked: int | None) -> Iterator[tuple[int, int]]:
     if n % LANES or n <= LANES:
         yield n, n
         return
-    limit = n if asked is None else min(up(asked, LANES), n)
+    limit = n if asked is None else min(round_up(asked, LANES), n)
     chunks = sorted({c for c in (*CHUNKS, limit) if c <= min(limit, CHUNKS[-1])})
     for chunk in chunks:
         if asked is not None:
-            yield chunk, up(limit, chunk)
+            yield chunk, round_up(limit, chunk)
             continue
         for count in (1, 2, 3, 4, 7, 8):
             if chunk * count < n + chunk:
@@ -185,13 +185,13 @@ def _contraction_layouts(
     problem: Problem, model: MxuModel, tiling: Tiling | None, sublane_tile: int, dma_align: int
 ) -> Iterator[Layout]:
     step_m = max(model.size, sublane_tile)
-    most = up(up(problem.rows, sublane_tile) + sublane_tile, 2 * step_m)
+    most = round_up(round_up(problem.rows, sublane_tile) + sublane_tile, 2 * step_m)
     block_ms = {min(2 * step_m * i, most) for i in (1, 2, 3, 4, 6)}
     block_ks, block_ns = _block_sizes(problem.k), _block_sizes(problem.n)
     if tiling is not None:
-        block_ms = {min(up(tiling.m, 2 * step_m), most)}
-        block_ks = [problem.k if problem.k % LANES else min(up(tiling.k, LANES), problem.k)]
-        block_ns = [problem.n if problem.n % LANES else min(up(tiling.n, LANES), problem.n)]
+        block_ms = {min(round_up(tiling.m, 2 * step_m), most)}
+        block_ks = [problem.k if problem.k % LANES else min(round_up(tiling.k, LANES), problem.k)]
+        block_ns = [problem.n if problem.n % LANES else min(round_up(tiling.n, LANES), problem.n)]
     for block_m, block_k, block_n in itertools.product(sorted(block_ms), block_ks, block_ns):
         k_blocks, n_blocks = -(-problem.k // block_k), -(-problem.n // block_n)
         lhs_bytes, rhs_bytes = problem.k * problem.lhs.itemsize, problem.n * problem.rhs.itemsize
@@ -208,4 +208,4 @@ def _block_sizes(size: int) -> list[int]:
     """The candidates for block_k or block_n of a contraction: the whole axis, and nearly equal parts of it."""
     if size % LANES or size <= LANES:
         return [size]
-    return sorted({up(-(-size // parts), LANES) for parts in range(1, 33) if -(-size // parts) <= 4096})
+    return sorted({round_up(-(-size // parts), LANES) for parts in range(1, 33) if -(-size // parts) <= 4096})

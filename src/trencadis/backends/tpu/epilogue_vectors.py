@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.prepare import filled, up
+from trencadis.backends.prepare import pad_to, round_up
 from trencadis.backends.tpu.indexing import LANES, BlockedAxis, Dma, Index, Ref, Value, aligned_ds, i32
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.pipeline import Cursor
@@ -48,15 +48,15 @@ def as_lane_vectors(problem: Problem, layout: Layout, by_row: jax.Array) -> jax.
     """Row scales as lane vectors `[..., 1, 128]`, padded so that each row tile or block of k can copy its own."""
     count = _lane_vectors(problem, layout)
     if problem.form is Form.ROWS:  # a tile may start inside of its first lane vector
-        return filled(by_row, (up(problem.rows, LANES) + count * LANES,)).reshape(-1, 1, LANES)
+        return pad_to(by_row, (round_up(problem.rows, LANES) + count * LANES,)).reshape(-1, 1, LANES)
     blocks = -(-problem.k // layout.block_k)
-    return filled(by_row, (problem.local_groups, blocks * count * LANES)).reshape(-1, 1, LANES)
+    return pad_to(by_row, (problem.local_groups, blocks * count * LANES)).reshape(-1, 1, LANES)
 
 
 def _lane_vectors(problem: Problem, layout: Layout) -> int:
     """The lane vectors of row scales that one row tile, or in a contraction one block of k, needs."""
     rows = problem.form is Form.ROWS
-    return up(layout.block_m + LANES - layout.sublane_tile if rows else layout.block_k, LANES) // LANES
+    return round_up(layout.block_m + LANES - layout.sublane_tile if rows else layout.block_k, LANES) // LANES
 
 
 class EpilogueVectors:

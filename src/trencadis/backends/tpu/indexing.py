@@ -46,7 +46,7 @@ class BlockedAxis:
 
     @property
     def num_blocks(self) -> int:
-        """The number of column blocks."""
+        """The number of column blocks of the whole axis."""
         return -(-self.total // self.block)
 
     @property

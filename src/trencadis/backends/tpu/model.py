@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.backends.prepare import up
+from trencadis.backends.prepare import round_up
 from trencadis.backends.tpu.layout import Layout
 from trencadis.core.devices import Chip
 from trencadis.core.dtypes import width
@@ -61,12 +61,12 @@ class MxuModel:
 
     def rows_cycles(self, height: int, k: int, chunk: int) -> float:
         """The cycles of a product `[height, k] x [k, chunk]`, whose weights are loaded for it."""
-        product = max(height, self.min_rows) * up(k, self.size) * up(chunk, self.size) / self.rate
+        product = max(height, self.min_rows) * round_up(k, self.size) * round_up(chunk, self.size) / self.rate
         return self.fill_drain + max(product, k * (height * self.convert[0] + chunk * self.convert[1]))
 
     def step_cycles(self, block_k: int, rows: int, chunk: int) -> float:
         """The cycles of a product `[rows, block_k]ᵀ x [rows, chunk]` that is added to an accumulator."""
-        product = block_k * up(rows, self.size) * up(chunk, self.size) / self.rate
+        product = block_k * round_up(rows, self.size) * round_up(chunk, self.size) / self.rate
         return self.fill_drain + max(product, rows * (block_k * self.convert[0] + chunk * self.convert[1]))
 
     def seconds(self, cycles: float, moved: float, tiles: int, buffers: int) -> float:

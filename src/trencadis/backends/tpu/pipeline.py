@@ -127,7 +127,7 @@ class OutputRing:
         }
 
     def reset(self) -> None:
-        """Mark all buffers as free."""
+        """Mark all buffers of the ring as free."""
         for i in range(2 * self.buffers + 1):
             self.state[i] = i32(0)
 

@@ -9,6 +9,7 @@ part, so that each sublane tile of the result is written once.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -82,7 +83,7 @@ class RowsBody:
         def weights(tile: Tile) -> tuple[Index, ...]:
             return tile.span, tile.block
 
-        def per_tile(dma: Any) -> Prefetcher:
+        def per_tile(dma: Callable[[Tile, Index, Index], Dma]) -> Prefetcher:
             return Prefetcher(
                 scheduler, lambda tile: (tile.span, tile.row), dma, lambda tile: i32(1), self.layout.lhs_buffers
             )
