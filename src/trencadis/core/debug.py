@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int32, Integer
 
 # a context that jit's caches see: a function traced without the checks is traced again with them
 _checking = jax.make_user_context(False)
@@ -39,7 +40,7 @@ def checking() -> bool:
     return bool(_checking.value)
 
 
-def check_traced(group_sizes: Any, first: Any, m: int, local_groups: int) -> None:
+def check_traced(group_sizes: Integer[Array, " g"], first: ArrayLike, m: int, local_groups: int) -> None:
     """The checks of one call: sizes `[g]`, first group `[]`."""
     groups = group_sizes.shape[0]
     if not checking() or groups == 0:
@@ -64,7 +65,7 @@ def check_traced(group_sizes: Any, first: Any, m: int, local_groups: int) -> Non
     )
 
 
-def fit(sizes: Any, room: int) -> tuple[Any, Any]:
+def fit(sizes: Int32[Array, " g"], room: int) -> tuple[Bool[Array, ""], Int32[Array, ""]]:
     """Whether the sizes sum to at most room, and the group where they pass it; negative ones count as 0."""
     most = past(room)
     ends = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, most - a), jnp.clip(sizes, 0, most))  # cannot wrap

@@ -9,33 +9,34 @@ All integers are exact, for any number of tiles. `walk` is the slow twin of `vis
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Int32, Integer
 
 from trencadis.core.problem import Problem
 
-Array = jax.Array
+Sizes: TypeAlias = Integer[Array, "{problem.batch} {problem.groups}"]
+First: TypeAlias = Integer[Array, "{problem.batch}"]  # the first local group of each batch entry
 
 
 class Spans(NamedTuple):
     """Row ranges of the local groups of all batch entries, one entry after the other."""
 
-    starts: Array  # i32[spans]
-    ends: Array  # i32[spans]; equal to starts for an empty group
+    starts: Int32[Array, " spans"]
+    ends: Int32[Array, " spans"]  # equal to starts for an empty group
 
 
-def clamped(group_sizes: Array, m: int) -> Array:
+def clamped(group_sizes: Integer[Array | np.ndarray, "*batch g"], m: int) -> Int32[Array, "*batch g"]:
     """Sizes as int32 between 0 and m, whatever integers they are."""
     if group_sizes.dtype.itemsize < 4:  # m need not fit into so narrow a dtype
         group_sizes = group_sizes.astype(jnp.int32)
     return jnp.clip(group_sizes, 0, m).astype(jnp.int32)
 
 
-def offsets(group_sizes: Array, m: int) -> Array:
+def offsets(group_sizes: Integer[Array | np.ndarray, "*batch g"], m: int) -> Int32[Array, "*batch g+1"]:
     """Row positions between groups: `[..., g] -> i32[..., g + 1]`, from 0, ascending, never past m.
 
     A negative size counts as 0 and an end past m is m, so that whatever a traced array holds, no group leaves the rows.
@@ -51,7 +52,7 @@ def offsets(group_sizes: Array, m: int) -> Array:
     return jnp.concatenate([jnp.zeros_like(ends[..., :1], shape=(*ends.shape[:-1], 1)), ends], axis=-1)
 
 
-def spans(problem: Problem, group_sizes: Array, first: Array) -> Spans:
+def spans(problem: Problem, group_sizes: Sizes, first: First) -> Spans:
     """The rows of each local group: group_sizes `[batch, groups]`, first group of the window `[batch]`.
 
     Groups of a window that reaches outside of group_sizes are empty.
@@ -69,7 +70,7 @@ def spans(problem: Problem, group_sizes: Array, first: Array) -> Spans:
     return Spans((starts + entry).reshape(-1), (jnp.where(known, ends, starts) + entry).reshape(-1))
 
 
-def owned(problem: Problem, group_sizes: Array, first: Array) -> Array:
+def owned(problem: Problem, group_sizes: Sizes, first: First) -> Bool[Array, {problem.rows}]:
     """Whether a local group covers the row: bool[rows]. The local groups of an entry are neighbours: one range each."""
     if problem.spans == 0:
         return jnp.zeros((problem.rows,), bool)
@@ -80,7 +81,7 @@ def owned(problem: Problem, group_sizes: Array, first: Array) -> Array:
     return ((row >= low[:, None]) & (row < high[:, None])).reshape(-1)
 
 
-def owner(group_sizes: Array, m: int) -> Array:
+def owner(group_sizes: Integer[Array | np.ndarray, " g"], m: int) -> Int32[Array, {m}]:
     """The group of each row: i32[m]; the number of groups where there is none.
 
     >>> owner(jnp.array([2, 0, 1]), 4).tolist()
@@ -92,6 +93,6 @@ def owner(group_sizes: Array, m: int) -> Array:
     return jnp.repeat(jnp.arange(lengths.shape[0], dtype=jnp.int32), lengths, total_repeat_length=m)
 
 
-def local_group(problem: Problem, group_sizes: Array, first: Array) -> Array:
+def local_group(problem: Problem, group_sizes: Sizes, first: First) -> Int32[Array, {problem.m}]:
     """The local group of each row of a problem of one entry: i32[m]; some group for rows that nobody owns."""
     return jnp.clip(owner(group_sizes[0], problem.m) - first[0], 0, max(problem.local_groups - 1, 0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +37,7 @@ def sum_of_parts(problem: Problem, multiply: Multiply, *operands: Array) -> Arra
     short = count * length - problem.k
     lhs, rhs = (_padded(x, axis, short) for x, axis in zip((lhs, rhs), axes, strict=True))
 
-    def part(i: Any) -> Array:
+    def part(i: int | Array) -> Array:
         x, y = (lax.dynamic_slice_in_dim(v, i * length, length, axis) for v, axis in zip((lhs, rhs), axes, strict=True))
         return multiply(inner, x, y, sizes, first, *_scales_at(problem, i * length, scales))
 
@@ -50,7 +49,7 @@ def sum_of_parts(problem: Problem, multiply: Multiply, *operands: Array) -> Arra
     return lax.scan(lambda sums, i: (sums + part(i), None), total, jnp.arange(count))[0]
 
 
-def _scales_at(problem: Problem, at: Any, scales: list[Array]) -> list[Array]:
+def _scales_at(problem: Problem, at: int | Array, scales: list[Array]) -> list[Array]:
     """The scales of the part of k that starts at `at`: those of rows [m] and those of columns [g, n]."""
     steps, rest, found = problem.epilogue, iter(scales), []
     if steps.by_row:
@@ -65,7 +64,7 @@ def _scales_at(problem: Problem, at: Any, scales: list[Array]) -> list[Array]:
     return found
 
 
-def _at(x: Array, i: Any) -> Array:
+def _at(x: Array, i: int | Array) -> Array:
     return lax.dynamic_index_in_dim(x, i, 1, keepdims=False)
 
 

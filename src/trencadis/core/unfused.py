@@ -17,7 +17,7 @@ from trencadis.core.spans import local_group, owned, spans
 Array = jax.Array
 
 
-def scale(problem: Problem, z: Array, extras: Extras, sizes: Array, first: Array) -> Array:
+def scale(problem: Problem, z: Array, extras: Extras[Array], sizes: Array, first: Array) -> Array:
     """Sums z, or their cotangents, times the scales of rows and columns; unowned rows are 0 whatever their scales."""
     by_row, by_column = extras.by_row, extras.by_column
     if by_row is None and by_column is None:
