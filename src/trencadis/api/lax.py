@@ -15,22 +15,29 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import ShapeDtypeStruct, lax
+from jax.lax import PrecisionLike
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 from trencadis.api.matmul import grouped_matmul, transposed_grouped_matmul
 from trencadis.core import problem as what
 from trencadis.core.debug import check_traced
-from trencadis.core.dtypes import accumulator
+from trencadis.core.dtypes import ShapeDtype, accumulator
 from trencadis.core.jax_compat import without_mesh
 from trencadis.core.spans import clamped, offsets
-from trencadis.quant.operand import array_operand
+from trencadis.quant.operand import Operand, Sizes, array_operand
 from trencadis.quant.scaled import Scaled
+
+SizesArray: TypeAlias = Array | np.ndarray  # numpy's where the sizes are known inside `jit`
+Dims: TypeAlias = lax.RaggedDotDimensionNumbers
 
 BASIC = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [1]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -38,13 +45,13 @@ BASIC = lax.RaggedDotDimensionNumbers(
 
 
 def ragged_dot(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    group_offset: Any = None,
-    out_sharding: Any = None,
+    lhs: Operand,
+    rhs: Operand,
+    group_sizes: Sizes,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Array:
     """`jax.lax.ragged_dot`, without its g-fold work: `[m, k] x [g, k, n] -> [m, n]`.
 
@@ -61,14 +68,14 @@ def ragged_dot(
 
 
 def ragged_dot_general(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
+    lhs: Operand,
+    rhs: Operand,
+    group_sizes: Sizes,
     ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    group_offset: Any = None,
-    out_sharding: Any = None,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Array:
     """`jax.lax.ragged_dot_general`: the ragged dimension may be a row, a summed or a batch dimension of lhs.
 
@@ -84,7 +91,7 @@ def ragged_dot_general(
     out = _lax_type(lhs, rhs, group_sizes, dims, precision, preferred_element_type, group_offset)
     (contract, _), (batch, _) = dims.dot_dimension_numbers
     (ragged,) = dims.lhs_ragged_dimensions
-    mode = _summed if ragged in contract else _batched if ragged in batch else _rows
+    mode: Callable[..., Array] = _summed if ragged in contract else _batched if ragged in batch else _rows
     if isinstance(lhs, Scaled) or isinstance(rhs, Scaled):
         mode = _scaled
     result = mode(lhs, rhs, group_sizes, dims, out, precision=precision, group_offset=group_offset)
@@ -92,8 +99,14 @@ def ragged_dot_general(
 
 
 def _lax_type(
-    lhs: Any, rhs: Any, group_sizes: Any, dims: Any, precision: Any, preferred: Any, group_offset: Any
-) -> jax.ShapeDtypeStruct:
+    lhs: Array | Scaled,
+    rhs: Array | Scaled,
+    group_sizes: SizesArray,
+    dims: Dims,
+    precision: PrecisionLike,
+    preferred: DTypeLike | None,
+    group_offset: ArrayLike | None,
+) -> ShapeDtypeStruct:
     """The type of lax's result. Asking lax for it is also what raises lax's own errors."""
     ask = functools.partial(
         lax.ragged_dot_general, ragged_dot_dimension_numbers=dims, precision=precision, preferred_element_type=preferred
@@ -102,13 +115,13 @@ def _lax_type(
     if group_offset is not None and len(window) == 1 and shape and 0 <= window[0] < rhs.ndim:
         # lax has no windows: let it see the sizes of the groups that rhs holds
         shape = (*shape[:-1], min(shape[-1], rhs.shape[window[0]]))
-    sizes = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(group_sizes.dtype))
-    a, b = (jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip((lhs, rhs), _dtypes(lhs, rhs), strict=True))
+    sizes = ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(group_sizes.dtype))
+    a, b = (ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip((lhs, rhs), _dtypes(lhs, rhs), strict=True))
     with without_mesh():
         return jax.eval_shape(ask, a, b, sizes)
 
 
-def _dtypes(*operands: Any) -> list[Any]:
+def _dtypes(*operands: Array | Scaled) -> list[np.dtype]:
     """The dtypes that lax is shown: beside a quantized operand, the one that all of them go into."""
     if not any(isinstance(x, Scaled) for x in operands):
         return [x.dtype for x in operands]
@@ -118,7 +131,9 @@ def _dtypes(*operands: Any) -> list[Any]:
     return [jnp.result_type(*kept)] * len(operands)
 
 
-def _scaled(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any) -> Array:
+def _scaled(
+    lhs: Array | Scaled, rhs: Array | Scaled, sizes: SizesArray, dims: Dims, out: ShapeDtypeStruct, **options: Any
+) -> Array:
     """Rows or sums of operands that have the axes of `grouped_matmul`, or of its transpose, in any order."""
     (lhs_k, rhs_k), (lhs_b, _) = dims.dot_dimension_numbers
     (ragged,) = dims.lhs_ragged_dimensions
@@ -143,7 +158,7 @@ def _scaled(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any)
     )
 
 
-def _rows(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any) -> Array:
+def _rows(lhs: Array, rhs: Array, sizes: SizesArray, dims: Dims, out: ShapeDtypeStruct, **options: Any) -> Array:
     (lhs_k, rhs_k), (lhs_b, rhs_b) = dims.dot_dimension_numbers
     (ragged,), (group,) = dims.lhs_ragged_dimensions, dims.rhs_group_dimensions
     free = _rest(lhs, lhs_k, lhs_b)
@@ -154,14 +169,14 @@ def _rows(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any) -
     rhs = rhs.transpose(*rhs_b, group, *rhs_k, *n).reshape(b, rhs.shape[group], k, _size(rhs, n))
     over, sizes = _sizes(sizes, (b, x), m, y)
 
-    def entry(lhs: Array, sizes: Array, rhs: Array) -> Array:
+    def entry(lhs: Array, sizes: SizesArray, rhs: Array) -> Array:
         return grouped_matmul(lhs, rhs, sizes, out.dtype, **options)
 
     each = jax.vmap(jax.vmap(entry, in_axes=(0, over, None)), in_axes=(0, over, 0))
     return each(lhs, sizes, rhs).reshape(out.shape)
 
 
-def _summed(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any) -> Array:
+def _summed(lhs: Array, rhs: Array, sizes: SizesArray, dims: Dims, out: ShapeDtypeStruct, **options: Any) -> Array:
     (lhs_k, rhs_k), (lhs_b, rhs_b) = dims.dot_dimension_numbers
     at = lhs_k.index(dims.lhs_ragged_dimensions[0])
     # sizes that are the same for every outer summed dimension let it go inside, where it costs no second sum
@@ -170,7 +185,7 @@ def _summed(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any)
     b, m, x = _size(lhs, lhs_b), lhs.shape[lhs_k[at]], _size(lhs, [lhs_k[d] for d in outer])
     y = _size(lhs, lhs_k) // max(m * x, 1)
 
-    def rows(a: Any, summed: Any, batch: Any) -> Array:  # [b, x, m * y, columns]
+    def rows(a: Array, summed: Sequence[int], batch: Sequence[int]) -> Array:  # [b, x, m * y, columns]
         columns = _rest(a, summed, batch)
         return a.transpose(*batch, *(summed[d] for d in order), *columns).reshape(b, x, m * y, _size(a, columns))
 
@@ -179,7 +194,7 @@ def _summed(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any)
     sizes = _with_room(sizes, options["group_offset"])
     kept = out.dtype if x == 1 else accumulator(lhs.dtype, rhs.dtype)
 
-    def entry(lhs: Array, sizes: Array, rhs: Array) -> Array:
+    def entry(lhs: Array, sizes: SizesArray, rhs: Array) -> Array:
         return transposed_grouped_matmul(
             lhs, rhs, sizes, kept, transpose_lhs=True, num_actual_groups=groups, **options
         )  # [g, i, n]
@@ -189,7 +204,16 @@ def _summed(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any)
     return jnp.moveaxis(products, 0, 1).astype(out.dtype).reshape(out.shape)
 
 
-def _batched(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, *, precision: Any, group_offset: Any) -> Array:
+def _batched(
+    lhs: Array,
+    rhs: Array,
+    sizes: SizesArray,
+    dims: Dims,
+    out: ShapeDtypeStruct,
+    *,
+    precision: PrecisionLike,
+    group_offset: ArrayLike | None,
+) -> Array:
     (lhs_k, rhs_k), (lhs_b, rhs_b) = dims.dot_dimension_numbers
     at = lhs_b.index(dims.lhs_ragged_dimensions[0])
     m, groups = lhs.shape[lhs_b[at]], sizes.shape[-1]
@@ -203,7 +227,7 @@ def _batched(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, *, precision: 
     lhs, lhs_k = _batch_first(lhs, lhs_b, lhs_k)
     rhs, rhs_k = _batch_first(rhs, rhs_b, rhs_k)
 
-    def mask(a: Any) -> Array:
+    def mask(a: Array) -> Array:
         return jnp.where(lax.broadcast_in_dim(covered, a.shape, range(at + 1)), a, jnp.zeros_like(a))
 
     acc = accumulator(lhs.dtype, rhs.dtype)
@@ -216,12 +240,12 @@ def _batched(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, *, precision: 
     return product.astype(out.dtype)
 
 
-def _batch_first(a: Any, batch: Any, summed: Any) -> tuple[Any, tuple[int, ...]]:
+def _batch_first(a: Array, batch: Sequence[int], summed: Sequence[int]) -> tuple[Array, tuple[int, ...]]:
     order = [*batch, *(d for d in range(a.ndim) if d not in batch)]
     return a.transpose(order), tuple(order.index(d) for d in summed)
 
 
-def _sizes(sizes: Any, lead: tuple[int, ...], m: int, inner: int) -> tuple[int | None, Any]:
+def _sizes(sizes: SizesArray, lead: tuple[int, ...], m: int, inner: int) -> tuple[int | None, SizesArray]:
     """Checked sizes, times the rows inside each ragged one; and the axis they are mapped over, None where shared."""
     _check(sizes, m, np.int32(0))
     if inner != 1:
@@ -229,12 +253,12 @@ def _sizes(sizes: Any, lead: tuple[int, ...], m: int, inner: int) -> tuple[int |
     return (None, sizes) if sizes.ndim == 1 else (0, sizes.reshape(*lead, sizes.shape[-1]))
 
 
-def _with_room(sizes: Any, group_offset: Any) -> Any:
+def _with_room(sizes: SizesArray, group_offset: ArrayLike | None) -> SizesArray:
     """Sizes for a result that has a place for every group, wherever it starts: those past the end are empty."""
     return sizes if group_offset is None else jnp.concatenate([sizes, jnp.zeros_like(sizes)], axis=-1)
 
 
-def _check(sizes: Any, m: int, first: Any) -> None:
+def _check(sizes: SizesArray, m: int, first: ArrayLike) -> None:
     """Sizes known now are right; traced ones are checked at run time where that is asked for."""
     known = what.concrete(sizes)
     if known is not None and known.size:
@@ -244,13 +268,13 @@ def _check(sizes: Any, m: int, first: Any) -> None:
         jax.vmap(lambda row: check_traced(row, first, m, 0))(sizes.reshape(-1, sizes.shape[-1]))
 
 
-def _turned(a: Any, *axes: int) -> Any:
+def _turned(a: Array | Scaled, *axes: int) -> Array | Scaled:
     return a if axes == tuple(range(a.ndim)) else a.transpose(*axes)
 
 
-def _rest(a: Any, *taken: Any) -> list[int]:
+def _rest(a: ShapeDtype, *taken: Sequence[int]) -> list[int]:
     return [d for d in range(a.ndim) if not any(d in dims for dims in taken)]
 
 
-def _size(a: Any, dims: Any) -> int:
+def _size(a: ShapeDtype, dims: Sequence[int]) -> int:
     return math.prod(a.shape[d] for d in dims)
