@@ -1,4 +1,4 @@
-"""Grouped GEMMs of every ragged combination, as lists of matrices: laid into arrays, multiplied, and taken apart."""
+"""Grouped GEMMs of every ragged combination, as lists of matrices: packed into arrays, multiplied, and unpacked."""
 
 import functools
 import itertools
@@ -16,12 +16,12 @@ G, TOTAL = 4, 13  # groups, and entries of a ragged dimension of all groups toge
 UNIFORM = (3, 5, 4)  # m, k, n where they are not ragged
 MOST = 6  # of a ragged dimension
 CASES = list(itertools.product([False, True], repeat=3))  # which of m, k and n are ragged
-TURNS = list(itertools.product([False, True], repeat=2))  # lhs stored [k, m], rhs stored [n, k]
+TRANSPOSES = list(itertools.product([False, True], repeat=2))  # lhs stored [k, m], rhs stored [n, k]
 ids = ["".join(x for x, on in zip("mkn", case, strict=True) if on) or "none" for case in CASES]
 
 
 def sizes_of(case, groups=G, limit=TOTAL - 1):
-    """For each dimension the sizes of all groups; ragged ones do not fill what there is, and often are all empty."""
+    """For each dimension the sizes of all groups; ragged ones leave unowned entries, and often all groups are empty."""
     some = st.lists(st.integers(0, MOST), min_size=groups, max_size=groups).map(lambda x: _fit(x, limit))
     ragged = st.one_of(some, some, some, st.just([0] * groups))
     return st.tuples(*(ragged if on else st.just([u] * groups) for on, u in zip(case, UNIFORM, strict=True)))
@@ -79,7 +79,7 @@ def places(dims, sizes):
 
 
 def packed(dims, sizes, matrices, fill):
-    """An array that holds the matrices, and `fill` in what is nobody's."""
+    """An array that holds the matrices, and `fill` in unowned entries."""
     data = np.full(shape_of(dims), fill, np.float32)
     for (at, _), x in zip(places(dims, sizes), matrices, strict=True):
         data[at] = x.ravel() if data.ndim == 1 else x
@@ -87,7 +87,7 @@ def packed(dims, sizes, matrices, fill):
 
 
 def unpacked(dims, sizes, data, rest):
-    """The matrices of an array, in whose other entries there is `rest` and nothing else."""
+    """The matrices of an array, whose other entries are all `rest`."""
     data = np.array(data)
     found = [data[at].reshape(shape).copy() for at, shape in places(dims, sizes)]
     for at, _ in places(dims, sizes):
@@ -102,9 +102,9 @@ def flipped(pair, on):
     return pair[::-1] if on else pair
 
 
-def sides(case, turns):
+def sides(case, transposes):
     """The two dimensions of lhs, rhs and out as they are stored, which of m, k and n they are, and the axes summed."""
-    of = flipped((0, 1), turns[0]), flipped((1, 2), turns[1]), (0, 2)
+    of = flipped((0, 1), transposes[0]), flipped((1, 2), transposes[1]), (0, 2)
     dims = [tuple((case[i], UNIFORM[i]) for i in pair) for pair in of]
     stacks = [not any(on for on, _ in each) for each in dims]
     return dims, of, tuple((pair.index(1) + stack,) for pair, stack in zip(of[:2], stacks[:2], strict=True))
@@ -115,9 +115,9 @@ def tensor_of(dims, data, sizes):
     return GroupedTensor(data, first, last, data.shape)
 
 
-def gemm(case, turns, x, y, room, sizes, **options):
+def gemm(case, transposes, x, y, room, sizes, **options):
     """The data of the GEMM of two arrays; `room` is added to."""
-    dims, of, axes = sides(case, turns)
+    dims, of, axes = sides(case, transposes)
     sizes = [jnp.asarray(s, jnp.int32) for s in sizes]
     lhs, rhs, out = (
         tensor_of(each, data, [sizes[i] for i in pair]) for each, pair, data in zip(dims, of, (x, y, room), strict=True)
@@ -127,36 +127,36 @@ def gemm(case, turns, x, y, room, sizes, **options):
     return found.data if isinstance(found, GroupedTensor) else found
 
 
-def lay(case, turns, sizes, which, matrices, fill):
+def lay(case, transposes, sizes, which, matrices, fill):
     """The array of one of lhs (0), rhs (1) and out (2)."""
-    dims, of, _ = sides(case, turns)
-    turned = which < 2 and turns[which]
-    return packed(dims[which], [sizes[i] for i in of[which]], [x.T for x in matrices] if turned else matrices, fill)
+    dims, of, _ = sides(case, transposes)
+    transposed = which < 2 and transposes[which]
+    return packed(dims[which], [sizes[i] for i in of[which]], [x.T for x in matrices] if transposed else matrices, fill)
 
 
-def take(case, turns, sizes, which, data, rest=0.0):
-    """The matrices of one of them; what nobody owns is `rest`."""
-    dims, of, _ = sides(case, turns)
+def take(case, transposes, sizes, which, data, rest=0.0):
+    """The matrices of one of them; unowned entries are `rest`."""
+    dims, of, _ = sides(case, transposes)
     found = unpacked(dims[which], [sizes[i] for i in of[which]], data, rest)
-    return [x.T for x in found] if which < 2 and turns[which] else found
+    return [x.T for x in found] if which < 2 and transposes[which] else found
 
 
 @functools.cache
-def compiled(case, turns):
+def compiled(case, transposes):
     def pull(x, y, room, ct, *sizes):
-        out, back = jax.vjp(lambda x, y, room: gemm(case, turns, x, y, room, sizes), x, y, room)
+        out, back = jax.vjp(lambda x, y, room: gemm(case, transposes, x, y, room, sizes), x, y, room)
         return out, *back(ct)
 
     return jax.jit(pull)
 
 
-def run(case, turns, sizes, a, b, old, ct, fill=np.nan):
-    """The groups of the result, of both gradients and of that of out. What is nobody's is `fill`, and 7 in out."""
-    put = functools.partial(lay, case, turns, sizes)
-    got, dx, dy, d_old = compiled(case, turns)(
+def run(case, transposes, sizes, a, b, old, ct, fill=np.nan):
+    """The groups of the result and of the gradients of lhs, rhs and out; unowned entries are `fill`, and 7 in out."""
+    put = functools.partial(lay, case, transposes, sizes)
+    got, dx, dy, d_old = compiled(case, transposes)(
         put(0, a, fill), put(1, b, fill), put(2, old, 7), put(2, ct, fill), *(np.asarray(s) for s in sizes)
     )
-    get = functools.partial(take, case, turns, sizes)
+    get = functools.partial(take, case, transposes, sizes)
     return get(2, got, 7), get(0, dx), get(1, dy), get(2, d_old, fill)
 
 
@@ -170,7 +170,7 @@ def add(*lists):
     return [sum(each[1:], each[0]) for each in zip(*lists, strict=True)]
 
 
-def turned(matrices):
+def transposed(matrices):
     return [x.T for x in matrices]
 
 
@@ -181,19 +181,19 @@ def check(got, want):
 
 
 def check_both_forms(x, w, y, sizes, **how):
-    """Rows and contraction through `grouped_gemm`, with gradients; NaN in rows that nobody owns reaches none."""
+    """Rows and contraction through `grouped_gemm`, with gradients; NaN in unowned rows reaches none of them."""
     gemm = functools.partial(tr.grouped_gemm, **how)
     stacked, rows_of = GroupedTensor.stacked, functools.partial(GroupedTensor.ragged_rows, sizes=sizes)
     columns_of = lambda a: GroupedTensor.ragged_cols(a.T, sizes)
 
     def step(x, w, y):
         out, pull = jax.vjp(lambda x, w: gemm(rows_of(x), stacked(w), contracting_dims=((1,), (1,))).data, x, w)
-        turned = gemm(stacked(w), columns_of(y), contracting_dims=((2,), (0,))).data  # n is ragged
-        return out, *pull(y), turned.T, gemm(columns_of(x), rows_of(y), contracting_dims=((1,), (0,)))
+        transposed = gemm(stacked(w), columns_of(y), contracting_dims=((2,), (0,))).data  # n is ragged
+        return out, *pull(y), transposed.T, gemm(columns_of(x), rows_of(y), contracting_dims=((1,), (0,)))
 
-    out, dx, dw, turned, weights = jax.jit(step)(x, w, y)
+    out, dx, dw, transposed, weights = jax.jit(step)(x, w, y)
     oracle.check(out, oracle.rows(x, w, sizes))
-    for found in (dx, turned):
+    for found in (dx, transposed):
         oracle.check(found, oracle.rows(y, w, sizes, transpose_rhs=True))
     for found in (dw, weights):
         oracle.check(found, oracle.contraction(x, y, sizes))

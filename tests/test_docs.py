@@ -57,6 +57,46 @@ def test_one_direction():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The map and the way of a call
+
+
+def block(page, first):
+    """The lines of the fenced block of a page that begins with some line, without that line."""
+    text = (ROOT / page).read_text()
+    (found,) = re.findall(rf"```text\n{re.escape(first)}\n(.*?)```", text, flags=re.DOTALL)
+    return found
+
+
+def test_the_map_is_the_package():
+    """Every file and folder of the package is a line of the map in how-it-works, and every line is there."""
+    listed = {line.split()[0] for line in block("docs/how-it-works.md", "src/trencadis/").splitlines()}
+    root = ROOT / "src/trencadis"
+    folders = tuple(name for name in listed if name.endswith("/"))
+    files = {str(path.relative_to(root)) for path in root.rglob("*.py") if not path.name.startswith("__")}
+    assert {name for name in files if not name.startswith(folders)} == {n for n in listed if not n.endswith("/")}
+    assert all(any(name.startswith(folder) for name in files) for folder in folders)
+
+
+def test_the_top_of_the_package_is_that_of_the_design():
+    names = {path.name for path in (ROOT / "src/trencadis").iterdir() if path.name != "__pycache__"}
+    assert names == {
+        "__init__.py", "__main__.py", "py.typed", "why.py",
+        "api", "backends", "cli", "compat", "core", "gemm", "inspect", "quant", "viz",
+    }  # fmt: skip
+
+
+def test_a_call_passes_each_room_once():
+    """The way of a call in how-it-works is the one that calls take; autodiff and plan are entered once each."""
+    text = subprocess.run([sys.executable, "scripts/rooms.py"], cwd=ROOT, capture_output=True, text=True).stdout
+    first, rest = text.rstrip().split("\n", 1)
+    assert block("docs/how-it-works.md", first).rstrip() == rest
+    for case in text.strip().split("\n\n"):
+        steps = [line.strip() for line in case.splitlines()[1:]]
+        assert len(steps) == len(set(steps)), case
+        assert sum(step.startswith("api.") for step in steps) == 1, case
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Pages that list others
 
 

@@ -28,6 +28,9 @@ from trencadis.core.problem import Problem
 from trencadis.core.split import part_of
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
+from trencadis.gemm import xla as gemm_xla
+from trencadis.gemm.autodiff import gemm_p
+from trencadis.gemm.problem import GemmProblem
 from trencadis.quant.qarray import from_qarray, is_qarray
 from trencadis.quant.scaled import Scaled
 
@@ -170,7 +173,7 @@ def why(
 class _Found:
     """A grouped product in a traced program."""
 
-    problem: Problem
+    problem: Problem | GemmProblem
     overrides: Overrides
     partitioned: bool  # whether XLA will split it over devices
 
@@ -184,7 +187,7 @@ def _function(fn: Callable[..., Any], args: Any, options: dict[str, Any], target
 
     def call(*arrays: Any) -> list[Any]:
         filled = dict(zip(given, arrays, strict=True))
-        args, options = tree.unflatten([filled.get(i, leaf) for i, leaf in enumerate(leaves)])
+        args, options = jax.tree.unflatten(tree, [filled.get(i, leaf) for i, leaf in enumerate(leaves)])
         return [x for x in jax.tree.leaves(fn(*args, **options)) if hasattr(x, "dtype")]
 
     split = any(map(_spread, shardings)) or _spread_mesh(jax.sharding.get_abstract_mesh(), ())
@@ -247,6 +250,8 @@ def _products(jaxpr: Any, partitioned: bool, manual: frozenset[Any] = frozenset(
         params = equation.params
         if equation.primitive is grouped_p:
             yield _Found(params["problem"], params["overrides"], partitioned)
+        elif equation.primitive is gemm_p:
+            yield _Found(params["problem"], Overrides(), partitioned)
         inside, axes = partitioned or any(map(_spread, params.get("in_shardings", ()))), manual
         if equation.primitive.name == "shard_map":
             axes = manual | newly_manual_axes(params)
@@ -261,6 +266,8 @@ def _products(jaxpr: Any, partitioned: bool, manual: frozenset[Any] = frozenset(
 def _pass(name: str, found: _Found, target: Target, sizes: list[int] | None = None, stored: Any = None) -> Pass:
     """The explanation of a product."""
     target = dataclasses.replace(target, partitioned=target.partitioned or found.partitioned)
+    if isinstance(found.problem, GemmProblem):
+        return Pass(name=name, plan=gemm_xla.plan(found.problem, target))
     chosen = plan(found.problem, target, found.overrides)
     said = answers(part_of(found.problem) if chosen.split else found.problem, target, found.overrides)
     copies = tuple(_copies(chosen))
@@ -341,12 +348,10 @@ def _bytes(x: Any) -> int:
     return int(x.nbytes if isinstance(x, Scaled) else x.size * x.dtype.itemsize)
 
 
-def _known_sizes(group_sizes: Any, asked: Problem) -> list[int] | None:
+def _known_sizes(group_sizes: Any, asked: Problem | GemmProblem) -> list[int] | None:
     """The sizes of the local groups, checked, where they are known."""
-    if isinstance(group_sizes, jax.ShapeDtypeStruct):
-        return None
-    sizes = what.concrete(group_sizes)
-    if sizes is None:
+    sizes = None if isinstance(group_sizes, jax.ShapeDtypeStruct) else what.concrete(group_sizes)
+    if sizes is None or isinstance(asked, GemmProblem):
         return None
     what.check_sizes(sizes, asked.m)
     return [int(size) for size in np.asarray(sizes)[: asked.local_groups]]

@@ -1,4 +1,4 @@
-"""Cost counts the work that is there."""
+"""Flops and bytes are counted for owned rows and nonempty groups."""
 
 import pytest
 

@@ -176,7 +176,7 @@ def stored(dims, data, sizes, granularity):
 @pytest.mark.parametrize("case", cases.CASES, ids=cases.ids)
 def test_products_are_those_of_what_the_operands_stand_for(case):
     """S3-05, R-08: every ragged combination; lhs, rhs or both quantized; gradients of the others; NaN is unowned."""
-    turns = cases.TURNS[cases.CASES.index(case) % 4]
+    turns = cases.TRANSPOSES[cases.CASES.index(case) % 4]
     sizes = tuple([3, 0, 5, 2] if on else [u] * cases.G for on, u in zip(case, cases.UNIFORM, strict=True))
     a, b, old, ct = cases.drawn(sizes, 1)
     put = functools.partial(cases.lay, case, turns, sizes)
@@ -205,8 +205,8 @@ def test_products_are_those_of_what_the_operands_stand_for(case):
     assert any(np.abs(x - y).max(initial=0) > 1e-4 for x, y in zip(a, q, strict=True))
     for found, pair in ((both, (q, r)), (one, (a, r)), (two, (q, b))):
         cases.check(get(2, found, 7), cases.add(cases.product(*pair), old))
-    cases.check(get(0, dx), cases.product(ct, cases.turned(r)))
-    cases.check(get(1, dy), cases.product(cases.turned(q), ct))
+    cases.check(get(0, dx), cases.product(ct, cases.transposed(r)))
+    cases.check(get(1, dy), cases.product(cases.transposed(q), ct))
 
 
 def test_several_axes(rng):
@@ -283,7 +283,7 @@ FLAT = GroupedTensor.fully_ragged(Scaled(jnp.ones(4, jnp.int8), jnp.ones(4), "in
         (lambda: grouped_quantize(ROWS, "int8", (1, 2, 3)), ValueError, "granularity: want 2 lengths"),
         (lambda: grouped_quantize(ROWS, "mxfp8", "row"), ValueError, "mxfp8 has blocks of 32 along one axis"),
         (lambda: grouped_quantize(GroupedTensor.stacked(jnp.arange(3)), "int8"), TypeError, "data: want a float dtype"),
-        (lambda: FLAT.to_list(), ValueError, "to_list: a flat buffer of quantized matrices"),
+        (lambda: FLAT.to_list(), ValueError, "to_list: want flat data that are not quantized"),
         (lambda: GroupedTensor.from_list([packed((2, 2))]), TypeError, r"groups\[0\]: want an array; got Scaled"),
         (lambda: gemm(ROWS, STACK, out=GroupedTensor.stacked(packed((4, 3)))), TypeError, "out: want numbers that"),
         (lambda: gemm(STACK, STACK, out=packed((2, 3, 3), (1, 1, 1))), TypeError, "out: want an array; got Scaled"),

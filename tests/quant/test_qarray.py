@@ -150,7 +150,7 @@ def test_what_is_not_understood_is_refused_by_name(which, entry, x, w):
     [
         ((2, 8, 4), (2, 3, 4, 5), Numbers((([2], [2]), ([0], [0])), [1], [1]), r"lhs: .* want 2 dimensions, .* \(2, 8"),
         ((8, 4), (3, 4, 5, 6), Numbers((([1], [1]), ([], [])), [0], [0]), r"rhs: .* want 3 dimensions, .* \(3, 4, 5"),
-        ((8, 4), (8, 4, 5), Numbers((([0, 1], [0, 1]), ([], [])), [0], []), "one of them summed"),
+        ((8, 4), (8, 4, 5), Numbers((([0, 1], [0, 1]), ([], [])), [0], []), "one of them contracted"),
         ((8, 4), (8, 4), Numbers((([1], [1]), ([0], [0])), [0], []), "none a batch"),
     ],
 )

@@ -168,12 +168,12 @@ def make_group_metadata(
     >>> [(int(g), int(t)) for g, t in zip(meta.group_ids, meta.m_tile_ids)], int(visits)
     ([(0, 0), (1, 0), (1, 1), (2, 1), (2, 2)], 5)
     """
-    group_sizes = what.as_sizes(group_sizes)
+    sizes = what.as_sizes(group_sizes)
     first = what.first_group(start_group)
-    what.check_schedule(group_sizes, m, tm, first, num_nonzero_groups)
-    check_traced(jnp.asarray(group_sizes), first, int(m), int(num_nonzero_groups))
+    what.check_schedule(sizes, m, tm, first, num_nonzero_groups)
+    check_traced(jnp.asarray(sizes), first, int(m), int(num_nonzero_groups))
     walk = visits(
-        group_sizes,
+        sizes,
         int(m),
         int(tm),
         first=first,

@@ -47,7 +47,7 @@ def run(plan: Plan, *operands: jax.Array) -> jax.Array:
 
     def contraction(i: Any, out: jax.Array) -> jax.Array:
         mine = (row >= starts[i]) & (row < ends[i])
-        x, y = jnp.where(mine, lhs, 0), jnp.where(mine, rhs, 0).astype(problem.acc)
+        x, y = jnp.where(mine, lhs, 0), jnp.where(mine, rhs.astype(problem.acc), 0)  # float8_e8m0fnu has no 0
         down = None if by_row is None else by_row[i][:, None]
         z = problem.epilogue.finish(jnp.dot(x.T, y, precision=precision), Extras(down, _of(by_column, i)), problem.out)
         z = cast(z if existing is None else add(existing[i], z), problem.out)

@@ -77,7 +77,8 @@ def run(plan: Plan, *operands: Array) -> Array:
     """The result of a plan's problem, by loops over groups and row tiles."""
     problem = in_bytes(plan.problem)
     lhs, rhs, group_sizes, first, *extras = operands
-    lhs, rhs = lhs.astype(problem.lhs), rhs.astype(problem.rhs)
+    # XLA would otherwise fold a constant operand, such as a broadcast, into every tile of the loops
+    lhs, rhs = _tie((lhs.astype(problem.lhs), rhs.astype(problem.rhs)))
     ends = problem.epilogue.split(tuple(extras))
     out = jnp.zeros(problem.out_shape, problem.out) if ends.existing is None else ends.existing
     if problem.spans == 0 or problem.rows == 0 or 0 in problem.out_shape:
@@ -92,7 +93,9 @@ def run(plan: Plan, *operands: Array) -> Array:
 # The two forms
 
 
-def _rows(problem: Problem, layout: Layout, lhs: Array, rhs: Array, walk: Spans, ends: Extras[Array], out: Array) -> Array:
+def _rows(
+    problem: Problem, layout: Layout, lhs: Array, rhs: Array, walk: Spans, ends: Extras[Array], out: Array
+) -> Array:
     """out[r] += lhs[r] @ rhs[group of r]; the weights of a group are sliced once and serve all its tiles."""
     kind = layout.operand
     contract = (((1,), (1 if problem.transpose_rhs else 0,)), ((), ()))

@@ -147,7 +147,5 @@ def _plans(target: Target) -> list[str]:
     lines = [f"{target}, for m=8192 k=2048 n=1024 g=32 in bfloat16:"]
     for answer in answers:
         lines.append(f"  {answer.problem.form.value:<12} {answer.passes[0].plan}")
-        lines += [
-            f"  {'':<12} not {each.backend}: {each.reason}" for each in answer.backends if each.reason is not None
-        ]
+        lines += [f"  {'':<12} not {name}: {each.reason}" for name, each in answer.passes[0].refusals.items()]
     return lines

@@ -1,4 +1,4 @@
-"""In which dtype things are added up."""
+"""The dtypes that products are summed in, conversions between dtypes, and the size of a number."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class ShapeDtype(Protocol):
 
 
 def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """X as dtype; a complex number becomes real by its real part, as the cotangent of a real operand does."""
+    """x converted to dtype; a complex x loses its imaginary part if dtype is real, as the gradient of a real x does."""
     if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
         x = x.real
     return x.astype(dtype)
 
 
 def width(dtype: DTypeLike) -> float:
-    """Bytes of a number where many are stored together.
+    """The bytes of one number in a packed array, which may be a fraction of a byte.
 
     >>> width(jnp.bfloat16), width(jnp.int4)
     (2.0, 0.5)
@@ -39,9 +39,9 @@ def width(dtype: DTypeLike) -> float:
 
 
 def accumulator(lhs: DTypeLike, rhs: DTypeLike) -> np.dtype:
-    """The dtype in which products of these two dtypes, or the two themselves, are summed.
+    """The dtype in which products of these two dtypes, or numbers of the two, are summed.
 
-    Float32 for floats of up to 32 bits, int32 for integers of up to 32 bits; wider where an operand is.
+    It is float32 for floats of up to 32 bits and int32 for integers of up to 32 bits, and wider if an operand is.
 
     >>> accumulator(jnp.bfloat16, jnp.bfloat16), accumulator(jnp.int8, jnp.int8), accumulator(jnp.int8, jnp.float64)
     (dtype('float32'), dtype('int32'), dtype('float64'))
@@ -51,7 +51,7 @@ def accumulator(lhs: DTypeLike, rhs: DTypeLike) -> np.dtype:
     if not inexact:
         signed = any(jnp.issubdtype(d, jnp.signedinteger) for d in both)
         return np.dtype(f"{'int' if signed else 'uint'}{64 if max(d.itemsize for d in both) == 8 else 32}")
-    # only floats ask for a wider float: an int64 beside a float32 does not, as in JAX's own promotion
+    # only a float64 makes the sum float64: int64 x float32 is float32, as in JAX's own promotion
     wide = any(jnp.finfo(d).bits == 64 for d in inexact)
     if any(jnp.issubdtype(d, jnp.complexfloating) for d in inexact):
         return np.dtype(np.complex128 if wide else np.complex64)
@@ -59,11 +59,11 @@ def accumulator(lhs: DTypeLike, rhs: DTypeLike) -> np.dtype:
 
 
 def bits(dtype: DTypeLike) -> int:
-    """Of one number.
+    """The bits of one number of this dtype in a packed array.
 
     >>> bits(jnp.int4), bits(jnp.float8_e4m3fn), bits(jnp.bfloat16)
     (4, 8, 16)
     """
     dtype = jnp.dtype(dtype)
-    few = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
-    return few.get(dtype.name, 8 * dtype.itemsize)
+    packed = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
+    return packed.get(dtype.name, 8 * dtype.itemsize)

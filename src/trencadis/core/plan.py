@@ -12,7 +12,7 @@ from trencadis.core.split import part_of
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 
-__all__ = ["PerformanceWarning", "Plan", "Refusal", "answers", "check_backend", "plan", "warn_if_slow"]
+__all__ = ["PerformanceWarning", "Plan", "Refusal", "answers", "check_backend", "plan", "warn_if_slow", "warn_slow"]
 
 
 def plan(problem: Problem, target: Target, overrides: Overrides = Overrides()) -> Plan:
@@ -66,16 +66,17 @@ def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
         refusals = [BACKENDS[name].plan(problem, chosen.target, overrides) for name in kernels]
         for refusal in refusals:
             if isinstance(refusal, Refusal) and refusal.costly:
-                _warn(f"a grouped product runs as XLA loops instead of a kernel: {refusal.reason}", refusal.advice)
+                warn_slow(f"a grouped product runs as XLA loops instead of a kernel: {refusal.reason}", refusal.advice)
     elif chosen.split:
-        _warn(
+        warn_slow(
             f"a quantized product runs one kernel for each block of {chosen.split} along k, since no kernel takes its "
             "scales as they are",
             "quantize with a scale per row of lhs or per column of rhs",
         )
 
 
-def _warn(reason: str, advice: str) -> None:
+def warn_slow(reason: str, advice: str = "") -> None:
+    """Issue a `PerformanceWarning` with a reason and what the caller can do about it."""
     hint = "trencadis.why(fn, *args) shows every grouped product of a function and what each runs on"
     warnings.warn("; ".join(filter(None, (reason, advice, hint))), PerformanceWarning, stacklevel=2)
 

@@ -315,8 +315,10 @@ def first_group(group_offset: Any) -> jax.Array | np.int32:
         raise TypeError(f"group_offset: want an integer; got dtype {dtype}")
     known = concrete(group_offset)
     if known is None:
-        wide = jnp.reshape(group_offset, ())
-        return (jnp.clip(wide, -(2**31), 2**31 - 1) if wide.dtype.itemsize == 8 else wide).astype(jnp.int32)
+        wide, bound = jnp.reshape(group_offset, ()), jnp.iinfo(dtype)
+        if dtype != jnp.int32:  # clip, or a large unsigned offset would become negative
+            wide = jnp.clip(wide, max(bound.min, -(2**31)), min(bound.max, 2**31 - 1)).astype(jnp.int32)
+        return wide
     if not -(2**31) <= int(known.reshape(())) < 2**31:
         raise ValueError(f"group_offset: want the index of a group; got {known.reshape(())}")
     return np.int32(known.reshape(()))
@@ -366,6 +368,8 @@ def result_dtype(preferred_element_type: Any, *operands: ShapeDtype) -> np.dtype
         raise TypeError(f"preferred_element_type: want a dtype; got {preferred_element_type!r}")
     if not jnp.issubdtype(dtype, jnp.number):
         raise TypeError(f"preferred_element_type: want a number dtype; got {dtype.name}")
+    if dtype == jnp.float8_e8m0fnu:  # a dtype of scales: powers of two and NaN
+        raise TypeError(f"preferred_element_type: want a dtype that has 0 and negative numbers; got {dtype.name}")
     if not jnp.issubdtype(dtype, jnp.complexfloating):
         for x in operands:
             if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -405,10 +409,12 @@ def concrete(x: object) -> np.ndarray | None:
 
 
 def as_array(name: str, x: object) -> jax.Array:
-    """X as a JAX array; None and strings are refused."""
+    """x as a JAX array, or a TypeError that names the argument."""
+    if isinstance(x, jax.Array) and not jax.typeof(x).weak_type:
+        return x  # jnp.asarray copies what is being differentiated, and jax_debug_nans looks at every copy
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise TypeError(f"{name}: want an array; got {type(x).__name__}") from None
 
 

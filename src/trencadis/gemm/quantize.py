@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis.core.spans import offsets, owner
-from trencadis.gemm.tensor import GroupedTensor, along, checked, flat_places, owned_entries, quantized, spread
+from trencadis.gemm.ownership import along, owned_entries, quantized, spread
+from trencadis.gemm.sizes import flat_places
+from trencadis.gemm.tensor import GroupedTensor, checked
 from trencadis.quant.formats import Format, FormatLike, format_of
 from trencadis.quant.scaled import (
     Granularity,

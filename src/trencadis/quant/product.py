@@ -23,7 +23,7 @@ from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Activation, Epilogue, static_activation
 from trencadis.core.plan import check_backend
 from trencadis.core.problem import Form, Problem
-from trencadis.core.spans import local_group, owned
+from trencadis.core.spans import clamp_first, local_group, owned
 from trencadis.core.tiling import Overrides, TilingLike, resolve
 from trencadis.quant.operand import Operand, Sizes, array_operand
 from trencadis.quant.scaled import Scaled, expanded
@@ -64,14 +64,14 @@ def rows_product(
     group_offset: Any = None,
 ) -> Array:
     """The result `[m, n]` of `grouped_matmul`, from the caller's arguments; dtype is that of the result."""
-    lhs, rhs, sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), what.as_sizes(group_sizes)
+    x, w, sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), what.as_sizes(group_sizes)
     bias, existing_out, activation = steps
     if activation is not None and existing_out is not None:
         raise ValueError("activation: cannot be given together with existing_out; apply it to the sum yourself")
     bias = None if bias is None else what.as_array("bias", bias)
     epilogue = Epilogue(bias=None if bias is None else np.dtype(bias.dtype), accumulate=existing_out is not None)
     problem = what.rows_problem(
-        lhs, rhs, sizes, dtype, transpose_rhs=what.checked_flag("transpose_rhs", transpose_rhs),
+        x, w, sizes, dtype, transpose_rhs=what.checked_flag("transpose_rhs", transpose_rhs),
         epilogue=epilogue, precision=options.precision,
     )  # fmt: skip
     what.check_bias(problem, bias)
@@ -79,8 +79,8 @@ def rows_product(
     what.check_window_given(group_offset, problem.local_groups, problem.groups)
     overrides = overrides_of(problem, options)
     after = sizes_and_window(problem, sizes, group_offset)
-    problem, operands, scales = with_scales(problem, lhs, rhs, *after)
-    extras = [jnp.asarray(x) for x in (bias, existing_out) if x is not None]
+    problem, operands, scales = with_scales(problem, x, w, *after)
+    extras = [what.as_array(name, x) for name, x in (("bias", bias), ("existing_out", existing_out)) if x is not None]
     if activation is None:
         return run(problem, overrides, *operands, *after, *scales, *extras)
     static = static_activation(activation, problem.sum, problem.out)
@@ -103,10 +103,10 @@ def contraction_product(
     existing_out: Any = None,
 ) -> Array:
     """The result `[g, k, n]` of `transposed_grouped_matmul`; window is its group_offset and num_actual_groups."""
-    lhs, rhs, sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), what.as_sizes(group_sizes)
+    x, y, sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), what.as_sizes(group_sizes)
     first = what.first_group(window[0])
     problem = what.contraction_problem(
-        lhs, rhs, sizes, dtype,
+        x, y, sizes, dtype,
         transpose_lhs=not what.checked_flag("transpose_lhs", transpose_lhs),
         local=what.local_groups(window[1], first, np.shape(sizes)[0] if np.ndim(sizes) else 0),
         precision=options.precision,
@@ -114,8 +114,8 @@ def contraction_product(
     what.check_existing_out(problem, existing_out)
     overrides = overrides_of(problem, options)
     after = sizes_and_window(problem, sizes, first)
-    problem, operands, scales = with_scales(problem, lhs, rhs, *after)
-    extras = [] if existing_out is None else [jnp.asarray(existing_out)]
+    problem, operands, scales = with_scales(problem, x, y, *after)
+    extras = [] if existing_out is None else [what.as_array("existing_out", existing_out)]
     return run(problem, overrides, *operands, *after, *scales, *extras)
 
 
@@ -139,6 +139,8 @@ def sizes_and_window(problem: Problem, group_sizes: Sizes, group_offset: Any) ->
     what.check_window(first, problem.local_groups, problem.groups)
     sizes = jnp.asarray(group_sizes)
     check_traced(sizes, first, problem.m, problem.local_groups)
+    if what.concrete(first) is None:  # so that no kernel counts past 2**31
+        first = clamp_first(first, problem.groups, problem.local_groups)
     return sizes[None], jnp.asarray(first)[None]
 
 

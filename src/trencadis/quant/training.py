@@ -22,12 +22,12 @@ from jax.custom_derivatives import SymbolicZero
 
 from trencadis.core import problem as what
 from trencadis.core import unfused
-from trencadis.core.epilogue import Activation, Epilogue, static_activation
+from trencadis.core.epilogue import Epilogue, static_activation
 from trencadis.core.jax_compat import replicated, vary_alike
 from trencadis.core.problem import Problem
 from trencadis.core.spans import local_group, owned
 from trencadis.core.tiling import Tilings, resolve
-from trencadis.quant.product import Options, contraction_product, rows_product, sizes_and_window
+from trencadis.quant.product import Options, Steps, contraction_product, rows_product, sizes_and_window
 from trencadis.quant.recipe import Recipe
 from trencadis.quant.scaled import Scaled
 
@@ -41,14 +41,8 @@ class Layer:
 
     asked: Problem  # of x and kernel as they came
     recipe: Recipe
-    backend: str | None
-    interpret: bool
+    options: Options
     tilings: Tilings  # of its three products, in the m, k and n of the first
-
-    @property
-    def options(self) -> Options:
-        """The options of every product of the layer, without a tiling."""
-        return Options(precision=self.asked.precision, backend=self.backend, interpret=self.interpret)
 
     def tiled(self, tiling: Any) -> Options:
         """The options of one product, with its tiling."""
@@ -70,20 +64,21 @@ def trained(
     w: Array,
     group_sizes: Any,
     dtype: Any,
+    options: Options = Options(),
+    steps: Steps = Steps(),
     *,
-    bias: Any = None,
-    activation: Activation | None = None,
+    transpose_rhs: bool = False,
+    group_offset: Any = None,
     weights: Operand = None,
-    **options: Any,
 ) -> Array:
     """`grouped_matmul` of rows `[m, k]` and weights, both quantized by a recipe first, differentiable in both.
 
     Weights that are quantized already are passed as `weights`, beside the array that gets their gradient.
     """
     _check(recipe, x, w)
-    group_offset, turned = options.pop("group_offset"), options.pop("transpose_rhs")
+    bias, _, activation = steps
     asked = what.rows_problem(
-        x, w, group_sizes, dtype, transpose_rhs=turned, precision=options.pop("precision"),
+        x, w, group_sizes, dtype, transpose_rhs=transpose_rhs, precision=options.precision,
         epilogue=Epilogue(bias=None if bias is None else np.dtype(bias.dtype)),
     )  # fmt: skip
     if activation is not None:
@@ -92,12 +87,14 @@ def trained(
     if 0 in (asked.m, asked.k, asked.n, asked.local_groups):
         recipe = Recipe()  # there is nothing to take a scale from
     kept = asked.out if bias is None and activation is None else np.dtype(np.float32)
-    tilings = resolve(options.pop("tiling", None), asked.m, asked.k, asked.n)
-    layer = Layer(asked=asked.replace(out=kept), recipe=recipe, tilings=tilings, **options)
+    tilings = resolve(options.tiling, asked.m, asked.k, asked.n)
+    layer = Layer(asked=asked.replace(out=kept), recipe=recipe, options=options, tilings=tilings)
     rows = _whose(asked, sizes, first)
     counted = x if recipe.lhs is None else jnp.where(rows.mine, x, 0)  # unowned rows have no part in scales
     q = _once(x, recipe.rows(counted))
-    r = _once(w, _transposed(recipe.weights(_transposed(w, turned)), turned) if weights is None else weights)
+    if weights is None:
+        weights = _transposed(recipe.weights(_transposed(w, transpose_rhs)), transpose_rhs)
+    r = _once(w, weights)
     multiply = _straight if recipe.grad is None else _backward_quantized
     z = multiply(layer, x, w, q, r, rows)
     if bias is not None:

@@ -40,7 +40,11 @@ def planned(rows: Rows, problem: Problem, target: Target) -> Mosaic:
 def planned_row_tiles(problem: Problem, target: Target) -> tuple[str, RowTiles]:
     """The name of the backend that the plan chooses, and its function from the rows of a group to their tiles."""
     chosen = plan(problem, target)
-    walks = {"tpu": tpu_walk.row_tiles, "gpu": gpu_walk.row_tiles, "xla": xla.row_tiles}
+    walks: dict[str, Callable[..., list[RowTile]]] = {
+        "tpu": tpu_walk.row_tiles,
+        "gpu": gpu_walk.row_tiles,
+        "xla": xla.row_tiles,
+    }
     return chosen.backend, functools.partial(walks[chosen.backend], chosen.problem, chosen.layout)
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trencadis.api.gemm import grouped_gemm
 from trencadis.core import problem as what
-from trencadis.gemm.operand import Side, sides
+from trencadis.gemm.operand import GemmOperand, gemm_operands
 from trencadis.gemm.tensor import GroupedTensor
 from trencadis.viz import product_svg, product_text, terminal
 from trencadis.viz.mosaic import known_first
@@ -108,8 +108,9 @@ def product(
     def call(*data: jax.Array) -> tuple[()]:
         """Trace the library itself to get the form of the result; sizes stay known, as they are not arguments."""
         pair = [dataclasses.replace(tensor, data=x) for tensor, x in zip(known, data, strict=True)]
-        out = grouped_gemm(pair[0], pair[1], contracting_dims=contracting_dims, group_offset=group_offset)
-        found.append(_drawn(*sides(pair[0], pair[1], contracting_dims), out, group_offset))
+        window = None if group_offset is None else np.asarray(group_offset)
+        out = grouped_gemm(pair[0], pair[1], contracting_dims=contracting_dims, group_offset=window)
+        found.append(_drawn(*gemm_operands(pair[0], pair[1], contracting_dims), out, group_offset))
         return ()
 
     jax.eval_shape(call, *(jax.ShapeDtypeStruct(tensor.data.shape, tensor.dtype) for tensor in known))
@@ -127,7 +128,9 @@ def _known(name: str, tensor: GroupedTensor) -> GroupedTensor:
     return dataclasses.replace(tensor, first_dims=known[0], last_dims=known[1])
 
 
-def _drawn(a: Side, b: Side, out: GroupedTensor | jax.Array, group_offset: npt.ArrayLike | None) -> Product:
+def _drawn(
+    a: GemmOperand, b: GemmOperand, out: GroupedTensor | jax.Array, group_offset: npt.ArrayLike | None
+) -> Product:
     """The picture of two operands and their result."""
     groups = max(a.tensor.num_groups, b.tensor.num_groups)
     first = known_first(group_offset, groups)
@@ -141,10 +144,10 @@ def _drawn(a: Side, b: Side, out: GroupedTensor | jax.Array, group_offset: npt.A
     )  # fmt: skip
 
 
-def _operand(side: Side, free: str, local: range) -> Panel:
+def _operand(side: GemmOperand, free: str, local: range) -> Panel:
     """The panel of an operand, split where its summed axes meet its free axes, if they do so in one place."""
     axes = range(int(side.stacked), 2 if side.flat else side.tensor.ndim)
-    roles = "".join("k" if axis in side.summed else free for axis in axes)
+    roles = "".join("k" if axis in side.contracted else free for axis in axes)
     changes = [i for i in range(1, len(roles)) if roles[i] != roles[i - 1]]
     return _panel(side.name, side.tensor, roles, changes[0] if len(changes) == 1 else 1, local)
 
