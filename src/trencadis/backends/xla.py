@@ -93,9 +93,7 @@ def run(plan: Plan, *operands: Array) -> Array:
 # The two forms
 
 
-def _rows(
-    problem: Problem, layout: Layout, lhs: Array, rhs: Array, walk: Spans, ends: Extras[Array], out: Array
-) -> Array:
+def _rows(problem: Problem, layout: Layout, lhs: Array, rhs: Array, walk: Spans, ends: Extras, out: Array) -> Array:
     """out[r] += lhs[r] @ rhs[group of r]; the weights of a group are sliced once and serve all its tiles."""
     kind = layout.operand
     contract = (((1,), (1 if problem.transpose_rhs else 0,)), ((), ()))
@@ -126,7 +124,7 @@ def _rows(
 
 
 def _contraction(
-    problem: Problem, layout: Layout, lhs: Array, rhs: Array, walk: Spans, ends: Extras[Array], out: Array
+    problem: Problem, layout: Layout, lhs: Array, rhs: Array, walk: Spans, ends: Extras, out: Array
 ) -> Array:
     """out[i] += lhs[rows of i].T @ rhs[rows of i]: one product for what is left over, then full tiles added to it."""
     kind, heights, full = layout.operand, layout.heights, layout.heights[-1]

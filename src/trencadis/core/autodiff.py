@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -23,7 +23,6 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Effect, Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from trencadis.backends import INTERPRETED
@@ -33,6 +32,7 @@ from trencadis.core.epilogue import Epilogue, Extras
 from trencadis.core.execute import execute
 from trencadis.core.jax_compat import (
     IrValue,
+    Value,
     device,
     interpreter_effects,
     lower_plainly,
@@ -48,24 +48,24 @@ from trencadis.core.split import sum_of_parts
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 
-Tangent: TypeAlias = Array | ad.Zero  # or a cotangent; symbolic zeros cost nothing
-Linear: TypeAlias = Array | ad.UndefinedPrimal  # undefined where the transpose rule gives a cotangent
+Tangent: TypeAlias = Value | ad.Zero  # or a cotangent; symbolic zeros cost nothing
+Linear: TypeAlias = Value | ad.UndefinedPrimal  # undefined where the transpose rule gives a cotangent
 
 grouped_p = Primitive("grouped_matmul")
 
 
-def run(problem: Problem, overrides: Overrides, *operands: Array) -> Array:
+def run(problem: Problem, overrides: Overrides, *operands: Value) -> Array:
     """The result of a problem: operands are lhs, rhs, sizes [batch, groups], first group [batch], then extras."""
     return grouped_p.bind(*vary_alike(*map(replicated, operands)), problem=problem, overrides=overrides)
 
 
-def expand(problem: Problem, overrides: Overrides, *operands: Array) -> Array:
+def expand(problem: Problem, overrides: Overrides, *operands: Value) -> Array:
     """The same result with the epilogue expanded into products and elementwise operations."""
     lhs, rhs, sizes, first, *extras = operands
     given = problem.epilogue.split(tuple(extras))
     if problem.epilogue.along_k:
 
-        def multiply(part: Problem, *parts: Array) -> Array:
+        def multiply(part: Problem, *parts: Value) -> Array:
             return run(part, overrides.untiled, *parts)
 
         scales = Extras(by_row=given.by_row, by_column=given.by_column).given
@@ -77,18 +77,18 @@ def expand(problem: Problem, overrides: Overrides, *operands: Array) -> Array:
     return unfused.finish(problem, z, sizes, first, bias=bias, existing=given.existing)
 
 
-def _bias_rows(problem: Problem, bias: Array, sizes: Array, first: Array, out: np.dtype) -> Array:
+def _bias_rows(problem: Problem, bias: Value, sizes: Value, first: Value, out: np.dtype) -> Array:
     ones = _ones(problem, bias)
     return run(_bias_problem(problem, ones, out), Overrides(), ones, bias[:, None, :], sizes, first)
 
 
-def _ones(problem: Problem, other: Array) -> Array:
+def _ones(problem: Problem, other: Value) -> Array:
     """A column of ones [m, 1]: in the dtype of the other operand, if products of that are summed in `problem.sum`."""
     dtype = np.dtype(other.dtype)
     return jnp.ones((problem.rows, 1), dtype if accumulator(dtype, dtype) == problem.sum else problem.sum)
 
 
-def _bias_problem(problem: Problem, ones: Array, out: np.dtype) -> Problem:
+def _bias_problem(problem: Problem, ones: Value, out: np.dtype) -> Problem:
     """A bias as a product: a column of ones [m, 1] with [g, 1, n]; at full precision, since it is really a sum.
 
     It runs without overrides: those of the caller are meant for the product itself.
@@ -109,7 +109,7 @@ def _bias_problem(problem: Problem, ones: Array, out: np.dtype) -> Problem:
 
 
 def _jvp(
-    primals: Sequence[Array], tangents: Sequence[Tangent], *, problem: Problem, overrides: Overrides
+    primals: Sequence[Value], tangents: Sequence[Tangent], *, problem: Problem, overrides: Overrides
 ) -> tuple[Array, Tangent]:
     if not jnp.issubdtype(problem.out, jnp.inexact):
         out = run(problem, overrides, *primals)
@@ -123,7 +123,7 @@ def _jvp(
     scales = problem.epilogue.split(tuple(extras))[:2]
     plain = problem.replace(epilogue=problem.epilogue.scaling)
     after = (sizes, first, *(x for x in scales if x is not None))
-    d_z: list[Array] = []
+    d_z: list[Value] = []
     if not isinstance(d_lhs, ad.Zero):
         d_z.append(run(plain, overrides, d_lhs, rhs, *after))
     if not isinstance(d_rhs, ad.Zero):
@@ -149,9 +149,7 @@ def _jvp(
     return jax.jvp(finish, (z,), (functools.reduce(ad.add_jaxvals, d_z).astype(problem.sum),))
 
 
-def _instantiated(
-    primals: Sequence[Array], tangents: Sequence[Tangent]
-) -> tuple[tuple[Array, ...], tuple[ArrayLike, ...]]:
+def _instantiated(primals: Sequence[Value], tangents: Sequence[Tangent]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
     """Primals and tangents as `jax.jvp` takes them, with arrays for symbolic zeros."""
     return tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
 
@@ -168,8 +166,8 @@ def _transpose(
     ct: Tangent,
     lhs: Linear,
     rhs: Linear,
-    sizes: Array,
-    first: Array,
+    sizes: Value,
+    first: Value,
     *extras: Linear,
     problem: Problem,
     overrides: Overrides,
@@ -177,15 +175,15 @@ def _transpose(
     operands = (lhs, rhs, sizes, first, *extras)
     if isinstance(ct, ad.Zero):
         return [ad.Zero(x.aval) if isinstance(x, ad.UndefinedPrimal) else None for x in operands]
+    ct = jnp.asarray(ct) if isinstance(ct, np.ndarray) else ct
     if problem.epilogue.activation is not None:
         raise ValueError(f"cannot transpose {problem}: it is not linear")
     if problem.epilogue.along_k:
         return _transpose_parts(ct, operands, problem, overrides)
     plain = problem.replace(epilogue=Epilogue())
-    known_lhs, known_rhs, *known = typing.cast("tuple[Array, ...]", (lhs, rhs, *extras))  # where a rule reads them
+    known_lhs, known_rhs = typing.cast("tuple[Value, Value]", (lhs, rhs))  # where a rule reads them
     d_lhs, d_rhs = ADJOINTS[problem.form]
-    given = problem.epilogue.split(tuple(known))
-    d_product = unfused.scale(problem, ct, given, sizes, first)  # the scales are factors of ct
+    d_product = unfused.scale(problem, ct, problem.epilogue.split(extras), sizes, first)  # the scales are factors of ct
     if ct.dtype == jnp.bfloat16:  # its exponents hold the scaled values; other 16-bit floats may underflow
         d_product = d_product.astype(ct.dtype)
     plain = plain.replace(out=np.dtype(d_product.dtype))
@@ -195,7 +193,7 @@ def _transpose(
         return _rows_d_rhs(_bias_problem(problem, ones, problem.out), Overrides(), ct, ones, sizes, first)[:, 0]
 
     d_extras = [d_bias] * (problem.epilogue.bias is not None) + [lambda: ct] * problem.epilogue.accumulate
-    rules = [
+    rules: list[Callable[[], Value | None]] = [
         lambda: d_lhs(plain, overrides, d_product, known_rhs, sizes, first),
         lambda: d_rhs(plain, overrides, d_product, known_lhs, sizes, first),
         lambda: None,
@@ -208,12 +206,12 @@ def _transpose(
 
 def _transpose_parts(
     ct: Array, operands: tuple[Linear, ...], problem: Problem, overrides: Overrides
-) -> list[Array | None]:
+) -> list[Value | None]:
     """The cotangents of a product whose scales change along k: those of the sum over its parts."""
     linear = {i: x.aval for i, x in enumerate(operands) if isinstance(x, ad.UndefinedPrimal)}
     known = {i: x for i, x in enumerate(operands) if not isinstance(x, ad.UndefinedPrimal)}
 
-    def parts(*given: Array) -> Array:
+    def parts(*given: Value) -> Array:
         filled = known | dict(zip(linear, given, strict=True))
         return expand(problem, overrides, *(filled[i] for i in range(len(operands))))
 
@@ -222,14 +220,14 @@ def _transpose_parts(
     return [by_operand.get(i) for i in range(len(operands))]
 
 
-def _rows_d_lhs(problem: Problem, overrides: Overrides, ct: Array, rhs: Array, sizes: Array, first: Array) -> Array:
+def _rows_d_lhs(problem: Problem, overrides: Overrides, ct: Value, rhs: Value, sizes: Value, first: Value) -> Array:
     """ct [m, n] x rhs [g, k, n] -> [m, k]: rows again, with rhs transposed."""
     derived = problem.replace(k=problem.n, n=problem.k, lhs=problem.out, out=problem.lhs,
                               transpose_rhs=not problem.transpose_rhs)  # fmt: skip
     return run(derived, overrides.derive(overrides.tilings.d_lhs, swap=True), ct, rhs, sizes, first)
 
 
-def _rows_d_rhs(problem: Problem, overrides: Overrides, ct: Array, lhs: Array, sizes: Array, first: Array) -> Array:
+def _rows_d_rhs(problem: Problem, overrides: Overrides, ct: Value, lhs: Value, sizes: Value, first: Value) -> Array:
     """lhs [m, k] x ct [m, n] -> [g, k, n]: a contraction; batch entries that share weights are summed."""
     swap, shared = problem.transpose_rhs, problem.batch // problem.rhs_batch
     a, b = (ct, lhs) if swap else (lhs, ct)
@@ -250,7 +248,7 @@ def _rows_d_rhs(problem: Problem, overrides: Overrides, ct: Array, lhs: Array, s
 
 
 def _contraction_d_lhs(
-    problem: Problem, overrides: Overrides, ct: Array, rhs: Array, sizes: Array, first: Array
+    problem: Problem, overrides: Overrides, ct: Value, rhs: Value, sizes: Value, first: Value
 ) -> Array:
     """rhs [m, n] x ct [g, k, n] -> [m, k]: rows, with ct transposed."""
     derived = _rows_of(problem, k=problem.n, n=problem.k, lhs=problem.rhs, out=problem.lhs, transpose_rhs=True)
@@ -259,7 +257,7 @@ def _contraction_d_lhs(
 
 
 def _contraction_d_rhs(
-    problem: Problem, overrides: Overrides, ct: Array, lhs: Array, sizes: Array, first: Array
+    problem: Problem, overrides: Overrides, ct: Value, lhs: Value, sizes: Value, first: Value
 ) -> Array:
     """lhs [m, k] x ct [g, k, n] -> [m, n]: rows."""
     derived = _rows_of(problem, lhs=problem.lhs, out=problem.rhs)
@@ -283,7 +281,7 @@ ADJOINTS = {
 
 
 def _batch(
-    args: Sequence[Array], dims: Sequence[int | None], *, problem: Problem, overrides: Overrides
+    args: Sequence[Value], dims: Sequence[int | None], *, problem: Problem, overrides: Overrides
 ) -> tuple[Array, int]:
     args = tuple(map(replicated, args))
     if problem.epilogue:
@@ -297,7 +295,7 @@ def _batch(
         return _fold_columns(problem, overrides, lhs, rhs, sizes, first)
     shared = problem.form is Form.ROWS and not batched[1]  # all entries meet the same weights: no copies of them
 
-    def everywhere(x: Array, b: bool) -> Array:
+    def everywhere(x: Value, b: bool) -> Value:
         return x if b else jnp.broadcast_to(x, (size, *x.shape))
 
     lhs, sizes, first = (everywhere(x, batched[i]) for i, x in ((0, lhs), (2, sizes), (3, first)))
@@ -306,7 +304,7 @@ def _batch(
 
 
 def _fold_rows(
-    problem: Problem, overrides: Overrides, lhs: Array, rhs: Array, sizes: Array, first: Array
+    problem: Problem, overrides: Overrides, lhs: Value, rhs: Value, sizes: Value, first: Value
 ) -> tuple[Array, int]:
     """Only lhs [b, m, k] is batched: b rows for each row, in groups b times as tall, meet each weight once."""
     size = lhs.shape[0]
@@ -317,13 +315,13 @@ def _fold_rows(
 
 
 def _fold_columns(
-    problem: Problem, overrides: Overrides, lhs: Array, rhs: Array, sizes: Array, first: Array
+    problem: Problem, overrides: Overrides, lhs: Value, rhs: Value, sizes: Value, first: Value
 ) -> tuple[Array, int]:
     """A contraction with only one operand batched: the batch is more columns of it, k or n."""
     k, n = problem.k, problem.n
     if rhs.ndim == 3:
         size = rhs.shape[0]
-        wide = jnp.moveaxis(rhs, 0, 1).reshape(problem.rows, size * n)
+        wide: Value = jnp.moveaxis(rhs, 0, 1).reshape(problem.rows, size * n)
         out = run(problem.replace(n=size * n), overrides, lhs, wide, sizes, first)
         return out.reshape(problem.spans, k, size, n), 2
     size = lhs.shape[0]
@@ -334,7 +332,7 @@ def _fold_columns(
 
 
 def _lay_end_to_end(
-    problem: Problem, overrides: Overrides, size: int, shared: bool, lhs: Array, rhs: Array, sizes: Array, first: Array
+    problem: Problem, overrides: Overrides, size: int, shared: bool, lhs: Value, rhs: Value, sizes: Value, first: Value
 ) -> tuple[Array, int]:
     """The general case: `size` times as many batch entries, in an order in which weights repeat modulo their number."""
     entries, cycle = problem.batch, problem.rhs_batch
@@ -342,12 +340,12 @@ def _lay_end_to_end(
     # entries that shared weights so far go outside of the new axis, along which the weights differ
     turns = entries // cycle if own_weights else 1
 
-    def lay(x: Array) -> Array:  # [size, entries * per, ...] -> [turns, size, rest, ...] -> [turns * size * rest, ...]
+    def lay(x: Value) -> Array:  # [size, entries * per, ...] -> [turns, size, rest, ...] -> [turns * size * rest, ...]
         _, length, *tail = x.shape
         x = jnp.moveaxis(x.reshape(size, turns, length // turns, *tail), 0, 1)
         return x.reshape(size * length, *tail)
 
-    def unlay(out: Array) -> Array:
+    def unlay(out: Value) -> Array:
         length, *tail = problem.out_shape
         out = jnp.moveaxis(out.reshape(turns, size, length // turns, *tail), 1, 0)
         return out.reshape(size, length, *tail)
@@ -385,11 +383,11 @@ def _lower(context: mlir.LoweringRuleContext, *operands: IrValue, platform: str,
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "overrides"))
-def _eager(*operands: Array, problem: Problem, overrides: Overrides) -> Array:
+def _eager(*operands: Value, problem: Problem, overrides: Overrides) -> Array:
     return grouped_p.bind(*operands, problem=problem, overrides=overrides)
 
 
-def _impl(*operands: Array, problem: Problem, overrides: Overrides) -> Array:
+def _impl(*operands: Value, problem: Problem, overrides: Overrides) -> Array:
     with jax.disable_jit(False):  # there is nothing below the primitive to run without jit
         return _eager(*operands, problem=problem, overrides=overrides)
 

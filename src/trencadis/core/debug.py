@@ -65,7 +65,7 @@ def check_traced(group_sizes: Integer[Array, " g"], first: ArrayLike, m: int, lo
     )
 
 
-def fit(sizes: Int32[Array, " g"], room: int) -> tuple[Bool[Array, ""], Int32[Array, ""]]:
+def fit(sizes: Int32[Array, " g"], room: int) -> tuple[Bool[Array, ""], Integer[Array, ""]]:
     """True if the sizes sum to at most room, and the first group that ends past it; negative sizes are 0."""
     most = past(room)
     ends = jax.lax.associative_scan(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,22 +20,21 @@ from jax.typing import ArrayLike, DTypeLike
 from trencadis.core.dtypes import accumulator
 
 Activation = Callable[[jax.Array], jax.Array]
-T = TypeVar("T")
 
 ALONG_K = "scales change along k, and it applies only scales that are constant along k"  # a reason to refuse
 CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")  # what does nothing but hold operations
 
 
-class Extras(NamedTuple, Generic[T]):
+class Extras(NamedTuple):
     """The array operands of an epilogue, in the order in which they are passed; None where there is none."""
 
-    by_row: T | None = None  # float32 [m] or [m, k / block], or [g, k] in a contraction: scales of the result's rows
-    by_column: T | None = None  # float32 [g, n] or [g, k / block, n / block]: scales of the result's columns
-    bias: T | None = None  # [g, n]
-    existing: T | None = None  # of the shape and dtype of the result
+    by_row: jax.Array | None = None  # float32 [m], [m, k / block], or [g, k] in a contraction: scales of rows
+    by_column: jax.Array | None = None  # float32 [g, n] or [g, k / block, n / block]: scales of columns
+    bias: jax.Array | None = None  # [g, n]
+    existing: jax.Array | None = None  # of the shape and dtype of the result
 
     @property
-    def given(self) -> list[T]:
+    def given(self) -> list[jax.Array]:
         """The operands that are not None."""
         return [x for x in self if x is not None]
 
@@ -97,13 +96,13 @@ class Epilogue:
     def __str__(self) -> str:
         return " + ".join(self.steps)
 
-    def split(self, extras: tuple[T, ...]) -> Extras[T]:
+    def split(self, extras: tuple[Any, ...]) -> Extras:
         """The operands that follow the four of every problem, by name."""
         rest = iter(extras)
         given = (self.by_row, self.by_column, self.bias is not None, self.accumulate)
         return Extras(*(next(rest) if there else None for there in given))
 
-    def finish(self, acc: jax.Array, extras: Extras[jax.Array], out: DTypeLike) -> jax.Array:
+    def finish(self, acc: jax.Array, extras: Extras, out: DTypeLike) -> jax.Array:
         """A tile of sums [rows, n] after scales, bias and activation; scales of rows are [rows, 1], others [1, n]."""
         for scale in (extras.by_row, extras.by_column):
             acc = acc if scale is None else acc.astype(accumulator(acc.dtype, scale.dtype)) * scale

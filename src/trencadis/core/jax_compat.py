@@ -33,7 +33,8 @@ from jaxtyping import Array
 T = TypeVar("T")
 IrValue: TypeAlias = ir.Value[ir.Type]  # an operand or result of a lowered operation
 Ref: TypeAlias = Array | TransformedRef  # a reference of a kernel: a tracer, or a view of one
-HostArray: TypeAlias = Array | np.ndarray  # an argument of a callback
+Value: TypeAlias = Array | np.ndarray  # an argument of a rule or a callback: numpy's where JAX does not convert it
+V = TypeVar("V", bound=Value)
 
 JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
@@ -41,13 +42,13 @@ JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 SLICES_WIDEN_NARROW_FLOATS = JAX < (0, 12)
 
 
-def varying_axes(x: Array) -> frozenset[Hashable]:
+def varying_axes(x: Value) -> frozenset[Hashable]:
     """The manual mesh axes over which x varies inside `jax.shard_map`; empty outside."""
     axes: frozenset[Hashable] = jax.typeof(x).manual_axis_type.varying
     return axes
 
 
-def replicated(x: Array) -> Array:
+def replicated(x: V) -> V:
     """The array with no dimension sharded over an explicit mesh axis; shards are gathered where there are any."""
     sharding = jax.typeof(x).sharding
     if all(axis is None for axis in sharding.spec):
@@ -55,7 +56,7 @@ def replicated(x: Array) -> Array:
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*(None,) * x.ndim)))
 
 
-def vary_alike(*xs: Array) -> tuple[Array, ...]:
+def vary_alike(*xs: V) -> tuple[V, ...]:
     """The arrays, each varying over every manual mesh axis that one of them varies over."""
     axes = [varying_axes(x) for x in xs]
     union = frozenset().union(*axes)
@@ -253,9 +254,7 @@ def _teach_gpu_interpreter() -> None:
 
     mlir.register_lowering(layout_cast_p, lambda _, x, **__: [x], platform="cpu")
 
-    def wgmma(
-        *, token: HostArray, device_id: HostArray, thread_id: HostArray, acc_dtype: DTypeLike, **refs: Any
-    ) -> HostArray:
+    def wgmma(*, token: Value, device_id: Value, thread_id: Value, acc_dtype: DTypeLike, **refs: Any) -> Value:
         memory = gpu_callbacks._get_shared_memory()
         thread = memory.get_global_thread_id(int(device_id), int(thread_id))
 

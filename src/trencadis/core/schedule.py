@@ -38,9 +38,9 @@ class RowTile(NamedTuple):
 class Visits:
     """The (group, tile) pairs of a fixed raster, in order of rows; entries from `count` on repeat the last visit."""
 
-    offsets: Int32[Array, " groups+1"]  # the row at which each group starts
-    group: Int32[Array, " bound"]
-    tile: Int32[Array, " bound"]
+    offsets: Int32[Array, " bounds"]  # [groups + 1]: the row at which each group starts
+    group: Int32[Array, " visits"]
+    tile: Int32[Array, " visits"]
     count: Int32[Array, ""]  # visits that are real
     height: int = dataclasses.field(metadata={"static": True})  # rows of a tile
 
@@ -96,7 +96,7 @@ def visits(
 
 
 def walk(
-    group_sizes: Sequence[int],
+    group_sizes: Sequence[int] | np.ndarray,
     m: int,
     height: int,
     *,
@@ -112,7 +112,7 @@ def walk(
     last = len(group_sizes) if local_groups is None else first + local_groups
     tiles, pairs, start = -(-m // height), [], 0
     for group, size in enumerate(group_sizes):
-        end = min(start + max(size, 0), m)
+        end = min(start + max(int(size), 0), m)
         mine = [t for t in range(tiles) if max(start, t * height) < min(end, (t + 1) * height)]
         if end == start and empty:
             mine = [min(start // height, max(tiles - 1, 0))]

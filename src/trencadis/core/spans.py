@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Int32, Integer
 
 from trencadis.core.problem import Problem
 
-Sizes: TypeAlias = Integer[Array, " {problem.batch} {problem.groups}"]
-First: TypeAlias = Integer[Array, " {problem.batch}"]  # the first local group of each batch entry
+Sizes: TypeAlias = Integer[Array | np.ndarray, " {problem.batch} {problem.groups}"]
+First: TypeAlias = Integer[Array | np.ndarray, " {problem.batch}"]  # the first local group of each batch entry
 
 
 class Spans(NamedTuple):
@@ -40,7 +40,9 @@ def clamped(group_sizes: Integer[Array | np.ndarray, "*batch g"], m: int) -> Int
     return jnp.clip(group_sizes, 0, m).astype(jnp.int32)
 
 
-def clamp_first(first: Int32[Array, "*batch"] | np.int32, groups: int, local_groups: int) -> Int32[Array, "*batch"]:
+def clamp_first(
+    first: Int32[Array | np.ndarray | np.int32, "*batch"], groups: int, local_groups: int
+) -> Int32[Array, "*batch"]:
     """The first group of a window of local_groups, clamped so that `first + local_groups` cannot overflow int32.
 
     A window that holds none of the groups still holds none of them, and any other window is unchanged.
