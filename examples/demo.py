@@ -30,7 +30,7 @@ from jax import lax
 import trencadis
 from benchmarks.peers import HostCall, JaxCall, Operands, numpy_contraction, numpy_rows, operands
 from benchmarks.problems import BenchProblem
-from benchmarks.report import show
+from benchmarks.tables import show
 from benchmarks.timing import Stats, race, wall_clock
 
 TOLERANCE = 1e-4  # float32: largest difference, as a share of the largest value
@@ -86,7 +86,7 @@ def busy_note() -> None:
         print(
             f"Note: this machine is busy (load {load:.1f} on {os.cpu_count()} cores). That slows OpenBLAS's threads\n"
             "down far more than XLA's, so the numpy loop looks slower than it is. For times that do not depend on\n"
-            "other processes, run: python -m benchmarks.run --pin 0"
+            "other processes, run: python -m benchmarks run --pin 0"
         )
 
 
@@ -170,7 +170,7 @@ def time_rows(problem: str, what: str, times: dict[str, Stats]) -> list[list[str
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print()
-    show("", header, rows)
+    show("", (header, rows))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

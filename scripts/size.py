@@ -8,7 +8,16 @@ import sys
 
 FILE, FUNCTION, ARGUMENTS = 450, 60, 8
 # signatures that are fixed from outside: the public functions and those of other libraries
-PUBLIC = {"grouped_matmul", "transposed_grouped_matmul", "gmm", "tgmm", "grouped_gemm", "grouped_dense", "show", "trained"}
+PUBLIC = {
+    "grouped_matmul",
+    "transposed_grouped_matmul",
+    "gmm",
+    "tgmm",
+    "grouped_gemm",
+    "grouped_dense",
+    "show",
+    "trained",
+}
 
 
 def over_budget(path: pathlib.Path) -> list[str]:

@@ -44,17 +44,17 @@ def test_a_scalar_load_is_waited_for():
 
 def test_products_wait_for_their_mxu_only():
     one, other = (f"{{ %1 = vmatmul.mubr.bf16.gmra.mrb[0].mxu{u} %v1_v1 }}" for u in (0, 1))
-    assert times(one, one, other)[0] == [0, V6E.mm["bf16"], V6E.mm["bf16"] + 1]
-    assert times(one.replace("bf16", "f32"), one)[0] == [0, V6E.mm["f32"]]
+    assert times(one, one, other)[0] == [0, V6E.vmatmul_cycles["bf16"], V6E.vmatmul_cycles["bf16"] + 1]
+    assert times(one.replace("bf16", "f32"), one)[0] == [0, V6E.vmatmul_cycles["f32"]]
 
 
 def test_a_result_is_waited_for():
     product = "{ %1 = vmatmul.mubr.bf16.gmra.mrb[0].mxu0 %v1_v1 }"
-    assert times(product, "{ %v2_v2 = vpop.f32.mrb[1].mxu0 }")[0] == [0, V6E.pop + V6E.pop_gap]
+    assert times(product, "{ %v2_v2 = vpop.f32.mrb[1].mxu0 }")[0] == [0, V6E.vpop_latency + V6E.vpop_interval]
     assert times(product, "{ %v2_v2 = vpop.trf.xlu0 }")[0] == [0, 1]
     v5e = CHIPS["v5e"]  # its results are a queue
     queue = ["{ %1 = vmatmul.bf16.gmra.mxu2 %v1_v1 }", *["{ %v2_v2 = vpop.f32.mrf.mxu2 }"] * 2]
-    assert times(*queue, chip=v5e)[0] == [0, v5e.pop, v5e.pop + v5e.pop_gap]
+    assert times(*queue, chip=v5e)[0] == [0, v5e.vpop_latency, v5e.vpop_latency + v5e.vpop_interval]
 
 
 LOOP = [

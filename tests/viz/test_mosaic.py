@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from trencadis.api.matmul import problem_of
 from trencadis.backends import xla
-from trencadis.backends.gpu import walk as gpu_walk
+from trencadis.backends.gpu import tile_scheduler
 from trencadis.cli.sizes import random_sizes
 from trencadis.core.devices import target_of
 from trencadis.core.plan import plan
+from trencadis.core.problem import problem_of
 from trencadis.viz import Mosaic, Raster, show
 
 pytestmark = pytest.mark.core
@@ -114,7 +114,7 @@ def test_the_tiles_of_two_backends():
 
     layout = choose(problem, CARDS["h200"])
     cells = [(tile.rows, tile.owned) for tile in show(sizes, dtype="float32", target="h200").cells]
-    assert cells == [tuple(t) for bound in bounds for t in gpu_walk.row_tiles(problem, layout, *bound)]
+    assert cells == [tuple(t) for bound in bounds for t in tile_scheduler.row_tiles(problem, layout, *bound)]
 
 
 @each_case

@@ -1,4 +1,4 @@
-"""What runs a product. `BACKENDS` is in the order of preference; a new backend is one entry here."""
+"""The backends, which plan and run grouped products, in the order of preference; a new one is one entry here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trencadis.core.tiling import Overrides
 
 
 class Backend(Protocol):
-    """What a backend module has: a function that decides everything, and one that executes what was decided."""
+    """The two functions of a backend module: one decides everything, the other executes that decision."""
 
     def plan(self, problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
         """The whole decision for a problem on a target, or the reason why this backend cannot run it."""

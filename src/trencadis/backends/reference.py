@@ -1,4 +1,4 @@
-"""A loop over groups, each a full matmul of every row: slow, plainly right, the oracle of the other backends."""
+"""A loop over groups with a full matmul of all rows for each: slow and simple, the reference for other backends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trencadis.core.tiling import Overrides, Tiling
 
 
 def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
-    """A plan for any problem on any target, but for scales that change along k."""
+    """A plan for any problem on any target, or a refusal if its scales change along k."""
     if problem.epilogue.along_k:
         return Refusal(backend="reference", reason=ALONG_K)
     tiling = overrides.tilings.forward or Tiling(max(problem.m, 1), max(problem.k, 1), max(problem.n, 1))
@@ -28,7 +28,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
 
 
 def run(plan: Plan, *operands: jax.Array) -> jax.Array:
-    """The result of a plan's problem: for each group mask, multiply and select."""
+    """The result of a plan's problem: for each group, mask its rows, multiply, and select its part of the result."""
     problem = in_bytes(plan.problem)
     lhs, rhs, group_sizes, first, *extras = operands
     by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
@@ -40,18 +40,19 @@ def run(plan: Plan, *operands: jax.Array) -> jax.Array:
         mine = (row >= starts[i]) & (row < ends[i])
         w = rhs[i % problem.weights].astype(problem.acc)  # [k, n] or [n, k]
         y = jnp.dot(jnp.where(mine, lhs, 0), w.T if problem.transpose_rhs else w, precision=precision)
-        down = None if by_row is None else by_row[:, None]
-        y = problem.epilogue.finish(y, Extras(down, _of(by_column, i), _of(bias, i)), problem.out)
+        row_scale = None if by_row is None else by_row[:, None]
+        y = problem.epilogue.finish(y, Extras(row_scale, _of(by_column, i), _of(bias, i)), problem.out)
         y = y if existing is None else add(existing, y)
         return jnp.where(mine, cast(y, problem.out), out)
 
     def contraction(i: Any, out: jax.Array) -> jax.Array:
         mine = (row >= starts[i]) & (row < ends[i])
         x, y = jnp.where(mine, lhs, 0), jnp.where(mine, rhs.astype(problem.acc), 0)  # float8_e8m0fnu has no 0
-        down = None if by_row is None else by_row[i][:, None]
-        z = problem.epilogue.finish(jnp.dot(x.T, y, precision=precision), Extras(down, _of(by_column, i)), problem.out)
+        row_scale = None if by_row is None else by_row[i][:, None]
+        z = jnp.dot(x.T, y, precision=precision)
+        z = problem.epilogue.finish(z, Extras(row_scale, _of(by_column, i)), problem.out)
         z = cast(z if existing is None else add(existing[i], z), problem.out)
-        return out.at[i].set(jnp.where(ends[i] > starts[i], z, out[i]))  # scales of an empty group may be anything
+        return out.at[i].set(jnp.where(ends[i] > starts[i], z, out[i]))  # scales of an empty group may be NaN
 
     precision = problem.precision if problem.precision is not None else lax.Precision.HIGHEST
     body = rows if problem.form is Form.ROWS else contraction
@@ -61,6 +62,6 @@ def run(plan: Plan, *operands: jax.Array) -> jax.Array:
     return lax.fori_loop(0, problem.spans, body, out)
 
 
-def _of(x: Any, i: Any) -> Any:
-    """The entry [1, n] of a group in an array [g, n]."""
+def _of(x: jax.Array | None, i: Any) -> jax.Array | None:
+    """Row i of an array [g, n] as [1, n]; None if there is no array."""
     return None if x is None else x[i][None]

@@ -25,7 +25,6 @@ OPTIONAL = (
     "qwix",
     "typer",
     "rich",
-    "matplotlib",
 )
 
 

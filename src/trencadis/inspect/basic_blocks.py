@@ -81,7 +81,7 @@ def _last_slot(schedule: Schedule, chip: Chip, i: int) -> int:
     Final bundles of v7x have runs of empty bundles folded into one, so the slots are not simply the next few: the
     schedule before that step says which instructions lie in them.
     """
-    at, slots, bundles = schedule.unfolded, chip.slots, schedule.bundles
+    at, slots, bundles = schedule.unfolded, chip.delay_slots, schedule.bundles
     branch = next(x.target for x in bundles[i].instructions if x.op.startswith("sbr"))
     if slots == 4 or branch not in at:
         return i + slots

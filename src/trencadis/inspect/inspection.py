@@ -99,7 +99,7 @@ def _programs(
         for i, (source, result) in enumerate(kernel["sources"]):
             if result in written.get(source, {}):
                 values[i] = written[source][result]
-        schedule = read(name, files.pop(name), folded=chip.slots != 4)
+        schedule = read(name, files.pop(name), folded=chip.delay_slots != 4)
         program = translate(schedule, flow(schedule, chip), values)
         trace = Simulator(program, chip).run()
         written[name] = trace.results
@@ -175,7 +175,7 @@ def _warnings(program: ScalarProgram, trace: Trace) -> tuple[str, ...]:
 def _operation(
     name: str, path: pathlib.Path, chip: Chip, shapes: Mapping[str, list[int]], runs: int
 ) -> report.Operation:
-    schedule = read(name, path, folded=chip.slots != 4)
+    schedule = read(name, path, folded=chip.delay_slots != 4)
     try:
         program, trace = _followed(schedule, chip, shapes)
     except UnknownSchedule as error:

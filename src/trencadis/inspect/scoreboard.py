@@ -45,7 +45,7 @@ def _buffer_of(op: str) -> int | None:
 
 def cycles_of_vmatmul(op: str, chip: Chip) -> int:
     """The number of cycles for which a vmatmul holds its MXU."""
-    return chip.mm[_operand_type(op, tuple(chip.mm))]
+    return chip.vmatmul_cycles[_operand_type(op, tuple(chip.vmatmul_cycles))]
 
 
 @functools.cache
@@ -89,12 +89,12 @@ class _Unit:
             self.matmul_free = at + cycles_of_vmatmul(op, chip)
             buffer = _buffer_of(op)
             if buffer is None:
-                self.queue += [at + chip.pop + part * chip.pop_gap for part in range(self.parts)]
+                self.queue += [at + chip.vpop_latency + part * chip.vpop_interval for part in range(self.parts)]
             else:
                 for part in range(RESULT_BUFFERS):
-                    self.buffers[buffer + part] = at + chip.pop + part * chip.pop_gap
+                    self.buffers[buffer + part] = at + chip.vpop_latency + part * chip.vpop_interval
         elif op.startswith("vmatpush"):
-            self.push_free, self.last_push = at + chip.push, at
+            self.push_free, self.last_push = at + chip.vmatpush_cycles, at
         elif op.startswith("vpop") and _buffer_of(op) is None:
             self.popped += 1
 
@@ -135,6 +135,6 @@ def _units(bundles: Sequence[Bundle], chip: Chip) -> dict[str, _Unit]:
             matmuls[unit] += x.op.startswith("vmatmul")
             pops[unit] += x.op.startswith("vpop") and f"mrf.mxu{unit}" in x.op
     return {
-        unit: _Unit(parts=max(1, round(pops[unit] / count)) if (count := matmuls[unit]) else chip.pops)
+        unit: _Unit(parts=max(1, round(pops[unit] / count)) if (count := matmuls[unit]) else chip.vpops)
         for unit in matmuls
     }

@@ -97,7 +97,7 @@ class Simulator:
 
     def copy(self, issue: int, kind: str, granules: int, flag: int, source: Any, target: Any, smem: Any) -> None:
         """Start a copy, whose granules its flag counts when it is there."""
-        size = self.chip.granule * int(granules)
+        size = self.chip.dma_granule * int(granules)
         if kind == "general":
             out = not in_hbm(source) and in_hbm(target)
         else:
@@ -120,7 +120,7 @@ class Simulator:
 
     def copy_smem(self, issue: int, source: int, granules: int, flag: int, target: int) -> None:
         """Start a copy of integers into a result; a later kernel may read them."""
-        words = self.chip.granule * int(granules) // 4
+        words = self.chip.dma_granule * int(granules) // 4
         result = self.program.outputs.get(operand_of(target))
         values = [self.memory.get(source + word, 0) for word in range(words)]
         if result is not None and not any(isinstance(value, Unknown) for value in values):

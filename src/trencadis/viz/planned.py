@@ -12,8 +12,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from trencadis.backends import xla
-from trencadis.backends.gpu import walk as gpu_walk
-from trencadis.backends.tpu import walk as tpu_walk
+from trencadis.backends.gpu import tile_scheduler as gpu_scheduler
+from trencadis.backends.tpu import tile_scheduler as tpu_scheduler
 from trencadis.core import problem as what
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import plan
@@ -40,12 +40,9 @@ def planned(rows: Rows, problem: Problem, target: Target) -> Mosaic:
 def planned_row_tiles(problem: Problem, target: Target) -> tuple[str, RowTiles]:
     """The name of the backend that the plan chooses, and its function from the rows of a group to their tiles."""
     chosen = plan(problem, target)
-    walks: dict[str, Callable[..., list[RowTile]]] = {
-        "tpu": tpu_walk.row_tiles,
-        "gpu": gpu_walk.row_tiles,
-        "xla": xla.row_tiles,
-    }
-    return chosen.backend, functools.partial(walks[chosen.backend], chosen.problem, chosen.layout)
+    backends: dict[str, Callable[..., list[RowTile]]]
+    backends = {"tpu": tpu_scheduler.row_tiles, "gpu": gpu_scheduler.row_tiles, "xla": xla.row_tiles}
+    return chosen.backend, functools.partial(backends[chosen.backend], chosen.problem, chosen.layout)
 
 
 def problem_of(

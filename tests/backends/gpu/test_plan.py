@@ -1,4 +1,4 @@
-"""What the backend refuses, it refuses with a sentence, and another one takes over."""
+"""The backend refuses a problem or a target with a sentence, and another backend takes over."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 from trencadis.why import why
 
-from .ahead import kernels, lowered, made
+from .ahead import kernels, largest_result, lowered
 
 
 def refusal(problem, target):
@@ -70,7 +70,11 @@ def cuda(kind):
         (but(precision=jax.lax.Precision.HIGH), H200, "precision is HIGH; it multiplies float32 as tf32"),
         (but(precision=("highest", "default")), H200, r"precision is \('highest', 'default'\); it multiplies float32"),
         (but(SUM, precision="highest"), H200, "precision is highest; it multiplies float32 as tf32"),
-        (but(HALF, rhs="float32", precision="highest"), H200, "precision is highest; it multiplies float32 as two"),
+        (
+            but(HALF, rhs="float32", precision="highest"),
+            H200,
+            "precision is highest; it multiplies float32 as a bf16 hi/lo split",
+        ),
         (but(m=0), H200, "there is nothing to multiply"),
         (but(k=0), H200, "there is nothing to multiply"),
         (but(n=0), H200, "there is nothing to multiply"),
@@ -87,7 +91,9 @@ def test_reasons(problem, target, reason):
 
 def test_scales_along_k_are_for_operands_of_8_bits():
     blocks = Epilogue(by_row=True, by_column=True, row_block=128, column_block=(128, 128))
-    assert re.match("scales change along k; it takes 1 x 128 .* of 8 bits", refusal(but(epilogue=blocks), H200) or "")
+    assert re.match(
+        "scales change along k; it takes scales per 1 x 128 .* 8-bit", refusal(but(epilogue=blocks), H200) or ""
+    )
     assert refusal(but(lhs="int8", rhs="int8", epilogue=blocks), H200) is None
 
 
@@ -111,7 +117,7 @@ def test_float32_is_tf32(precision):
 
 
 def test_narrow_operands_have_one_precision():
-    """Whatever is asked for, or set: products of 16 bits are exact in float32."""
+    """Every precision is accepted: products of 16-bit operands are exact in float32."""
     for precision in ("highest", "high", jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.BF16_BF16_F32):
         assert refusal(but(HALF, precision=precision), H200) is None
     with jax.default_matmul_precision("highest"):
@@ -142,13 +148,13 @@ def test_an_activation_that_does_not_lower_is_applied_after_the_kernel():
     after, within = text(jnp.arctan), text(jnp.tanh)
     assert kernels(after) == kernels(within) == 1
     assert "chlo.atan" in after or "stablehlo.atan2" in after
-    assert made(after)[0] >= 256 * 128 > 16 >= made(within)[0]
+    assert largest_result(after)[0] >= 256 * 128 > 16 >= largest_result(within)[0]
 
 
-def test_there_is_a_block_for_every_core():
+def test_there_is_a_cta_for_every_sm():
     for cores in (132, 114, 78):
-        assert choose(ROWS, card_for(dataclasses.replace(H200, cores=cores))).blocks == cores
-    assert choose(ROWS, card_for(H200)).blocks == 132
+        assert choose(ROWS, card_for(dataclasses.replace(H200, cores=cores))).num_ctas == cores
+    assert choose(ROWS, card_for(H200)).num_ctas == 132
 
 
 def struct(*shape, dtype="bfloat16"):

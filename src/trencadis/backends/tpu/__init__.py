@@ -1,9 +1,13 @@
-"""Pallas kernels for TPU: a group's weights or sums stay in VMEM, and copies run beside the arithmetic.
+"""Pallas kernels for TPUs: one kernel per call, in which a group's weights or accumulators stay in VMEM.
 
-run         operands as the kernel wants them; the kernel; the result as the problem wants it
-choose      layouts that fit into VMEM, and the fastest of them by model
-kernel      the body of both forms: walk, streams, and what the form does at each place (rows, contraction)
-products    in which dtypes tiles are multiplied; nans, scales: what some chips and epilogues add to that
+choose             the layout for a problem: the fastest by the cost `model` of those that fit into VMEM
+layout             what a layout holds: block sizes, heights of row tiles, numbers of buffers
+kernel             the Pallas call, and the loop over tiles of both forms
+rows               the body of the rows form; contraction: that of the other form
+tile_scheduler     the order of tiles, computed from group sizes in SMEM; indexing: blocks and chunks of an axis
+pipeline           prefetched operands, and results that are written back asynchronously
+products           the product of two tiles and its dtypes; nans: NaNs of float8_e4m3fn, which some MXUs drop
+epilogue_vectors   scales and bias in VMEM
 """
 
 from __future__ import annotations
@@ -14,16 +18,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from trencadis.backends.prepare import filled, flat_sizes, up
-from trencadis.backends.tpu import products
-from trencadis.backends.tpu.choose import chip_for, choose, obey, padded, reason
+from trencadis.backends.tpu.choose import chip_for, choose, choose_for_tile, padded, reason
+from trencadis.backends.tpu.epilogue_vectors import as_lane_vectors
+from trencadis.backends.tpu.indexing import Ref
 from trencadis.backends.tpu.kernel import call
 from trencadis.backends.tpu.layout import Layout
-from trencadis.backends.tpu.scales import laid
+from trencadis.backends.tpu.products import conversion_note
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import CHIPS, Chip
 from trencadis.core.dtypes import accumulator
@@ -37,11 +43,11 @@ Array = jax.Array
 
 OPERANDS = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 RESULTS = ("bfloat16", "float32", "int8", "int32")
-SCALARS = 2**16  # group sizes that scalar memory takes
+MAX_GROUP_SIZES = 2**16  # group sizes that fit into SMEM
 
 
 def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
-    """The layout of a kernel for dtypes that the MXU multiplies and blocks that fit into VMEM, or why there is none."""
+    """The plan of a kernel, for dtypes that it multiplies and blocks that fit into VMEM, or why there is none."""
     elsewhere = _elsewhere(target)
     if elsewhere is not None:
         return elsewhere
@@ -50,24 +56,24 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     if refusal is not None:
         return refusal
     seen, tile = padded(inner), overrides.tilings.forward
-    layout = choose(seen, chip) if tile is None else obey(seen, chip, tile)
-    assert layout is not None  # or `_size` had refused
-    said = products.note(seen, chip)
+    layout = choose(seen, chip) if tile is None else choose_for_tile(seen, chip, tile)
+    assert layout is not None  # otherwise `_size` had refused
+    note = conversion_note(seen, chip)
     return Plan(
         asked=problem,
         problem=inner,
         target=target,
         backend="tpu",
-        tiling=Tiling(layout.tallest, layout.deep, layout.wide),
+        tiling=Tiling(layout.block_m, layout.block_k, layout.block_n),
         layout=layout,
         interpret=overrides.interpret,
         because=reason(seen, layout, chip),
-        notes=() if said is None else (said,),
+        notes=() if note is None else (note,),
     )
 
 
 def run(plan: Plan, *operands: Array) -> Array:
-    """The result of a plan's problem, by one kernel."""
+    """The result of a plan's problem, computed by one kernel."""
     options: dict[str, Any] = {
         "compiler_params": pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=chip_for(plan.target).vmem - (1 << 19)
@@ -83,7 +89,7 @@ def _refusal(reason: str, advice: str = "", costly: bool = True) -> Refusal:
 
 
 def _elsewhere(target: Target) -> Refusal | None:
-    """Why the kernels do not run on a target."""
+    """The refusal of a target that is not a single TPU of a known kind; None if the kernels run on it."""
     if target.platform != "tpu":
         return _refusal(f"it runs on TPU; the target is {target}")
     if target.partitioned:
@@ -94,7 +100,7 @@ def _elsewhere(target: Target) -> Refusal | None:
 
 
 def _peeled(problem: Problem) -> Problem:
-    """The problem without an activation that does not lower in a kernel: XLA applies that to the finished sum."""
+    """The problem without an activation that does not lower inside a kernel: XLA applies it to the finished sum."""
     activation = problem.epilogue.activation
     if activation is None or _lowers(activation, accumulator(problem.sum, problem.out)):
         return problem
@@ -102,8 +108,9 @@ def _peeled(problem: Problem) -> Problem:
 
 
 def _arithmetic(problem: Problem) -> Refusal | None:
-    """Why the kernels cannot compute a problem."""
+    """The refusal of a problem whose dtypes, scales or precision the kernels do not have; None if they have them."""
     weights = (*OPERANDS, "int4") if problem.form is Form.ROWS else OPERANDS
+    dtypes: list[tuple[str, np.dtype[Any], tuple[str, ...]]]
     dtypes = [("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, weights), ("the result", problem.out, RESULTS)]
     if problem.epilogue.bias is not None:
         dtypes.append(("bias", problem.epilogue.bias, ("bfloat16", "float32")))
@@ -120,12 +127,12 @@ def _arithmetic(problem: Problem) -> Refusal | None:
 
 
 def _size(problem: Problem, chip: Chip) -> Refusal | None:
-    """Why a problem does not fit the kernels."""
+    """The refusal of a problem that is empty, or too large for SMEM or VMEM; None if it fits."""
     if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
         return _refusal("there is nothing to multiply", costly=False)
-    if problem.batch * problem.groups > SCALARS:
+    if problem.batch * problem.groups > MAX_GROUP_SIZES:
         return _refusal(
-            f"{problem.batch * problem.groups} group sizes are too many for scalar memory; it takes {SCALARS}"
+            f"{problem.batch * problem.groups} group sizes are too many for scalar memory; it takes {MAX_GROUP_SIZES}"
         )
     if choose(padded(problem), chip) is None:
         return _refusal(
@@ -135,10 +142,13 @@ def _size(problem: Problem, chip: Chip) -> Refusal | None:
 
 
 def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, **options: Any) -> Array:
-    """The result of a problem by a kernel of this layout; `inner` is the problem as the kernel sees it."""
+    """The result of a problem by a kernel of this layout; `inner` is the problem with padded k and n.
+
+    Operands are padded to what the kernel reads, and its result is sliced to the shape of the problem.
+    """
     lhs, rhs, sizes, first, *extras = operands
     by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
-    rows = up(problem.rows, layout.slab)
+    rows = up(problem.rows, layout.sublane_tile)
     k, n = inner.k, inner.n
     out_shape = (rows, n) if problem.form is Form.ROWS else (problem.spans, k, n)
     lhs = filled(lhs, (k, rows) if problem.transpose_lhs else (rows, k))
@@ -149,12 +159,12 @@ def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, 
     named = {
         "sizes": flat_sizes(sizes, problem.m),
         "first": first,
-        "table": jnp.asarray(layout.table, jnp.int32),
+        "height_table": jnp.asarray(layout.height_table, jnp.int32),
         "lhs": lhs,
         "rhs": rhs,
     }
     if by_row is not None:
-        named["by_row"] = laid(inner, layout, by_row)
+        named["by_row"] = as_lane_vectors(inner, layout, by_row)
     for name, vector in (("by_column", by_column), ("bias", bias)):
         if vector is not None:
             named[name] = filled(vector, (problem.local_groups, n))[:, None, :]  # [g, 1, n]
@@ -165,9 +175,10 @@ def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, 
 
 
 def _precision(problem: Problem) -> lax.Precision | None:
-    """The precision as the kernel spells it, or None if it has no such. Only float32 operands have one.
+    """The precision of the products inside the kernel, or None if it does not have the one that was asked for.
 
-    It is always spelt: a product in the kernel would take the setting otherwise, which may be one it does not have.
+    Only float32 operands have a choice. The precision is always explicit: otherwise a product inside the kernel would
+    take it from jax_default_matmul_precision, which may name one that the kernel does not have.
     """
     if jnp.float32 not in (problem.lhs, problem.rhs):
         return lax.Precision.DEFAULT
@@ -176,10 +187,10 @@ def _precision(problem: Problem) -> lax.Precision | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _lowers(activation: Activation, dtype: Any) -> bool:
-    """Whether a kernel can apply the activation to a tile of this dtype."""
+def _lowers(activation: Activation, dtype: np.dtype[Any]) -> bool:
+    """Whether Mosaic can lower the activation of a tile of this dtype inside a kernel."""
 
-    def body(x: Any, out: Any) -> None:
+    def body(x: Ref, out: Ref) -> None:
         out[...] = elementwise(activation)(x[...]).astype(jnp.float32)
 
     tile = jax.ShapeDtypeStruct((8, 128), dtype)
