@@ -42,10 +42,11 @@ def test_inlined_means_the_same(activation):
 
 
 def test_operands_come_in_order():
-    assert Epilogue(bias=F32, accumulate=True).split(("b", "e")) == (None, None, "b", "e")
-    assert Epilogue(accumulate=True).split(("e",)) == Extras(existing="e")
-    assert Epilogue(by_column=True, bias=F32).split(("c", "b")) == Extras(by_column="c", bias="b")
-    assert Epilogue(by_row=True, by_column=True, accumulate=True).split(("r", "c", "e")).given == ["r", "c", "e"]
+    r, c, b, e = map(jnp.float32, range(4))
+    assert Epilogue(bias=F32, accumulate=True).split((b, e)) == (None, None, b, e)
+    assert Epilogue(accumulate=True).split((e,)) == Extras(existing=e)
+    assert Epilogue(by_column=True, bias=F32).split((c, b)) == Extras(by_column=c, bias=b)
+    assert Epilogue(by_row=True, by_column=True, accumulate=True).split((r, c, e)).given == [r, c, e]
 
 
 def test_sums_hold_both():

@@ -15,23 +15,29 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import ShapeDtypeStruct, lax
+from jax.lax import PrecisionLike
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 from trencadis.api.matmul import grouped_matmul, transposed_grouped_matmul
 from trencadis.core import problem as what
 from trencadis.core.debug import check_traced
-from trencadis.core.dtypes import accumulator, bits
+from trencadis.core.dtypes import ShapeDtype, accumulator, bits
 from trencadis.core.jax_compat import without_mesh
 from trencadis.core.spans import clamped, offsets
-from trencadis.quant.operand import array_operand
+from trencadis.quant.operand import Operand, Sizes, array_operand
 from trencadis.quant.scaled import Scaled
+
+SizesArray: TypeAlias = Array | np.ndarray  # numpy's where the sizes are known inside `jit`
+Dims: TypeAlias = lax.RaggedDotDimensionNumbers
 
 BASIC = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [1]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -39,13 +45,13 @@ BASIC = lax.RaggedDotDimensionNumbers(
 
 
 def ragged_dot(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    group_offset: Any = None,
-    out_sharding: Any = None,
+    lhs: Operand,
+    rhs: Operand,
+    group_sizes: Sizes,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Array:
     """Multiply groups of rows, each by its own matrix, as `jax.lax.ragged_dot` does: `[m, k] x [g, k, n] -> [m, n]`.
 
@@ -63,14 +69,14 @@ def ragged_dot(
 
 
 def ragged_dot_general(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
+    lhs: Operand,
+    rhs: Operand,
+    group_sizes: Sizes,
     ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    group_offset: Any = None,
-    out_sharding: Any = None,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Array:
     """`jax.lax.ragged_dot_general`: the ragged dimension is a row, a contracted or a batch dimension of lhs.
 
@@ -86,12 +92,12 @@ def ragged_dot_general(
     out = _lax_type(lhs, rhs, group_sizes, dims, precision, preferred_element_type, group_offset)
     if isinstance(lhs, Scaled) or isinstance(rhs, Scaled):
         _check_single(lhs, rhs, dims)
-    mode = _single if _is_single(lhs, rhs, dims) else _mode(dims)
+    mode: Callable[..., Array] = _single if _is_single(lhs, rhs, dims) else _mode(dims)
     result = mode(lhs, rhs, group_sizes, dims, out, precision=precision, group_offset=group_offset)
     return result if out_sharding is None else jax.sharding.reshard(result, out_sharding)
 
 
-def _mode(dims: Any) -> Callable[..., Array]:
+def _mode(dims: Dims) -> Callable[..., Array]:
     """The function for the mode of lax that the dimension numbers ask for."""
     (contract, _), (batch, _) = dims.dot_dimension_numbers
     (ragged,) = dims.lhs_ragged_dimensions
@@ -99,8 +105,14 @@ def _mode(dims: Any) -> Callable[..., Array]:
 
 
 def _lax_type(
-    lhs: Any, rhs: Any, group_sizes: Any, dims: Any, precision: Any, preferred: Any, group_offset: Any
-) -> jax.ShapeDtypeStruct:
+    lhs: Array | Scaled,
+    rhs: Array | Scaled,
+    group_sizes: SizesArray,
+    dims: Dims,
+    precision: PrecisionLike,
+    preferred: DTypeLike | None,
+    group_offset: ArrayLike | None,
+) -> ShapeDtypeStruct:
     """The shape and dtype of lax's result; bad arguments raise lax's own errors, since lax is asked for it."""
     ask = functools.partial(
         lax.ragged_dot_general, ragged_dot_dimension_numbers=dims, precision=precision, preferred_element_type=preferred
@@ -109,13 +121,13 @@ def _lax_type(
     if group_offset is not None and len(window) == 1 and shape and 0 <= window[0] < rhs.ndim:
         # lax has no windows: show it the sizes of only as many groups as rhs holds
         shape = (*shape[:-1], min(shape[-1], rhs.shape[window[0]]))
-    sizes = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(group_sizes.dtype))
-    a, b = (jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip((lhs, rhs), _dtypes(lhs, rhs), strict=True))
+    sizes = ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(group_sizes.dtype))
+    a, b = (ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip((lhs, rhs), _dtypes(lhs, rhs), strict=True))
     with without_mesh():
         return jax.eval_shape(ask, a, b, sizes)
 
 
-def _dtypes(*operands: Any) -> list[Any]:
+def _dtypes(*operands: Array | Scaled) -> list[np.dtype]:
     """The dtypes that lax is shown: with a quantized operand, the one that both operands are promoted to."""
     if not any(isinstance(x, Scaled) for x in operands):
         return [x.dtype for x in operands]
@@ -125,19 +137,19 @@ def _dtypes(*operands: Any) -> list[Any]:
     return [jnp.result_type(*kept)] * len(operands)
 
 
-def _is_single(lhs: Any, rhs: Any, dims: Any) -> bool:
+def _is_single(lhs: Array | Scaled, rhs: Array | Scaled, dims: Dims) -> bool:
     """True if the operands have one m, one k and one n, and no batch, as those of `grouped_matmul` or its transpose."""
     (lhs_k, _), (batch, _) = dims.dot_dimension_numbers
     return lhs.ndim == 2 and len(lhs_k) == 1 and not batch and rhs.ndim == _single_rank(dims)
 
 
-def _single_rank(dims: Any) -> int:
+def _single_rank(dims: Dims) -> int:
     """The rank of rhs in a product with one m, k and n: 2 if m is contracted, else 3."""
     (lhs_k, _), _ = dims.dot_dimension_numbers
     return 2 if dims.lhs_ragged_dimensions[0] in lhs_k else 3
 
 
-def _check_single(lhs: Any, rhs: Any, dims: Any) -> None:
+def _check_single(lhs: Array | Scaled, rhs: Array | Scaled, dims: Dims) -> None:
     """Raise for operands that a quantized product does not take."""
     if _is_single(lhs, rhs, dims):
         return
@@ -148,7 +160,9 @@ def _check_single(lhs: Any, rhs: Any, dims: Any) -> None:
     )
 
 
-def _single(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any) -> Array:
+def _single(
+    lhs: Array | Scaled, rhs: Array | Scaled, sizes: SizesArray, dims: Dims, out: ShapeDtypeStruct, **options: Any
+) -> Array:
     """Modes 1 and 2 for operands with one m, one k and one n, in any order."""
     (lhs_k, rhs_k), _ = dims.dot_dimension_numbers
     (ragged,) = dims.lhs_ragged_dimensions
@@ -166,7 +180,7 @@ def _single(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any)
     )
 
 
-def _rows(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any) -> Array:
+def _rows(lhs: Array, rhs: Array, sizes: SizesArray, dims: Dims, out: ShapeDtypeStruct, **options: Any) -> Array:
     """Mode 1: the ragged dimension is a row of lhs and of the result."""
     (lhs_k, rhs_k), (lhs_b, rhs_b) = dims.dot_dimension_numbers
     (ragged,), (group,) = dims.lhs_ragged_dimensions, dims.rhs_group_dimensions
@@ -178,14 +192,14 @@ def _rows(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any) -
     rhs = rhs.transpose(*rhs_b, group, *rhs_k, *n).reshape(b, rhs.shape[group], k, _size(rhs, n))
     over, sizes = _sizes(sizes, (b, x), m, y)
 
-    def entry(lhs: Array, sizes: Array, rhs: Array) -> Array:
+    def entry(lhs: Array, sizes: SizesArray, rhs: Array) -> Array:
         return grouped_matmul(lhs, rhs, sizes, out.dtype, **options)
 
     each = jax.vmap(jax.vmap(entry, in_axes=(0, over, None)), in_axes=(0, over, 0))
     return each(lhs, sizes, rhs).reshape(out.shape)
 
 
-def _contraction(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options: Any) -> Array:
+def _contraction(lhs: Array, rhs: Array, sizes: SizesArray, dims: Dims, out: ShapeDtypeStruct, **options: Any) -> Array:
     """Mode 2: the ragged dimension is contracted, and the result has one matrix for each group."""
     (lhs_k, rhs_k), (lhs_b, rhs_b) = dims.dot_dimension_numbers
     at = lhs_k.index(dims.lhs_ragged_dimensions[0])
@@ -195,7 +209,7 @@ def _contraction(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options:
     b, m, x = _size(lhs, lhs_b), lhs.shape[lhs_k[at]], _size(lhs, [lhs_k[d] for d in outer])
     y = _size(lhs, lhs_k) // max(m * x, 1)
 
-    def rows(a: Any, contracted: Any, batch: Any) -> Array:  # [b, x, m * y, columns]
+    def rows(a: Array, contracted: Sequence[int], batch: Sequence[int]) -> Array:  # [b, x, m * y, columns]
         columns = _rest(a, contracted, batch)
         return a.transpose(*batch, *(contracted[d] for d in order), *columns).reshape(b, x, m * y, _size(a, columns))
 
@@ -204,7 +218,7 @@ def _contraction(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options:
     sizes = _with_room(sizes, options["group_offset"])
     kept = out.dtype if x == 1 else accumulator(lhs.dtype, rhs.dtype)
 
-    def entry(lhs: Array, sizes: Array, rhs: Array) -> Array:
+    def entry(lhs: Array, sizes: SizesArray, rhs: Array) -> Array:
         return transposed_grouped_matmul(
             lhs, rhs, sizes, kept, transpose_lhs=True, num_actual_groups=groups, **options
         )  # [g, i, n]
@@ -214,7 +228,16 @@ def _contraction(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, **options:
     return jnp.moveaxis(products, 0, 1).astype(out.dtype).reshape(out.shape)
 
 
-def _batched(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, *, precision: Any, group_offset: Any) -> Array:
+def _batched(
+    lhs: Array,
+    rhs: Array,
+    sizes: SizesArray,
+    dims: Dims,
+    out: ShapeDtypeStruct,
+    *,
+    precision: PrecisionLike,
+    group_offset: ArrayLike | None,
+) -> Array:
     """Mode 3: the ragged dimension is a batch dimension, and entries that no group covers are 0."""
     (lhs_k, rhs_k), (lhs_b, rhs_b) = dims.dot_dimension_numbers
     at = lhs_b.index(dims.lhs_ragged_dimensions[0])
@@ -229,7 +252,7 @@ def _batched(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, *, precision: 
     lhs, lhs_k = _batch_first(lhs, lhs_b, lhs_k)
     rhs, rhs_k = _batch_first(rhs, rhs_b, rhs_k)
 
-    def mask(a: Any) -> Array:
+    def mask(a: Array) -> Array:
         return jnp.where(lax.broadcast_in_dim(covered, a.shape, range(at + 1)), a, jnp.zeros_like(a))
 
     acc = accumulator(lhs.dtype, rhs.dtype)
@@ -242,13 +265,13 @@ def _batched(lhs: Any, rhs: Any, sizes: Any, dims: Any, out: Any, *, precision: 
     return product.astype(out.dtype)
 
 
-def _batch_first(a: Any, batch: Any, contracted: Any) -> tuple[Any, tuple[int, ...]]:
+def _batch_first(a: Array, batch: Sequence[int], contracted: Sequence[int]) -> tuple[Array, tuple[int, ...]]:
     """a with its batch dimensions first, and where its contracted dimensions are then."""
     order = [*batch, *(d for d in range(a.ndim) if d not in batch)]
     return a.transpose(order), tuple(order.index(d) for d in contracted)
 
 
-def _sizes(sizes: Any, lead: tuple[int, ...], m: int, inner: int) -> tuple[int | None, Any]:
+def _sizes(sizes: SizesArray, lead: tuple[int, ...], m: int, inner: int) -> tuple[int | None, SizesArray]:
     """The axis to vmap group sizes over (None if shared), and the checked sizes, times the rows merged into m."""
     _check(sizes, m, np.int32(0))
     if inner != 1:
@@ -256,12 +279,12 @@ def _sizes(sizes: Any, lead: tuple[int, ...], m: int, inner: int) -> tuple[int |
     return (None, sizes) if sizes.ndim == 1 else (0, sizes.reshape(*lead, sizes.shape[-1]))
 
 
-def _with_room(sizes: Any, group_offset: Any) -> Any:
+def _with_room(sizes: SizesArray, group_offset: ArrayLike | None) -> SizesArray:
     """Group sizes followed by as many empty groups, so that a window of all groups fits from any group_offset on."""
     return sizes if group_offset is None else jnp.concatenate([sizes, jnp.zeros_like(sizes)], axis=-1)
 
 
-def _check(sizes: Any, m: int, first: Any) -> None:
+def _check(sizes: SizesArray, m: int, first: ArrayLike) -> None:
     """Raise if concrete sizes are negative or sum past m; traced ones are checked under `debug_checks`."""
     known = what.concrete(sizes)
     if known is not None and known.size:
@@ -271,16 +294,16 @@ def _check(sizes: Any, m: int, first: Any) -> None:
         jax.vmap(lambda row: check_traced(row, first, m, 0))(sizes.reshape(-1, sizes.shape[-1]))
 
 
-def _transposed(a: Any, *axes: int) -> Any:
+def _transposed(a: Array | Scaled, *axes: int) -> Array | Scaled:
     """a with its axes in this order; a itself if that is the order they are in."""
     return a if axes == tuple(range(a.ndim)) else a.transpose(*axes)
 
 
-def _rest(a: Any, *taken: Any) -> list[int]:
+def _rest(a: ShapeDtype, *taken: Sequence[int]) -> list[int]:
     """The dimensions of a that are in none of these lists."""
     return [d for d in range(a.ndim) if not any(d in dims for dims in taken)]
 
 
-def _size(a: Any, dims: Any) -> int:
+def _size(a: ShapeDtype, dims: Sequence[int]) -> int:
     """The product of the sizes of some dimensions of a."""
     return math.prod(a.shape[d] for d in dims)

@@ -5,10 +5,12 @@ Every argument of the library that recurs elsewhere is explained here, once.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Num
+from jax.lax import PrecisionLike
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Int32, Num
 
 from trencadis.core import problem as what
 from trencadis.core.debug import check_traced
@@ -23,13 +25,13 @@ def grouped_matmul(
     lhs: Operand,
     rhs: Operand,
     group_sizes: Sizes,
-    preferred_element_type: Any = jnp.float32,
+    preferred_element_type: DTypeLike = jnp.float32,
     tiling: TilingLike = None,
-    group_offset: Any = None,
+    group_offset: ArrayLike | None = None,
     existing_out: Num[Array, "m n"] | None = None,
     transpose_rhs: bool = False,
     interpret: bool = False,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     *,
     bias: Num[Array, "g n"] | None = None,
     activation: Activation | None = None,
@@ -85,15 +87,15 @@ def transposed_grouped_matmul(
     lhs: Operand,
     rhs: Operand,
     group_sizes: Sizes,
-    preferred_element_type: Any = jnp.float32,
+    preferred_element_type: DTypeLike = jnp.float32,
     tiling: TilingLike = None,
-    group_offset: Any = None,
+    group_offset: ArrayLike | None = None,
     num_actual_groups: int | None = None,
     existing_out: Num[Array, "g k n"] | None = None,
     interpret: bool = False,
     *,
     transpose_lhs: bool = False,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     backend: str | None = None,
 ) -> Num[Array, "g k n"]:
     """Multiply consecutive groups of columns by the rows that match: `out[i] = lhs[:, s_i:e_i] @ rhs[s_i:e_i]`.
@@ -134,9 +136,9 @@ def transposed_grouped_matmul(
 class GroupMetadata(NamedTuple):
     """The schedule of a kernel over row tiles, as megablox lays it out; all int32."""
 
-    group_offsets: Array  # [groups + 1]: the row at which each group starts; the last is the sum of the sizes
-    group_ids: Array  # [tiles + groups - 1]: the group of each visit
-    m_tile_ids: Array  # [tiles + groups - 1]: the row tile of each visit
+    group_offsets: Int32[Array, " groups+1"]  # the row at which each group starts; the last is the sum of the sizes
+    group_ids: Int32[Array, " tiles+groups-1"]  # the group of each visit
+    m_tile_ids: Int32[Array, " tiles+groups-1"]  # the row tile of each visit
 
 
 def make_group_metadata(
@@ -144,10 +146,10 @@ def make_group_metadata(
     group_sizes: Sizes,
     m: int,
     tm: int,
-    start_group: Any,
+    start_group: ArrayLike,
     num_nonzero_groups: int,
     visit_empty_groups: bool = True,
-) -> tuple[GroupMetadata, Array]:
+) -> tuple[GroupMetadata, Int32[Array, ""]]:
     """The visits of a kernel: which group works on which tile of tm rows, in order. Any m; exact for any m.
 
     Args:

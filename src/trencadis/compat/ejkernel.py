@@ -85,7 +85,7 @@ def transposed_grouped_matmul(
 
 def _floats(**operands: Any) -> tuple[Array, ...]:
     """The operands as arrays, in order; a TypeError that names the argument unless their dtypes are floats."""
-    arrays = {name: array_operand(name, x) for name, x in operands.items()}
+    arrays: dict[str, Any] = {name: array_operand(name, x) for name, x in operands.items()}
     for name, x in arrays.items():
         if not isinstance(x, Scaled) and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(

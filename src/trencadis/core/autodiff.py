@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
+from jax.core import ShapedArray
+from jax.extend.core import Effect, Primitive
 from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
 
 from trencadis.backends import INTERPRETED
 from trencadis.core import unfused
@@ -27,6 +31,8 @@ from trencadis.core.dtypes import accumulator, cast
 from trencadis.core.epilogue import Epilogue, Extras
 from trencadis.core.execute import execute
 from trencadis.core.jax_compat import (
+    IrValue,
+    Value,
     device,
     interpreter_effects,
     lower_plainly,
@@ -42,23 +48,24 @@ from trencadis.core.split import sum_of_parts
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 
-Array = jax.Array
+Tangent: TypeAlias = Value | ad.Zero  # or a cotangent; symbolic zeros cost nothing
+Linear: TypeAlias = Value | ad.UndefinedPrimal  # undefined where the transpose rule gives a cotangent
 
 grouped_p = Primitive("grouped_matmul")
 
 
-def run(problem: Problem, overrides: Overrides, *operands: Any) -> Array:
+def run(problem: Problem, overrides: Overrides, *operands: Value) -> Array:
     """The result of a problem: operands are lhs, rhs, sizes [batch, groups], first group [batch], then extras."""
     return grouped_p.bind(*vary_alike(*map(replicated, operands)), problem=problem, overrides=overrides)
 
 
-def expand(problem: Problem, overrides: Overrides, *operands: Any) -> Array:
+def expand(problem: Problem, overrides: Overrides, *operands: Value) -> Array:
     """The same result with the epilogue expanded into products and elementwise operations."""
     lhs, rhs, sizes, first, *extras = operands
     given = problem.epilogue.split(tuple(extras))
     if problem.epilogue.along_k:
 
-        def multiply(part: Problem, *parts: Any) -> Array:
+        def multiply(part: Problem, *parts: Value) -> Array:
             return run(part, overrides.untiled, *parts)
 
         scales = Extras(by_row=given.by_row, by_column=given.by_column).given
@@ -70,18 +77,18 @@ def expand(problem: Problem, overrides: Overrides, *operands: Any) -> Array:
     return unfused.finish(problem, z, sizes, first, bias=bias, existing=given.existing)
 
 
-def _bias_rows(problem: Problem, bias: Any, sizes: Any, first: Any, out: Any) -> Array:
+def _bias_rows(problem: Problem, bias: Value, sizes: Value, first: Value, out: np.dtype) -> Array:
     ones = _ones(problem, bias)
     return run(_bias_problem(problem, ones, out), Overrides(), ones, bias[:, None, :], sizes, first)
 
 
-def _ones(problem: Problem, other: Any) -> Array:
+def _ones(problem: Problem, other: Value) -> Array:
     """A column of ones [m, 1]: in the dtype of the other operand, if products of that are summed in `problem.sum`."""
     dtype = np.dtype(other.dtype)
     return jnp.ones((problem.rows, 1), dtype if accumulator(dtype, dtype) == problem.sum else problem.sum)
 
 
-def _bias_problem(problem: Problem, ones: Array, out: Any) -> Problem:
+def _bias_problem(problem: Problem, ones: Value, out: np.dtype) -> Problem:
     """A bias as a product: a column of ones [m, 1] with [g, 1, n]; at full precision, since it is really a sum.
 
     It runs without overrides: those of the caller are meant for the product itself.
@@ -101,7 +108,9 @@ def _bias_problem(problem: Problem, ones: Array, out: Any) -> Problem:
 # Forward mode
 
 
-def _jvp(primals: Any, tangents: Any, *, problem: Problem, overrides: Overrides) -> tuple[Array, Any]:
+def _jvp(
+    primals: Sequence[Value], tangents: Sequence[Tangent], *, problem: Problem, overrides: Overrides
+) -> tuple[Array, Tangent]:
     if not jnp.issubdtype(problem.out, jnp.inexact):
         out = run(problem, overrides, *primals)
         return out, _no_tangent(out)
@@ -109,19 +118,19 @@ def _jvp(primals: Any, tangents: Any, *, problem: Problem, overrides: Overrides)
     d_lhs, d_rhs, _, _, *d_extras = tangents
     d_by_row, d_by_column, d_bias, d_existing = problem.epilogue.split(tuple(d_extras))
     constants = tangents if problem.epilogue.along_k else (d_by_row, d_by_column)
-    if any(x is not None and type(x) is not ad.Zero for x in constants):
+    if any(x is not None and not isinstance(x, ad.Zero) for x in constants):
         return jax.jvp(functools.partial(expand, problem, overrides), *_instantiated(primals, tangents))
     scales = problem.epilogue.split(tuple(extras))[:2]
     plain = problem.replace(epilogue=problem.epilogue.scaling)
     after = (sizes, first, *(x for x in scales if x is not None))
-    d_z: list[Array] = []
-    if type(d_lhs) is not ad.Zero:
+    d_z: list[Value] = []
+    if not isinstance(d_lhs, ad.Zero):
         d_z.append(run(plain, overrides, d_lhs, rhs, *after))
-    if type(d_rhs) is not ad.Zero:
+    if not isinstance(d_rhs, ad.Zero):
         d_z.append(run(plain, overrides, lhs, d_rhs, *after))
-    if d_bias is not None and type(d_bias) is not ad.Zero:
+    if d_bias is not None and not isinstance(d_bias, ad.Zero):
         d_z.append(_bias_rows(problem, d_bias, sizes, first, problem.out))
-    if d_existing is not None and type(d_existing) is not ad.Zero:
+    if d_existing is not None and not isinstance(d_existing, ad.Zero):
         d_z.append(d_existing)
 
     activation = problem.epilogue.activation
@@ -140,12 +149,12 @@ def _jvp(primals: Any, tangents: Any, *, problem: Problem, overrides: Overrides)
     return jax.jvp(finish, (z,), (functools.reduce(ad.add_jaxvals, d_z).astype(problem.sum),))
 
 
-def _instantiated(primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _instantiated(primals: Sequence[Value], tangents: Sequence[Tangent]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
     """Primals and tangents as `jax.jvp` takes them, with arrays for symbolic zeros."""
     return tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
 
 
-def _no_tangent(out: Array) -> Any:
+def _no_tangent(out: Array) -> ad.Zero:
     return ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
@@ -154,16 +163,25 @@ def _no_tangent(out: Array) -> Any:
 
 
 def _transpose(
-    ct: Any, lhs: Any, rhs: Any, sizes: Any, first: Any, *extras: Any, problem: Problem, overrides: Overrides
-) -> Any:
+    ct: Tangent,
+    lhs: Linear,
+    rhs: Linear,
+    sizes: Value,
+    first: Value,
+    *extras: Linear,
+    problem: Problem,
+    overrides: Overrides,
+) -> Sequence[Tangent | None]:
     operands = (lhs, rhs, sizes, first, *extras)
-    if type(ct) is ad.Zero:
-        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
+    if isinstance(ct, ad.Zero):
+        return [ad.Zero(x.aval) if isinstance(x, ad.UndefinedPrimal) else None for x in operands]
+    ct = jnp.asarray(ct) if isinstance(ct, np.ndarray) else ct
     if problem.epilogue.activation is not None:
         raise ValueError(f"cannot transpose {problem}: it is not linear")
     if problem.epilogue.along_k:
         return _transpose_parts(ct, operands, problem, overrides)
     plain = problem.replace(epilogue=Epilogue())
+    known_lhs, known_rhs = typing.cast("tuple[Value, Value]", (lhs, rhs))  # where a rule reads them
     d_lhs, d_rhs = ADJOINTS[problem.form]
     d_product = unfused.scale(problem, ct, problem.epilogue.split(extras), sizes, first)  # the scales are factors of ct
     if ct.dtype == jnp.bfloat16:  # its exponents hold the scaled values; other 16-bit floats may underflow
@@ -175,38 +193,41 @@ def _transpose(
         return _rows_d_rhs(_bias_problem(problem, ones, problem.out), Overrides(), ct, ones, sizes, first)[:, 0]
 
     d_extras = [d_bias] * (problem.epilogue.bias is not None) + [lambda: ct] * problem.epilogue.accumulate
-    rules = [
-        lambda: d_lhs(plain, overrides, d_product, rhs, sizes, first),
-        lambda: d_rhs(plain, overrides, d_product, lhs, sizes, first),
+    rules: list[Callable[[], Value | None]] = [
+        lambda: d_lhs(plain, overrides, d_product, known_rhs, sizes, first),
+        lambda: d_rhs(plain, overrides, d_product, known_lhs, sizes, first),
         lambda: None,
         lambda: None,
         *[lambda: None] * (problem.epilogue.by_row + problem.epilogue.by_column),
         *d_extras,
     ]
-    return [rule() if ad.is_undefined_primal(x) else None for x, rule in zip(operands, rules, strict=True)]
+    return [rule() if isinstance(x, ad.UndefinedPrimal) else None for x, rule in zip(operands, rules, strict=True)]
 
 
-def _transpose_parts(ct: Array, operands: tuple[Any, ...], problem: Problem, overrides: Overrides) -> list[Any]:
+def _transpose_parts(
+    ct: Array, operands: tuple[Linear, ...], problem: Problem, overrides: Overrides
+) -> list[Value | None]:
     """The cotangents of a product whose scales change along k: those of the sum over its parts."""
-    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+    linear = {i: x.aval for i, x in enumerate(operands) if isinstance(x, ad.UndefinedPrimal)}
+    known = {i: x for i, x in enumerate(operands) if not isinstance(x, ad.UndefinedPrimal)}
 
-    def parts(*given: Array) -> Array:
-        filled = dict(zip(linear, given, strict=True))
-        return expand(problem, overrides, *(filled.get(i, x) for i, x in enumerate(operands)))
+    def parts(*given: Value) -> Array:
+        filled = known | dict(zip(linear, given, strict=True))
+        return expand(problem, overrides, *(filled[i] for i in range(len(operands))))
 
-    found = jax.linear_transpose(parts, *(operands[i].aval for i in linear))(ct)
+    found = jax.linear_transpose(parts, *linear.values())(ct)
     by_operand = dict(zip(linear, found, strict=True))
     return [by_operand.get(i) for i in range(len(operands))]
 
 
-def _rows_d_lhs(problem: Problem, overrides: Overrides, ct: Array, rhs: Array, sizes: Any, first: Any) -> Array:
+def _rows_d_lhs(problem: Problem, overrides: Overrides, ct: Value, rhs: Value, sizes: Value, first: Value) -> Array:
     """ct [m, n] x rhs [g, k, n] -> [m, k]: rows again, with rhs transposed."""
     derived = problem.replace(k=problem.n, n=problem.k, lhs=problem.out, out=problem.lhs,
                               transpose_rhs=not problem.transpose_rhs)  # fmt: skip
     return run(derived, overrides.derive(overrides.tilings.d_lhs, swap=True), ct, rhs, sizes, first)
 
 
-def _rows_d_rhs(problem: Problem, overrides: Overrides, ct: Array, lhs: Array, sizes: Any, first: Any) -> Array:
+def _rows_d_rhs(problem: Problem, overrides: Overrides, ct: Value, lhs: Value, sizes: Value, first: Value) -> Array:
     """lhs [m, k] x ct [m, n] -> [g, k, n]: a contraction; batch entries that share weights are summed."""
     swap, shared = problem.transpose_rhs, problem.batch // problem.rhs_batch
     a, b = (ct, lhs) if swap else (lhs, ct)
@@ -226,14 +247,18 @@ def _rows_d_rhs(problem: Problem, overrides: Overrides, ct: Array, lhs: Array, s
     return out
 
 
-def _contraction_d_lhs(problem: Problem, overrides: Overrides, ct: Array, rhs: Array, sizes: Any, first: Any) -> Array:
+def _contraction_d_lhs(
+    problem: Problem, overrides: Overrides, ct: Value, rhs: Value, sizes: Value, first: Value
+) -> Array:
     """rhs [m, n] x ct [g, k, n] -> [m, k]: rows, with ct transposed."""
     derived = _rows_of(problem, k=problem.n, n=problem.k, lhs=problem.rhs, out=problem.lhs, transpose_rhs=True)
     out = run(derived, overrides.derive(overrides.tilings.d_lhs, swap=True), rhs, ct, sizes, first)
     return out.T if problem.transpose_lhs else out
 
 
-def _contraction_d_rhs(problem: Problem, overrides: Overrides, ct: Array, lhs: Array, sizes: Any, first: Any) -> Array:
+def _contraction_d_rhs(
+    problem: Problem, overrides: Overrides, ct: Value, lhs: Value, sizes: Value, first: Value
+) -> Array:
     """lhs [m, k] x ct [g, k, n] -> [m, n]: rows."""
     derived = _rows_of(problem, lhs=problem.lhs, out=problem.rhs)
     lhs = lhs.T if problem.transpose_lhs else lhs
@@ -255,7 +280,9 @@ ADJOINTS = {
 # Batching
 
 
-def _batch(args: Any, dims: Any, *, problem: Problem, overrides: Overrides) -> tuple[Array, int]:
+def _batch(
+    args: Sequence[Value], dims: Sequence[int | None], *, problem: Problem, overrides: Overrides
+) -> tuple[Array, int]:
     args = tuple(map(replicated, args))
     if problem.epilogue:
         return jax.vmap(functools.partial(expand, problem, overrides), in_axes=tuple(dims))(*args), 0
@@ -268,7 +295,7 @@ def _batch(args: Any, dims: Any, *, problem: Problem, overrides: Overrides) -> t
         return _fold_columns(problem, overrides, lhs, rhs, sizes, first)
     shared = problem.form is Form.ROWS and not batched[1]  # all entries meet the same weights: no copies of them
 
-    def everywhere(x: Array, b: bool) -> Array:
+    def everywhere(x: Value, b: bool) -> Value:
         return x if b else jnp.broadcast_to(x, (size, *x.shape))
 
     lhs, sizes, first = (everywhere(x, batched[i]) for i, x in ((0, lhs), (2, sizes), (3, first)))
@@ -277,7 +304,7 @@ def _batch(args: Any, dims: Any, *, problem: Problem, overrides: Overrides) -> t
 
 
 def _fold_rows(
-    problem: Problem, overrides: Overrides, lhs: Array, rhs: Array, sizes: Any, first: Any
+    problem: Problem, overrides: Overrides, lhs: Value, rhs: Value, sizes: Value, first: Value
 ) -> tuple[Array, int]:
     """Only lhs [b, m, k] is batched: b rows for each row, in groups b times as tall, meet each weight once."""
     size = lhs.shape[0]
@@ -288,13 +315,13 @@ def _fold_rows(
 
 
 def _fold_columns(
-    problem: Problem, overrides: Overrides, lhs: Array, rhs: Array, sizes: Any, first: Any
+    problem: Problem, overrides: Overrides, lhs: Value, rhs: Value, sizes: Value, first: Value
 ) -> tuple[Array, int]:
     """A contraction with only one operand batched: the batch is more columns of it, k or n."""
     k, n = problem.k, problem.n
     if rhs.ndim == 3:
         size = rhs.shape[0]
-        wide = jnp.moveaxis(rhs, 0, 1).reshape(problem.rows, size * n)
+        wide: Value = jnp.moveaxis(rhs, 0, 1).reshape(problem.rows, size * n)
         out = run(problem.replace(n=size * n), overrides, lhs, wide, sizes, first)
         return out.reshape(problem.spans, k, size, n), 2
     size = lhs.shape[0]
@@ -305,7 +332,7 @@ def _fold_columns(
 
 
 def _lay_end_to_end(
-    problem: Problem, overrides: Overrides, size: int, shared: bool, lhs: Array, rhs: Array, sizes: Array, first: Array
+    problem: Problem, overrides: Overrides, size: int, shared: bool, lhs: Value, rhs: Value, sizes: Value, first: Value
 ) -> tuple[Array, int]:
     """The general case: `size` times as many batch entries, in an order in which weights repeat modulo their number."""
     entries, cycle = problem.batch, problem.rhs_batch
@@ -313,12 +340,12 @@ def _lay_end_to_end(
     # entries that shared weights so far go outside of the new axis, along which the weights differ
     turns = entries // cycle if own_weights else 1
 
-    def lay(x: Array) -> Array:  # [size, entries * per, ...] -> [turns, size, rest, ...] -> [turns * size * rest, ...]
+    def lay(x: Value) -> Array:  # [size, entries * per, ...] -> [turns, size, rest, ...] -> [turns * size * rest, ...]
         _, length, *tail = x.shape
         x = jnp.moveaxis(x.reshape(size, turns, length // turns, *tail), 0, 1)
         return x.reshape(size * length, *tail)
 
-    def unlay(out: Array) -> Array:
+    def unlay(out: Value) -> Array:
         length, *tail = problem.out_shape
         out = jnp.moveaxis(out.reshape(turns, size, length // turns, *tail), 1, 0)
         return out.reshape(size, length, *tail)
@@ -337,30 +364,30 @@ def _lay_end_to_end(
 # Registration
 
 
-def _abstract(*operands: Any, problem: Problem, overrides: Overrides) -> Any:
+def _abstract(*operands: ShapedArray, problem: Problem, overrides: Overrides) -> tuple[ShapedArray, set[Effect]]:
     interpreted = overrides.interpret and overrides.backend in INTERPRETED
     return result_type(operands, problem.out_shape, problem.out), interpreter_effects() if interpreted else set()
 
 
-def _execute(*operands: Any, problem: Problem, overrides: Overrides, target: Target) -> Array:
+def _execute(*operands: Array, problem: Problem, overrides: Overrides, target: Target) -> Array:
     chosen = plan(problem, target, overrides)
     warn_if_slow(chosen, overrides)
     with jax.named_scope(f"{problem.form.value}_{chosen.backend}"):
         return execute(chosen, *operands)
 
 
-def _lower(context: Any, *operands: Any, platform: str, **params: Any) -> Any:
+def _lower(context: mlir.LoweringRuleContext, *operands: IrValue, platform: str, **params: object) -> Sequence[IrValue]:
     kind, cores = device(context, platform)
     target = Target(platform=platform, kind=kind, cores=cores, partitioned=partitioned(context))
     return lower_plainly(functools.partial(_execute, target=target), context, *operands, **params)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "overrides"))
-def _eager(*operands: Any, problem: Problem, overrides: Overrides) -> Array:
+def _eager(*operands: Value, problem: Problem, overrides: Overrides) -> Array:
     return grouped_p.bind(*operands, problem=problem, overrides=overrides)
 
 
-def _impl(*operands: Any, problem: Problem, overrides: Overrides) -> Array:
+def _impl(*operands: Value, problem: Problem, overrides: Overrides) -> Array:
     with jax.disable_jit(False):  # there is nothing below the primitive to run without jit
         return _eager(*operands, problem=problem, overrides=overrides)
 

@@ -36,7 +36,9 @@ def _unit(x: float) -> str:
     return f"{x:.3g} P"
 
 
-def cost(problem: Problem, group_sizes: Sequence[int] | None = None, stored: tuple[int, int] | None = None) -> Cost:
+def cost(
+    problem: Problem, group_sizes: Sequence[int] | np.ndarray | None = None, stored: tuple[int, int] | None = None
+) -> Cost:
     """The cost of a problem; with group_sizes, the cost of only its owned rows and nonempty groups.
 
     For quantized operands, `stored` gives the bytes of lhs and rhs together with their scales; the owned rows and the

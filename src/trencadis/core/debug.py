@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int32, Integer
 
 # part of jit's cache key: a function that was traced without the checks is traced again with them
 _checking = jax.make_user_context(False)
@@ -39,7 +40,7 @@ def checking() -> bool:
     return bool(_checking.value)
 
 
-def check_traced(group_sizes: Any, first: Any, m: int, local_groups: int) -> None:
+def check_traced(group_sizes: Integer[Array, " g"], first: ArrayLike, m: int, local_groups: int) -> None:
     """Check the sizes `[g]` and the first group `[]` of one call at run time, if `debug_checks` is on."""
     groups = group_sizes.shape[0]
     if not checking() or groups == 0:
@@ -64,7 +65,7 @@ def check_traced(group_sizes: Any, first: Any, m: int, local_groups: int) -> Non
     )
 
 
-def fit(sizes: Any, room: int) -> tuple[Any, Any]:
+def fit(sizes: Int32[Array, " g"], room: int) -> tuple[Bool[Array, ""], Integer[Array, ""]]:
     """True if the sizes sum to at most room, and the first group that ends past it; negative sizes are 0."""
     most = past(room)
     ends = jax.lax.associative_scan(

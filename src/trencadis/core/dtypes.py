@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 
-def cast(x: jax.Array, dtype: Any) -> jax.Array:
+@runtime_checkable
+class ShapeDtype(Protocol):
+    """Anything with the shape and dtype of an array: an array, a `jax.ShapeDtypeStruct` or a quantized operand."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+    @property
+    def ndim(self) -> int: ...
+
+
+def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """x converted to dtype; a complex x loses its imaginary part if dtype is real, as the gradient of a real x does."""
     if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
         x = x.real
     return x.astype(dtype)
 
 
-def width(dtype: Any) -> float:
+def width(dtype: DTypeLike) -> float:
     """The bytes of one number in a packed array, which may be a fraction of a byte.
 
     >>> width(jnp.bfloat16), width(jnp.int4)
@@ -25,7 +38,7 @@ def width(dtype: Any) -> float:
     return bits(dtype) / 8
 
 
-def accumulator(lhs: Any, rhs: Any) -> np.dtype[Any]:
+def accumulator(lhs: DTypeLike, rhs: DTypeLike) -> np.dtype:
     """The dtype in which products of these two dtypes, or numbers of the two, are summed.
 
     It is float32 for floats of up to 32 bits and int32 for integers of up to 32 bits, and wider if an operand is.
@@ -45,7 +58,7 @@ def accumulator(lhs: Any, rhs: Any) -> np.dtype[Any]:
     return np.dtype(np.float64 if wide else np.float32)
 
 
-def bits(dtype: Any) -> int:
+def bits(dtype: DTypeLike) -> int:
     """The bits of one number of this dtype in a packed array.
 
     >>> bits(jnp.int4), bits(jnp.float8_e4m3fn), bits(jnp.bfloat16)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, Literal, Var
+from jax.typing import ArrayLike, DTypeLike
 
 from trencadis.core.dtypes import accumulator
 
@@ -26,13 +28,13 @@ CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")  # 
 class Extras(NamedTuple):
     """The array operands of an epilogue, in the order in which they are passed; None where there is none."""
 
-    by_row: Any = None  # float32 [m] or [m, k / block], or [g, k] in a contraction: scales of the result's rows
-    by_column: Any = None  # float32 [g, n] or [g, k / block, n / block]: scales of the result's columns
-    bias: Any = None  # [g, n]
-    existing: Any = None  # of the shape and dtype of the result
+    by_row: jax.Array | None = None  # float32 [m], [m, k / block], or [g, k] in a contraction: scales of rows
+    by_column: jax.Array | None = None  # float32 [g, n] or [g, k / block, n / block]: scales of columns
+    bias: jax.Array | None = None  # [g, n]
+    existing: jax.Array | None = None  # of the shape and dtype of the result
 
     @property
-    def given(self) -> list[Any]:
+    def given(self) -> list[jax.Array]:
         """The operands that are not None."""
         return [x for x in self if x is not None]
 
@@ -100,7 +102,7 @@ class Epilogue:
         given = (self.by_row, self.by_column, self.bias is not None, self.accumulate)
         return Extras(*(next(rest) if there else None for there in given))
 
-    def finish(self, acc: jax.Array, extras: Extras, out: Any) -> jax.Array:
+    def finish(self, acc: jax.Array, extras: Extras, out: DTypeLike) -> jax.Array:
         """A tile of sums [rows, n] after scales, bias and activation; scales of rows are [rows, 1], others [1, n]."""
         for scale in (extras.by_row, extras.by_column):
             acc = acc if scale is None else acc.astype(accumulator(acc.dtype, scale.dtype)) * scale
@@ -115,7 +117,7 @@ def add(a: jax.Array, b: jax.Array) -> jax.Array:
     return a.astype(dtype) + b.astype(dtype)
 
 
-def activated(activation: Activation, z: jax.Array, out: Any) -> jax.Array:
+def activated(activation: Activation, z: jax.Array, out: DTypeLike) -> jax.Array:
     """The activation of sums z, which it sees in a dtype that holds the result too: floats for a float result."""
     return elementwise(activation)(z.astype(accumulator(z.dtype, out)))
 
@@ -132,16 +134,16 @@ def inlined(activation: Activation) -> Activation:
     { lambda ; a:f32[]. let b:f32[] = max a 0.0:f32[] in (b,) }
     """
 
-    def evaluate(jaxpr: Any, consts: Any, *args: Any) -> list[Any]:
+    def evaluate(jaxpr: Jaxpr, consts: Sequence[ArrayLike], *args: ArrayLike) -> list[ArrayLike]:
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-        def read(var: Any) -> Any:
+        def read(var: Var | Literal) -> ArrayLike:
             return var.val if hasattr(var, "val") else known[var]
 
         for equation in jaxpr.eqns:
             values = [read(var) for var in equation.invars]
             if equation.primitive.name in CALLS:
-                inner = equation.params.get("call_jaxpr", equation.params.get("jaxpr"))
+                inner = equation.params["call_jaxpr" if "call_jaxpr" in equation.params else "jaxpr"]
                 out = evaluate(inner.jaxpr, inner.consts, *values)
             else:
                 out = equation.primitive.bind(*values, **equation.params)
@@ -179,7 +181,7 @@ class Elementwise:
         return f"Elementwise({self.__name__})"
 
 
-def static_activation(activation: Any, dtype: Any, result: Any) -> Activation | None:
+def static_activation(activation: object, dtype: DTypeLike, result: DTypeLike) -> Activation | None:
     """The activation as a hashable part of a problem; an error if it is not a function of one number.
 
     None if it closes over traced values or has no hash: then it has to be applied after the product.

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.lax import PrecisionLike
+from jax.typing import ArrayLike, DTypeLike
 
-from trencadis.core.dtypes import accumulator
+from trencadis.core.dtypes import ShapeDtype, accumulator
 from trencadis.core.epilogue import Epilogue
 
 Shape = tuple[int, ...]
@@ -44,33 +46,33 @@ class Problem:
     n: int
     groups: int  # length of group_sizes
     local_groups: int  # groups whose weights or results are held here: the window
-    lhs: np.dtype[Any]
-    rhs: np.dtype[Any]
-    out: np.dtype[Any]
+    lhs: np.dtype
+    rhs: np.dtype
+    out: np.dtype
     transpose_lhs: bool = False  # contraction: lhs is stored [k, m]
     transpose_rhs: bool = False  # rows: rhs is stored [g, n, k]
     batch: int = 1
     rhs_batch: int = 1
     epilogue: Epilogue = Epilogue()
-    precision: Any = None
+    precision: PrecisionLike = None
 
     def __post_init__(self) -> None:
         if self.rows >= 2**31:
             raise ValueError(f"lhs: row positions are int32; got {self.rows} rows in all")
 
     @property
-    def acc(self) -> np.dtype[Any]:
+    def acc(self) -> np.dtype:
         """The dtype sums are kept in: float32 unless the operands are wider, int32 for narrow integers."""
         return accumulator(self.lhs, self.rhs)
 
     @property
-    def sum(self) -> np.dtype[Any]:
+    def sum(self) -> np.dtype:
         """The dtype of product, scales and bias, which the activation sees."""
         scaled = accumulator(self.acc, np.float32) if self.epilogue.scaled else self.acc
         return scaled if self.epilogue.bias is None else accumulator(scaled, self.epilogue.bias)
 
     @property
-    def asked(self) -> Any:
+    def asked(self) -> PrecisionLike:
         """The precision that the caller asked for, or else the one of jax_default_matmul_precision."""
         config: Any = jax.config
         return self.precision if self.precision is not None else config.jax_default_matmul_precision
@@ -117,17 +119,18 @@ class Problem:
         return (self.rows, self.n) if self.form is Form.ROWS else (self.spans, self.k, self.n)
 
     @property
-    def operands(self) -> list[tuple[Shape, Any]]:
+    def operands(self) -> list[tuple[Shape, DTypeLike]]:
         """Shapes and dtypes of all operands: of every problem, and those of the epilogue."""
         steps = self.epilogue
         parts, (k, n) = _ceil(self.k, steps.row_block), steps.column_block
         rows = (self.m,) if self.form is Form.ROWS else (self.local_groups, self.k)
         columns = (self.local_groups, _ceil(self.k, k), _ceil(self.n, n)) if k else (self.local_groups, self.n)
-        found: list[tuple[Shape, Any]] = [(self.lhs_shape, self.lhs), (self.rhs_shape, self.rhs)]
+        found: list[tuple[Shape, DTypeLike]] = [(self.lhs_shape, self.lhs), (self.rhs_shape, self.rhs)]
         found += [((self.batch, self.groups), np.int32), ((self.batch,), np.int32)]
         found += [((self.m, parts) if steps.row_block else rows, np.float32)] * steps.by_row
         found += [(columns, np.float32)] * steps.by_column
-        found += [((self.local_groups, self.n), steps.bias)] * (steps.bias is not None)
+        if steps.bias is not None:
+            found.append(((self.local_groups, self.n), steps.bias))
         return found + [(self.out_shape, self.out)] * steps.accumulate
 
     def replace(self, **changes: Any) -> Problem:
@@ -157,8 +160,9 @@ def _ceil(size: int, by: int) -> int:
 
 
 def rows_problem(
-    lhs: Any, rhs: Any, group_sizes: Any, out: Any, *, transpose_rhs: bool, epilogue: Epilogue, precision: Any
-) -> Problem:
+    lhs: ShapeDtype, rhs: ShapeDtype, group_sizes: ShapeDtype, out: object,
+    *, transpose_rhs: bool, epilogue: Epilogue, precision: object,
+) -> Problem:  # fmt: skip
     """The problem `grouped_matmul` asks, or an error."""
     _rank("lhs", lhs, 2, "[m, k]")
     _rank("rhs", rhs, 3, "[g, n, k]" if transpose_rhs else "[g, k, n]")
@@ -179,24 +183,16 @@ def rows_problem(
             "want as many as group_sizes, or a window of fewer with group_offset"
         )
     return Problem(
-        form=Form.ROWS,
-        m=m,
-        k=k,
-        n=n,
-        groups=groups,
-        local_groups=local,
-        lhs=np.dtype(lhs.dtype),
-        rhs=np.dtype(rhs.dtype),
-        out=result_dtype(out, lhs, rhs),
-        transpose_rhs=bool(transpose_rhs),
-        epilogue=epilogue,
-        precision=checked_precision(precision),
-    )
+        form=Form.ROWS, m=m, k=k, n=n, groups=groups, local_groups=local,
+        lhs=np.dtype(lhs.dtype), rhs=np.dtype(rhs.dtype), out=result_dtype(out, lhs, rhs),
+        transpose_rhs=bool(transpose_rhs), epilogue=epilogue, precision=checked_precision(precision),
+    )  # fmt: skip
 
 
 def contraction_problem(
-    lhs: Any, rhs: Any, group_sizes: Any, out: Any, *, transpose_lhs: bool, local: int, precision: Any
-) -> Problem:
+    lhs: ShapeDtype, rhs: ShapeDtype, group_sizes: ShapeDtype, out: object,
+    *, transpose_lhs: bool, local: int, precision: object,
+) -> Problem:  # fmt: skip
     """The problem `transposed_grouped_matmul` asks, or an error; `transpose_lhs` means that lhs is stored [k, m]."""
     _rank("lhs", lhs, 2, "[k, m]" if transpose_lhs else "[m, k]")
     _rank("rhs", rhs, 2, "[m, n]")
@@ -212,22 +208,14 @@ def contraction_problem(
             f"got {lhs.shape}{other}"
         )
     return Problem(
-        form=Form.CONTRACTION,
-        m=m,
-        k=k,
-        n=n,
-        groups=groups,
-        local_groups=local,
-        lhs=np.dtype(lhs.dtype),
-        rhs=np.dtype(rhs.dtype),
-        out=result_dtype(out, lhs, rhs),
-        transpose_lhs=transpose_lhs,
-        precision=checked_precision(precision),
-    )
+        form=Form.CONTRACTION, m=m, k=k, n=n, groups=groups, local_groups=local,
+        lhs=np.dtype(lhs.dtype), rhs=np.dtype(rhs.dtype), out=result_dtype(out, lhs, rhs),
+        transpose_lhs=transpose_lhs, precision=checked_precision(precision),
+    )  # fmt: skip
 
 
 def problem_of(
-    lhs: tuple[int, ...], rhs: tuple[int, ...], *, groups: int | None = None, dtype: Any = jnp.float32, **options: Any
+    lhs: Shape, rhs: Shape, *, groups: int | None = None, dtype: DTypeLike = jnp.float32, **options: Any
 ) -> Problem:
     """The `Problem` of `grouped_matmul` (rhs of rank 3) or `transposed_grouped_matmul` (rank 2) for these shapes.
 
@@ -248,11 +236,11 @@ def problem_of(
     return asked.replace(**options)
 
 
-def check_existing_out(problem: Problem, existing_out: Any) -> None:
+def check_existing_out(problem: Problem, existing_out: object) -> None:
     """existing_out has the shape and the dtype of the result."""
     if existing_out is None:
         return
-    if not hasattr(existing_out, "shape"):
+    if not isinstance(existing_out, ShapeDtype):
         raise TypeError(f"existing_out: want an array of shape {problem.out_shape}; got {type(existing_out).__name__}")
     if existing_out.shape != problem.out_shape:
         raise ValueError(f"existing_out: want shape {problem.out_shape}; got {existing_out.shape}")
@@ -262,7 +250,7 @@ def check_existing_out(problem: Problem, existing_out: Any) -> None:
         )
 
 
-def check_bias(problem: Problem, bias: Any) -> None:
+def check_bias(problem: Problem, bias: ShapeDtype | None) -> None:
     """Bias is one row of length n for each group of rhs."""
     if bias is None:
         return
@@ -274,7 +262,7 @@ def check_bias(problem: Problem, bias: Any) -> None:
         raise TypeError(f"bias: want a real dtype for a {problem.out.name} result; got {bias.dtype}")
 
 
-def check_sizes(group_sizes: Any, m: int) -> None:
+def check_sizes(group_sizes: object, m: int) -> None:
     """Sizes [g] known now are nonnegative and fit into m rows; traced ones are clamped at run time."""
     sizes = concrete(group_sizes)
     if sizes is None:
@@ -287,7 +275,9 @@ def check_sizes(group_sizes: Any, m: int) -> None:
         raise ValueError(f"group_sizes: must sum to at most m = {m} rows; got a sum of {total}")
 
 
-def check_schedule(group_sizes: Any, m: Any, tm: Any, first: Any, num_nonzero_groups: Any) -> None:
+def check_schedule(
+    group_sizes: ShapeDtype, m: object, tm: object, first: ArrayLike, num_nonzero_groups: object
+) -> None:
     """What a schedule needs: sizes [g] that fit, a row count, a tile height, and a window inside the groups."""
     groups = _groups(group_sizes)
     if not _is_int(m) or not 0 <= m < 2**31:
@@ -298,18 +288,18 @@ def check_schedule(group_sizes: Any, m: Any, tm: Any, first: Any, num_nonzero_gr
     check_window(first, checked_count("num_nonzero_groups", num_nonzero_groups, groups), groups, "start_group")
 
 
-def checked_count(name: str, count: Any, groups: int) -> int:
+def checked_count(name: str, count: object, groups: int) -> int:
     """A static number of groups."""
     if not _is_int(count) or not 0 <= count <= groups:
         raise ValueError(f"{name}: want an int from 0 to {groups}, the length of group_sizes; got {count!r}")
     return int(count)
 
 
-def _is_int(x: Any) -> bool:
+def _is_int(x: object) -> TypeGuard[int]:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
-def first_group(group_offset: Any) -> Any:
+def first_group(group_offset: Any) -> jax.Array | np.int32:
     """group_offset as a scalar int32, or an error for a bad shape or dtype."""
     if group_offset is None:
         return np.int32(0)
@@ -334,7 +324,7 @@ def first_group(group_offset: Any) -> Any:
     return np.int32(known.reshape(()))
 
 
-def check_window_given(group_offset: Any, local: int, groups: int) -> None:
+def check_window_given(group_offset: object, local: int, groups: int) -> None:
     """A rhs of fewer groups than group_sizes names is a window, and the caller has to say where it starts."""
     if group_offset is None and local < groups:
         raise ValueError(
@@ -343,7 +333,7 @@ def check_window_given(group_offset: Any, local: int, groups: int) -> None:
         )
 
 
-def check_window(first: Any, local: int, groups: int, name: str = "group_offset") -> None:
+def check_window(first: ArrayLike, local: int, groups: int, name: str = "group_offset") -> None:
     """A window known now lies inside the groups."""
     known = concrete(first)
     if known is not None and not 0 <= int(known) <= groups - local:
@@ -353,7 +343,7 @@ def check_window(first: Any, local: int, groups: int, name: str = "group_offset"
         )
 
 
-def local_groups(num_actual_groups: Any, first: Any, groups: int) -> int:
+def local_groups(num_actual_groups: object, first: ArrayLike, groups: int) -> int:
     """How many groups a contraction computes: as told, or all that remain from the first on."""
     if num_actual_groups is not None:
         return checked_count("num_actual_groups", num_actual_groups, groups)
@@ -368,7 +358,7 @@ def local_groups(num_actual_groups: Any, first: Any, groups: int) -> int:
     return groups - int(known)
 
 
-def result_dtype(preferred_element_type: Any, *operands: Any) -> np.dtype[Any]:
+def result_dtype(preferred_element_type: Any, *operands: ShapeDtype) -> np.dtype:
     """The output dtype as a numpy dtype, canonical under the x64 setting; it can hold what the operands give."""
     try:
         dtype = jnp.dtype(preferred_element_type) if preferred_element_type is not None else None
@@ -389,7 +379,7 @@ def result_dtype(preferred_element_type: Any, *operands: Any) -> np.dtype[Any]:
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
-def checked_precision(precision: Any) -> Any:
+def checked_precision(precision: Any) -> PrecisionLike:
     """Precision in a hashable spelling that lax understands, or an error."""
     if isinstance(precision, list):
         precision = tuple(precision)
@@ -404,21 +394,21 @@ def checked_precision(precision: Any) -> Any:
     return precision
 
 
-def checked_flag(name: str, value: Any) -> bool:
+def checked_flag(name: str, value: object) -> bool:
     """A static yes or no."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     raise TypeError(f"{name}: want True or False, known at trace time; got {value!r}")
 
 
-def concrete(x: Any) -> np.ndarray[Any, Any] | None:
+def concrete(x: object) -> np.ndarray | None:
     """The value of x where it is known now, else None."""
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(x)
 
 
-def as_array(name: str, x: Any) -> jax.Array:
+def as_array(name: str, x: object) -> jax.Array:
     """x as a JAX array, or a TypeError that names the argument."""
     if isinstance(x, jax.Array) and not jax.typeof(x).weak_type:
         return x  # jnp.asarray copies what is being differentiated, and jax_debug_nans looks at every copy
@@ -428,7 +418,7 @@ def as_array(name: str, x: Any) -> jax.Array:
         raise TypeError(f"{name}: want an array; got {type(x).__name__}") from None
 
 
-def as_sizes(group_sizes: Any, name: str = "group_sizes") -> Any:
+def as_sizes(group_sizes: object, name: str = "group_sizes") -> jax.Array | np.ndarray:
     """Sizes as an array; in numpy if it is not JAX's yet, so that its values are still known inside `jit`."""
     if isinstance(group_sizes, (list, tuple)) and all(_is_int(size) for size in group_sizes):
         for i, size in enumerate(group_sizes):
@@ -438,20 +428,20 @@ def as_sizes(group_sizes: Any, name: str = "group_sizes") -> Any:
     return group_sizes if isinstance(group_sizes, np.ndarray) else as_array(name, group_sizes)
 
 
-def _rank(name: str, x: Any, rank: int, axes: str) -> None:
+def _rank(name: str, x: ShapeDtype, rank: int, axes: str) -> None:
     if x.ndim != rank:
         raise ValueError(f"{name}: want {rank} dimensions {axes}; got {x.ndim}, shape {x.shape}")
     if not all(_is_int(size) for size in x.shape):
         raise ValueError(f"{name}: want a shape of ints, since tiles are planned for it; got the symbolic {x.shape}")
 
 
-def _numeric(**operands: Any) -> None:
+def _numeric(**operands: ShapeDtype) -> None:
     for name, x in operands.items():
         if not jnp.issubdtype(x.dtype, jnp.number):
             raise TypeError(f"{name}: want a number dtype; got {x.dtype}")
 
 
-def _groups(group_sizes: Any) -> int:
+def _groups(group_sizes: ShapeDtype) -> int:
     if group_sizes.ndim != 1:
         raise ValueError(f"group_sizes: want 1 dimension [g]; got {group_sizes.ndim}, shape {group_sizes.shape}")
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):

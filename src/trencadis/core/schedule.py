@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int32, Integer
 
 from trencadis.core.spans import offsets
-
-Array = jax.Array
 
 
 class RowTile(NamedTuple):
@@ -38,10 +38,10 @@ class RowTile(NamedTuple):
 class Visits:
     """The (group, tile) pairs of a fixed raster, in order of rows; entries from `count` on repeat the last visit."""
 
-    offsets: Array  # i32[groups + 1]: the row at which each group starts
-    group: Array  # i32[bound]
-    tile: Array  # i32[bound]
-    count: Array  # i32[]: visits that are real
+    offsets: Int32[Array, " bounds"]  # [groups + 1]: the row at which each group starts
+    group: Int32[Array, " visits"]
+    tile: Int32[Array, " visits"]
+    count: Int32[Array, ""]  # visits that are real
     height: int = dataclasses.field(metadata={"static": True})  # rows of a tile
 
     def pairs(self) -> list[tuple[int, int]]:
@@ -58,7 +58,13 @@ class Visits:
 
 
 def visits(
-    group_sizes: Array, m: int, height: int, *, first: Any = 0, local_groups: int | None = None, empty: bool = False
+    group_sizes: Integer[Array | np.ndarray, " g"],
+    m: int,
+    height: int,
+    *,
+    first: ArrayLike = 0,
+    local_groups: int | None = None,
+    empty: bool = False,
 ) -> Visits:
     """Compute the visits of the groups `[first, first + local_groups)`; with `empty`, an empty group gets one visit.
 
@@ -90,7 +96,7 @@ def visits(
 
 
 def walk(
-    group_sizes: Sequence[int],
+    group_sizes: Sequence[int] | np.ndarray,
     m: int,
     height: int,
     *,
@@ -106,7 +112,7 @@ def walk(
     last = len(group_sizes) if local_groups is None else first + local_groups
     tiles, pairs, start = -(-m // height), [], 0
     for group, size in enumerate(group_sizes):
-        end = min(start + max(size, 0), m)
+        end = min(start + max(int(size), 0), m)
         mine = [t for t in range(tiles) if max(start, t * height) < min(end, (t + 1) * height)]
         if end == start and empty:
             mine = [min(start // height, max(tiles - 1, 0))]

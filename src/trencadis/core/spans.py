@@ -9,26 +9,27 @@ group outside of group_sizes is empty.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Int32, Integer
 
 from trencadis.core.problem import Problem
 
-Array = jax.Array
+Sizes: TypeAlias = Integer[Array | np.ndarray, " {problem.batch} {problem.groups}"]
+First: TypeAlias = Integer[Array | np.ndarray, " {problem.batch}"]  # the first local group of each batch entry
 
 
 class Spans(NamedTuple):
     """The rows `[start, end)` of each local group, for all batch entries one after the other."""
 
-    starts: Array  # i32[spans]
-    ends: Array  # i32[spans]; equal to starts for an empty group
+    starts: Int32[Array, " spans"]
+    ends: Int32[Array, " spans"]  # equal to starts for an empty group
 
 
-def clamped(group_sizes: Array, m: int) -> Array:
+def clamped(group_sizes: Integer[Array | np.ndarray, "*batch g"], m: int) -> Int32[Array, "*batch g"]:
     """Group sizes of any integer dtype as int32 between 0 and m.
 
     >>> clamped(jnp.array([-3, 5, 200], jnp.int16), 100).tolist()
@@ -39,7 +40,9 @@ def clamped(group_sizes: Array, m: int) -> Array:
     return jnp.clip(group_sizes, 0, m).astype(jnp.int32)
 
 
-def clamp_first(first: Array, groups: int, local_groups: int) -> Array:
+def clamp_first(
+    first: Int32[Array | np.ndarray | np.int32, "*batch"], groups: int, local_groups: int
+) -> Int32[Array, "*batch"]:
     """The first group of a window of local_groups, clamped so that `first + local_groups` cannot overflow int32.
 
     A window that holds none of the groups still holds none of them, and any other window is unchanged.
@@ -50,7 +53,7 @@ def clamp_first(first: Array, groups: int, local_groups: int) -> Array:
     return jnp.clip(first, -local_groups, groups)
 
 
-def offsets(group_sizes: Array, m: int) -> Array:
+def offsets(group_sizes: Integer[Array | np.ndarray, "*batch g"], m: int) -> Int32[Array, "*batch g+1"]:
     """The row at which each group starts, then the end of the last: `[..., g] -> i32[..., g + 1]`, ascending from 0.
 
     A negative size counts as 0 and an end past m is m, so that no group leaves the rows, whatever a traced array holds.
@@ -66,7 +69,7 @@ def offsets(group_sizes: Array, m: int) -> Array:
     return jnp.concatenate([jnp.zeros_like(ends[..., :1], shape=(*ends.shape[:-1], 1)), ends], axis=-1)
 
 
-def spans(problem: Problem, group_sizes: Array, first: Array) -> Spans:
+def spans(problem: Problem, group_sizes: Sizes, first: First) -> Spans:
     """The rows of each local group, from group_sizes `[batch, groups]` and the first group of the window `[batch]`.
 
     A local group that group_sizes does not name is empty.
@@ -85,7 +88,7 @@ def spans(problem: Problem, group_sizes: Array, first: Array) -> Spans:
     return Spans((starts + entry).reshape(-1), (jnp.where(known, ends, starts) + entry).reshape(-1))
 
 
-def owned(problem: Problem, group_sizes: Array, first: Array) -> Array:
+def owned(problem: Problem, group_sizes: Sizes, first: First) -> Bool[Array, " {problem.rows}"]:
     """The mask of owned rows, bool[rows]: True where a local group covers the row."""
     if problem.spans == 0:
         return jnp.zeros((problem.rows,), bool)
@@ -96,7 +99,7 @@ def owned(problem: Problem, group_sizes: Array, first: Array) -> Array:
     return ((row >= low[:, None]) & (row < high[:, None])).reshape(-1)
 
 
-def owner(group_sizes: Array, m: int) -> Array:
+def owner(group_sizes: Integer[Array | np.ndarray, " g"], m: int) -> Int32[Array, " {m}"]:
     """The index of the group that covers each row, i32[m]; the number of groups for a row that no group covers.
 
     >>> owner(jnp.array([2, 0, 1]), 4).tolist()
@@ -108,7 +111,7 @@ def owner(group_sizes: Array, m: int) -> Array:
     return jnp.repeat(jnp.arange(lengths.shape[0], dtype=jnp.int32), lengths, total_repeat_length=m)
 
 
-def local_group(problem: Problem, group_sizes: Array, first: Array) -> Array:
+def local_group(problem: Problem, group_sizes: Sizes, first: First) -> Int32[Array, " {problem.m}"]:
     """The index, from 0, of the local group of each row of a problem with batch 1: i32[m].
 
     An unowned row gets the index of some local group, so that it can be used to gather; mask it with `owned`.

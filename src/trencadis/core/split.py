@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax import lax
 
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Epilogue
-from trencadis.core.jax_compat import vary_alike
+from trencadis.core.jax_compat import Value, vary_alike
 from trencadis.core.problem import Problem
 
 Array = jax.Array
@@ -25,7 +24,7 @@ def part_of(problem: Problem) -> Problem:
     return problem.replace(k=problem.epilogue.part, out=accumulator(problem.acc, np.float32), epilogue=epilogue)
 
 
-def sum_of_parts(problem: Problem, multiply: Multiply, *operands: Array) -> Array:
+def sum_of_parts(problem: Problem, multiply: Multiply, *operands: Value) -> Array:
     """The scaled sums [m, n] of a problem: `multiply(part_of(problem), ...)` for each part of k, added up in order.
 
     Operands are lhs, rhs, group sizes, first group, then the scales of rows `[m, k / block]` or `[m]` and of columns
@@ -38,7 +37,7 @@ def sum_of_parts(problem: Problem, multiply: Multiply, *operands: Array) -> Arra
     short = count * length - problem.k
     lhs, rhs = (_padded(x, axis, short) for x, axis in zip((lhs, rhs), axes, strict=True))
 
-    def part(i: Any) -> Array:
+    def part(i: int | Array) -> Array:
         x, y = (lax.dynamic_slice_in_dim(v, i * length, length, axis) for v, axis in zip((lhs, rhs), axes, strict=True))
         return multiply(inner, x, y, sizes, first, *_scales_at(problem, i * length, scales))
 
@@ -47,10 +46,10 @@ def sum_of_parts(problem: Problem, multiply: Multiply, *operands: Array) -> Arra
     # inside shard_map a loop carries arrays that vary over the same mesh axes
     sums = jnp.zeros((problem.m, problem.n), inner.out)
     total, *_ = vary_alike(sums, lhs, rhs, sizes, first, *scales)
-    return lax.scan(lambda sums, i: (sums + part(i), None), total, jnp.arange(count))[0]
+    return lax.scan(lambda sums, i: (sums + part(i), None), jnp.asarray(total), jnp.arange(count))[0]
 
 
-def _scales_at(problem: Problem, at: Any, scales: list[Array]) -> list[Array]:
+def _scales_at(problem: Problem, at: int | Array, scales: list[Value]) -> list[Value]:
     """The scales of the part of k that starts at `at`: those of rows [m] and those of columns [g, n]."""
     steps, rest, found = problem.epilogue, iter(scales), []
     if steps.by_row:
@@ -65,9 +64,9 @@ def _scales_at(problem: Problem, at: Any, scales: list[Array]) -> list[Array]:
     return found
 
 
-def _at(x: Array, i: Any) -> Array:
+def _at(x: Value, i: int | Array) -> Array:
     return lax.dynamic_index_in_dim(x, i, 1, keepdims=False)
 
 
-def _padded(x: Array, axis: int, short: int) -> Array:
+def _padded(x: Value, axis: int, short: int) -> Value:
     return jnp.pad(x, [(0, short if i == axis else 0) for i in range(x.ndim)]) if short else x

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Target:
             cores = getattr(device, "core_count", None)
         return cls(platform=platform, kind=device.device_kind, cores=cores)
 
-    def multiplies(self, dtype: Any) -> bool:
+    def multiplies(self, dtype: DTypeLike) -> bool:
         """True if the machine multiplies this 16-bit float dtype, with float32 sums, faster than after an upcast.
 
         >>> Target(platform="tpu").multiplies("bfloat16"), Target(platform="cpu").multiplies("float16")

@@ -71,7 +71,7 @@ class Overrides:
 TilingLike = Tiling | Tilings | tuple[int, int, int] | Callable[[int, int, int], Any] | None
 
 
-def resolve(tiling: Any, m: int, k: int, n: int) -> Tilings:
+def resolve(tiling: object, m: int, k: int, n: int) -> Tilings:
     """The tilings of all passes from any spelling of the argument `tiling`, for a problem of m, k, n."""
     if callable(tiling):
         tiling = _called(tiling, m, k, n)
@@ -82,7 +82,7 @@ def resolve(tiling: Any, m: int, k: int, n: int) -> Tilings:
     return Tilings(forward=tile, d_lhs=tile, d_rhs=tile)
 
 
-def _called(tiling: Callable[..., Any], m: int, k: int, n: int) -> Any:
+def _called(tiling: Callable[..., object], m: int, k: int, n: int) -> object:
     """What a function given as `tiling` returns; an error that names the argument if it does not take m, k and n."""
     try:
         inspect.signature(tiling).bind(m, k, n)
@@ -93,7 +93,7 @@ def _called(tiling: Callable[..., Any], m: int, k: int, n: int) -> Any:
     return tiling(m, k, n)
 
 
-def _one(tiling: Any, m: int, k: int, n: int) -> Tiling | None:
+def _one(tiling: object, m: int, k: int, n: int) -> Tiling | None:
     if callable(tiling):
         tiling = _called(tiling, m, k, n)
     if tiling is None:

@@ -11,13 +11,14 @@ import numpy as np
 
 from trencadis.core.dtypes import accumulator, cast
 from trencadis.core.epilogue import Activation, Extras, activated, add
+from trencadis.core.jax_compat import Value
 from trencadis.core.problem import Form, Problem
-from trencadis.core.spans import local_group, owned, spans
+from trencadis.core.spans import First, Sizes, local_group, owned, spans
 
 Array = jax.Array
 
 
-def scale(problem: Problem, z: Array, extras: Extras, sizes: Array, first: Array) -> Array:
+def scale(problem: Problem, z: Array, extras: Extras, sizes: Sizes, first: First) -> Array:
     """Sums z, or their cotangents, times the scales of rows and columns; unowned rows are 0 whatever their scales."""
     by_row, by_column = extras.by_row, extras.by_column
     if by_row is None and by_column is None:
@@ -38,7 +39,7 @@ def scale(problem: Problem, z: Array, extras: Extras, sizes: Array, first: Array
 
 
 def finish(
-    problem: Problem, z: Array, sizes: Array, first: Array, *, bias: Array | None = None, existing: Array | None = None
+    problem: Problem, z: Array, sizes: Sizes, first: First, *, bias: Array | None = None, existing: Array | None = None
 ) -> Array:
     """The result from scaled sums z: plus bias [rows, n], then the activation, plus existing; in the result's dtype."""
     if bias is not None:
@@ -53,7 +54,7 @@ def finish(
     return jnp.where(owned(problem, sizes, first)[:, None], total, existing)
 
 
-def bias_rows(problem: Problem, bias: Array, sizes: Array, first: Array) -> Array:
+def bias_rows(problem: Problem, bias: Value, sizes: Sizes, first: First) -> Array:
     """The bias of each row [m, n]: that of its group, or 0 for unowned rows."""
     if problem.spans == 0:
         return jnp.zeros((problem.m, problem.n), bias.dtype)
@@ -61,7 +62,7 @@ def bias_rows(problem: Problem, bias: Array, sizes: Array, first: Array) -> Arra
     return jnp.where(owned(problem, sizes, first)[:, None], rows, jnp.zeros_like(rows))
 
 
-def activate(problem: Problem, activation: Activation, z: Array, sizes: Array, first: Array) -> Array:
+def activate(problem: Problem, activation: Activation, z: Array, sizes: Sizes, first: First) -> Array:
     """The result [rows, n] from sums z: the activation over owned rows, and 0 in unowned ones.
 
     While it runs, unowned rows hold a copy of an owned row: the activation never sees a 0 that is not a sum, where its

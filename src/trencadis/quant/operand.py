@@ -28,7 +28,7 @@ Operand: TypeAlias = jax.Array | np.ndarray | Sequence[Any] | Scaled | QArray
 Sizes: TypeAlias = jax.Array | np.ndarray | Sequence[int]
 
 
-def array_operand(name: str, x: Any) -> Any:
+def array_operand(name: str, x: Any) -> jax.Array | Scaled:
     """An argument as an array, or as a `Scaled` that holds together: its own, or one of a `qwix.QArray`."""
     if is_qarray(x):
         x = from_qarray(name, x)

@@ -180,11 +180,12 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
     named["sizes"] = flat_sizes(sizes, problem.m)
     named["first_group"] = first_group
     out_shape = (*problem.out_shape[:-1], inner.n)
-    if problem.epilogue.blocks:  # a copy reads the scales of one step, which are to be neighbours
-        given = given._replace(by_row=given.by_row.mT, by_column=given.by_column.mT)
+    by_row, by_column = given.by_row, given.by_column
+    if by_row is not None and by_column is not None and problem.epilogue.blocks:
+        # a copy reads the scales of one step, which are to be neighbours
         length, _ = vectors(inner, layout)["by_column"]
-        named["by_column"] = pad_to(given.by_column, (*given.by_column.shape[:2], length))
-        given = given._replace(by_column=None)
+        named["by_column"] = pad_to(by_column.mT, (*by_column.mT.shape[:2], length))
+        given = given._replace(by_row=by_row.mT, by_column=None)
     if given.by_row is not None:  # TMA wants rows of a multiple of 16 bytes
         named["by_row"] = pad_to(given.by_row, (*given.by_row.shape[:-1], round_up(given.by_row.shape[-1], 4)))
     for name, vector in (("by_column", given.by_column), ("bias", given.bias)):
