@@ -159,6 +159,26 @@ def inlined(activation: Activation) -> Activation:
     return apply
 
 
+def _says_all(jaxpr: Any, consts: Any) -> bool:
+    """Whether the text of a traced function says what it computes: it holds no arrays and calls no Python function.
+
+    Arrays that a jitted function closes over are constants of an inner jaxpr, whose values are not in the text. Rules
+    for derivatives are not in it either, and need not be: autodiff takes those of the very function it is given.
+    """
+    if consts:
+        return False
+    for equation in jaxpr.eqns:
+        if "callback" in equation.primitive.name or any(np.ndim(getattr(x, "val", 0)) for x in equation.invars):
+            return False
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(inner, "jaxpr") and not _says_all(inner.jaxpr, inner.consts):
+                    return False
+                if hasattr(inner, "eqns") and not _says_all(inner, ()):
+                    return False
+    return True
+
+
 class Elementwise:
     """An activation that equals any other of the same operations, so that a fresh lambda compiles nothing anew."""
 
@@ -202,7 +222,7 @@ def static_activation(activation: object, dtype: DTypeLike, result: DTypeLike) -
     if jnp.issubdtype(out.dtype, jnp.complexfloating) and not jnp.issubdtype(result, jnp.complexfloating):
         raise ValueError(f"activation: gives {out.dtype}, which the result's {result} cannot hold")
     text = str(traced.jaxpr)
-    if not traced.consts and " at 0x" not in text:  # nothing but operations: no arrays, no derivative rules of its own
+    if " at 0x" not in text and _says_all(traced.jaxpr, traced.consts):
         return Elementwise(activation, text)
     try:
         hash(activation)
