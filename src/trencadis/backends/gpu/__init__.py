@@ -118,7 +118,7 @@ def run(problem: Problem, plan: Any, *operands: Array) -> Array:
 
 def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any = None) -> Array:
     """The result of a problem by a kernel of this layout; each operand is padded where a copy engine wants it."""
-    from trencadis.backends.gpu import stores  # here, so that who has no GPU needs nothing of what it imports
+    from trencadis.backends.gpu import store as stores  # here, so that who has no GPU needs nothing of what it imports
     from trencadis.backends.gpu.kernel import call
     from trencadis.backends.gpu.upcast import ordered
 
