@@ -130,7 +130,7 @@ def test_groups_that_differ_in_several_dimensions():
 
 
 def test_a_missing_package_is_said_aloud():
-    """Without absl, which Pallas for GPUs of jax < 0.11 imports, a call for an H200 takes XLA and says what to install."""
+    """Without absl, which Pallas for GPUs of jax < 0.11 imports, a call for an H200 says what to install."""
     program = """
         import sys, warnings
         sys.modules["absl"] = sys.modules["jax.experimental.pallas.mosaic_gpu"] = None  # importing them fails
