@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests import oracle as float64
+from tests.support import oracle as float64
 
 if TYPE_CHECKING:
     from benchmarks.peers import Operands

@@ -17,7 +17,7 @@ import numpy as np
 
 import trencadis as tr
 from benchmarks.report import Record, Results, environment
-from tests import oracle as float64
+from tests.support import oracle as float64
 from trencadis.quant import FORMATS, Recipe, quantize
 
 GROUPS, EACH, K, N = 4, 64, 2048, 512

@@ -30,7 +30,7 @@ PATH = {
     "gemm.autodiff": {"run"},
     "gemm.xla": {"plan", "run"},
     "quant.product": {"rows_product", "with_scales"},
-    "core.problem": {"rows_problem"},
+    "core.arguments": {"rows_problem"},
     "core.autodiff": {"run"},
     "core.plan": {"plan"},
     "core.execute": {"execute"},

@@ -10,9 +10,10 @@ import pytest
 
 from trencadis.backends import BACKENDS
 from trencadis.core import devices
+from trencadis.core.arguments import problem_of
 from trencadis.core.cost import cost
 from trencadis.core.plan import Plan, Refusal, answers, plan
-from trencadis.core.problem import Form, problem_of
+from trencadis.core.problem import Form
 from trencadis.core.target import Target
 from trencadis.why import why
 

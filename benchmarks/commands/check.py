@@ -22,7 +22,7 @@ import trencadis
 from benchmarks import oracle, processes, quantized_cases
 from benchmarks.cases import Call, Case, cases, group_sizes
 from benchmarks.report import Record, Results, Writer, environment
-from tests import oracle as float64
+from tests.support import oracle as float64
 
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 ACTIVATIONS: dict[str, tuple[Any, Callable[[np.ndarray], np.ndarray]]] = {

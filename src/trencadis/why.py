@@ -17,7 +17,7 @@ import numpy as np
 
 from trencadis.api.matmul import grouped_matmul, transposed_grouped_matmul
 from trencadis.backends import KERNELS
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.core.autodiff import grouped_p
 from trencadis.core.cost import Cost, cost
 from trencadis.core.devices import target_of
@@ -318,7 +318,7 @@ def _operation(arrays: tuple[Any, ...], options: dict[str, Any], target: Any) ->
             f"rhs: want 3 dimensions (grouped_matmul) or 2 (transposed_grouped_matmul); got shape {rhs.shape}"
         )
     other = "transpose_lhs" if rank == 3 else "transpose_rhs"
-    if what.checked_flag(other, options.pop(other, False)):
+    if arguments.checked_flag(other, options.pop(other, False)):
         raise ValueError(f"{other}: want rhs of rank {5 - rank}; got rhs of shape {rhs.shape}")
     out = options.pop("preferred_element_type", out)
     call = functools.partial(grouped_matmul if rank == 3 else transposed_grouped_matmul, **options)
@@ -340,7 +340,7 @@ def _abstract(name: str, x: Any) -> Any:
     if is_qarray(x):
         x = from_qarray(name, x)
     elif not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        x = what.as_array(name, x)
+        x = arguments.as_array(name, x)
     return jax.tree.map(_struct, x)
 
 
@@ -350,10 +350,10 @@ def _bytes(x: Any) -> int:
 
 def _known_sizes(group_sizes: Any, asked: Problem | GemmProblem) -> list[int] | None:
     """The sizes of the local groups, checked, where they are known."""
-    sizes = None if isinstance(group_sizes, jax.ShapeDtypeStruct) else what.concrete(group_sizes)
+    sizes = None if isinstance(group_sizes, jax.ShapeDtypeStruct) else arguments.concrete(group_sizes)
     if sizes is None or isinstance(asked, GemmProblem):
         return None
-    what.check_sizes(sizes, asked.m)
+    arguments.check_sizes(sizes, asked.m)
     return [int(size) for size in np.asarray(sizes)[: asked.local_groups]]
 
 

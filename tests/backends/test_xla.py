@@ -10,8 +10,8 @@ import pytest
 
 import trencadis as tr
 from trencadis.backends import xla
+from trencadis.core.arguments import problem_of
 from trencadis.core.plan import plan
-from trencadis.core.problem import problem_of
 from trencadis.core.target import Target
 
 pytestmark = pytest.mark.core

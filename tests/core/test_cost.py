@@ -2,8 +2,8 @@
 
 import pytest
 
+from trencadis.core.arguments import problem_of
 from trencadis.core.cost import cost
-from trencadis.core.problem import problem_of
 
 pytestmark = pytest.mark.core
 

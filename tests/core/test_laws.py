@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import trencadis as tr
 from trencadis.backends import BACKENDS
+from trencadis.core.arguments import problem_of
 from trencadis.core.plan import Plan
-from trencadis.core.problem import problem_of
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 

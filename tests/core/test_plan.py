@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from trencadis import backends
+from trencadis.core.arguments import problem_of
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import Plan, Refusal, answers, plan
-from trencadis.core.problem import problem_of
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides, Tiling, resolve
 

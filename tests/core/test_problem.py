@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 import pytest
 
+from trencadis.core.arguments import problem_of
 from trencadis.core.epilogue import Epilogue
-from trencadis.core.problem import Form, problem_of
+from trencadis.core.problem import Form
 
 pytestmark = pytest.mark.core
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 import trencadis as tr
-from trencadis.core.problem import problem_of
+from trencadis.core.arguments import problem_of
 from trencadis.core.spans import clamp_first, clamped, local_group, offsets, owned, owner, spans
 
 pytestmark = pytest.mark.core

@@ -12,9 +12,9 @@ import pytest
 from trencadis.backends import xla
 from trencadis.backends.gpu import tile_scheduler
 from trencadis.cli.sizes import random_sizes
+from trencadis.core.arguments import problem_of
 from trencadis.core.devices import target_of
 from trencadis.core.plan import plan
-from trencadis.core.problem import problem_of
 from trencadis.viz import Mosaic, Raster, show
 
 pytestmark = pytest.mark.core

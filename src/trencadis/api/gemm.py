@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.core.epilogue import Activation
 from trencadis.gemm.epilogue import GemmEpilogue
 from trencadis.gemm.forms import GemmOptions, dense, gemm
@@ -140,7 +140,7 @@ def grouped_dense(
     Array([2., 2., 0.], dtype=float32)
     """
     rows, weights = array_operand("x", x), array_operand("kernel", kernel)
-    lhs = GroupedTensor(rows, what.as_sizes(group_sizes), None, rows.shape)
+    lhs = GroupedTensor(rows, arguments.as_sizes(group_sizes), None, rows.shape)
     rhs = GroupedTensor(weights, None, None, weights.shape)
     a, b = gemm_operands(lhs, rhs, contracting_dims, names=("x", "kernel"), size_name="group_sizes")
     options = GemmOptions(

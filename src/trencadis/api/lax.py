@@ -28,7 +28,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 from trencadis.api.matmul import grouped_matmul, transposed_grouped_matmul
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.core.debug import check_traced
 from trencadis.core.dtypes import ShapeDtype, accumulator, bits
 from trencadis.core.jax_compat import without_mesh
@@ -87,7 +87,7 @@ def ragged_dot_general(
     >>> ragged_dot_general(jnp.ones((4, 2)), jnp.ones((4, 1)), jnp.array([1, 2]), dims).shape
     (2, 2, 1)
     """
-    lhs, rhs, group_sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), what.as_sizes(group_sizes)
+    lhs, rhs, group_sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), arguments.as_sizes(group_sizes)
     dims = ragged_dot_dimension_numbers
     out = _lax_type(lhs, rhs, group_sizes, dims, precision, preferred_element_type, group_offset)
     if isinstance(lhs, Scaled) or isinstance(rhs, Scaled):
@@ -242,8 +242,8 @@ def _batched(
     (lhs_k, rhs_k), (lhs_b, rhs_b) = dims.dot_dimension_numbers
     at = lhs_b.index(dims.lhs_ragged_dimensions[0])
     m, groups = lhs.shape[lhs_b[at]], sizes.shape[-1]
-    first = what.first_group(group_offset)
-    what.check_window(first, 0, groups)
+    first = arguments.first_group(group_offset)
+    arguments.check_window(first, 0, groups)
     _check(sizes, m, first)
     bounds = jnp.broadcast_to(offsets(sizes, m), (*(lhs.shape[d] for d in lhs_b[:at]), groups + 1))
     start = jnp.take(bounds, first, axis=-1, mode="clip")[..., None]
@@ -286,10 +286,10 @@ def _with_room(sizes: SizesArray, group_offset: ArrayLike | None) -> SizesArray:
 
 def _check(sizes: SizesArray, m: int, first: ArrayLike) -> None:
     """Raise if concrete sizes are negative or sum past m; traced ones are checked under `debug_checks`."""
-    known = what.concrete(sizes)
+    known = arguments.concrete(sizes)
     if known is not None and known.size:
         for row in known.reshape(-1, known.shape[-1]):
-            what.check_sizes(row, m)
+            arguments.check_sizes(row, m)
     elif known is None and sizes.size:
         jax.vmap(lambda row: check_traced(row, first, m, 0))(sizes.reshape(-1, sizes.shape[-1]))
 

@@ -12,7 +12,7 @@ from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int32, Num
 
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.core.debug import check_traced
 from trencadis.core.epilogue import Activation
 from trencadis.core.schedule import visits
@@ -168,9 +168,9 @@ def make_group_metadata(
     >>> [(int(g), int(t)) for g, t in zip(meta.group_ids, meta.m_tile_ids)], int(visits)
     ([(0, 0), (1, 0), (1, 1), (2, 1), (2, 2)], 5)
     """
-    sizes = what.as_sizes(group_sizes)
-    first = what.first_group(start_group)
-    what.check_schedule(sizes, m, tm, first, num_nonzero_groups)
+    sizes = arguments.as_sizes(group_sizes)
+    first = arguments.first_group(start_group)
+    arguments.check_schedule(sizes, m, tm, first, num_nonzero_groups)
     check_traced(jnp.asarray(sizes), first, int(m), int(num_nonzero_groups))
     walk = visits(
         sizes,
@@ -178,6 +178,6 @@ def make_group_metadata(
         int(tm),
         first=first,
         local_groups=int(num_nonzero_groups),
-        empty=what.checked_flag("visit_empty_groups", visit_empty_groups),
+        empty=arguments.checked_flag("visit_empty_groups", visit_empty_groups),
     )
     return GroupMetadata(walk.offsets, walk.group, walk.tile), walk.count

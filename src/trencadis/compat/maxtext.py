@@ -26,7 +26,7 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from trencadis.compat import DEFAULT_TILE, PeerTiling, megablox, tilings
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.core.jax_compat import varying_axes
 from trencadis.quant import Recipe, Scaled
 from trencadis.quant.formats import format_of
@@ -91,12 +91,12 @@ def gmm(
     del use_tokamax_backend, rhs_vma_axes, use_manual_quantization, use_gmm_v2
     if partial_sum is not None and existing_out is not None:
         raise ValueError("partial_sum: is added, and existing_out is overwritten; want one of them")
-    transposed = what.checked_flag("transpose_rhs", transpose_rhs)
+    transposed = arguments.checked_flag("transpose_rhs", transpose_rhs)
     gathered = _gathered(weight_gather_axes)
     recipe = _recipe(use_qwix_quantization, qwix_rule, lhs_quantize_dtype, rhs_quantize_dtype, gathered, transposed)
     lhs, rhs, group_sizes = megablox.checked(lhs, rhs, group_sizes, group_offset, rhs_rank=3)
     _check_operands(lhs, rhs, recipe, gathered)
-    dtype = what.result_dtype(preferred_element_type)
+    dtype = arguments.result_dtype(preferred_element_type)
     kept = dtype if partial_sum is None else jnp.promote_types(dtype, jnp.float32)
     whole = rhs  # with quantized weights nothing reads its values: it is what the gradient belongs to
     for axis, dim in gathered:
@@ -106,7 +106,7 @@ def gmm(
     if recipe is None:
         out = megablox.gmm(*given, kept, tiling, group_offset, existing_out, transposed, interpret)
     else:
-        interpreted = interpret is not None and what.checked_flag("interpret", interpret)
+        interpreted = interpret is not None and arguments.checked_flag("interpret", interpret)
         out = trained(
             recipe, *given, kept, Options(tiling=tilings(tiling), interpret=interpreted),
             transpose_rhs=transposed, group_offset=group_offset,
@@ -195,7 +195,7 @@ def _checked_partial_sum(partial_sum: Any, shape: tuple[int, int]) -> Any:
     """partial_sum as an array of the shape of the result, or an error that names the argument."""
     if partial_sum is None:
         return None
-    partial_sum = what.as_array("partial_sum", partial_sum)
+    partial_sum = arguments.as_array("partial_sum", partial_sum)
     if partial_sum.shape != shape:
         raise ValueError(f"partial_sum: want shape {shape}, that of the result; got {partial_sum.shape}")
     if not jnp.issubdtype(partial_sum.dtype, jnp.number):
@@ -219,7 +219,7 @@ class _Dtypes:
 def _recipe(by_rule: Any, rule: Any, lhs: Any, rhs: Any, gathered: Gathered, transposed: bool) -> _Recipe | None:
     """The recipe for a call from its rule, or from its two dtypes; None if nothing is quantized."""
     names = [f"qwix_rule: {role}_qtype" for role in ROLES]
-    if what.checked_flag("use_qwix_quantization", by_rule):
+    if arguments.checked_flag("use_qwix_quantization", by_rule):
         rule = _checked_rule(rule)
     elif rule is not None:
         raise ValueError("qwix_rule: counts with use_qwix_quantization=True alone; want that, or no rule")
@@ -229,7 +229,9 @@ def _recipe(by_rule: Any, rule: Any, lhs: Any, rhs: Any, gathered: Gathered, tra
         rule, names[:2] = _Dtypes(lhs, rhs), ["lhs_quantize_dtype", "rhs_quantize_dtype"]
     formats = [_format(name, getattr(rule, f"{role}_qtype", None)) for name, role in zip(names, ROLES, strict=True)]
     methods = [_method(f"{role}_calibration_method", rule) for role in ROLES]
-    coarse = what.checked_flag("qwix_rule: disable_channelwise_axes", getattr(rule, "disable_channelwise_axes", False))
+    coarse = arguments.checked_flag(
+        "qwix_rule: disable_channelwise_axes", getattr(rule, "disable_channelwise_axes", False)
+    )
     lhs, rhs, grad = (
         None if format is None else (format, "tensor" if coarse or method[0] == "fixed" else usual)
         for format, method, usual in zip(formats, methods, ("row", (0, 0, 1), "row"), strict=True)

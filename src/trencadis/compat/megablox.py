@@ -25,8 +25,8 @@ from jaxtyping import Array, Integer, Num
 from trencadis.api.matmul import grouped_matmul, transposed_grouped_matmul
 from trencadis.api.matmul import make_group_metadata as make_group_metadata
 from trencadis.compat import DEFAULT_TILE, PeerTiling, none_if_default, tilings
-from trencadis.core import problem as what
-from trencadis.core.problem import problem_of
+from trencadis.core import arguments
+from trencadis.core.arguments import problem_of
 from trencadis.core.spans import owned
 from trencadis.quant.operand import array_operand
 
@@ -127,8 +127,8 @@ def overwritten(
     asked = problem_of(
         lhs.shape, rhs.shape, groups=group_sizes.shape[0], dtype=out.dtype, transpose_rhs=bool(transpose_rhs)
     )
-    what.check_existing_out(asked, existing_out)
-    first = jnp.asarray(what.first_group(group_offset))
+    arguments.check_existing_out(asked, existing_out)
+    first = jnp.asarray(arguments.first_group(group_offset))
     return jnp.where(owned(asked, group_sizes[None], first[None])[:, None], out, existing_out)
 
 
@@ -151,7 +151,7 @@ def _found(table: Callable[[int, int, int], Any]) -> Callable[[int, int, int], A
 
 def checked(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any, *, rhs_rank: int) -> tuple[Any, Any, Any]:
     """The operands and sizes as arrays; what megablox refuses raises its error, the operation checks the rest."""
-    lhs, rhs, group_sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), what.as_sizes(group_sizes)
+    lhs, rhs, group_sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), arguments.as_sizes(group_sizes)
     shape = jnp.shape(group_offset) if group_offset is not None else ()
     if shape not in ((), (1,)):
         raise ValueError(f"group_offset must be a ()-shaped array. Got: {shape}.")
@@ -183,5 +183,5 @@ def _check_existing_dtype(existing_out: Any, preferred_element_type: Any) -> Non
         return
     if not hasattr(existing_out, "dtype"):
         raise TypeError(f"existing_out: want an array; got {type(existing_out).__name__}")
-    if existing_out.dtype != what.result_dtype(preferred_element_type):
+    if existing_out.dtype != arguments.result_dtype(preferred_element_type):
         raise ValueError("Existing output dtype must match preferred_element_type.")

@@ -44,7 +44,7 @@ def cost(
     For quantized operands, `stored` gives the bytes of lhs and rhs together with their scales; the owned rows and the
     nonempty groups count with their share of these.
 
-    >>> from trencadis.core.problem import problem_of
+    >>> from trencadis.core.arguments import problem_of
     >>> asked = problem_of((8, 4), (3, 4, 2), groups=3)
     >>> print(cost(asked), "|", cost(asked, [2, 0, 0]))
     128 FLOP, 288 B, 0.444 flop/byte | 32 FLOP, 80 B, 0.4 flop/byte

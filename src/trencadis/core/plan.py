@@ -20,7 +20,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides = Overrides()) -
 
     Where none takes a problem whose scales change along k, the plan is that of one part of k, and says so in `split`.
 
-    >>> from trencadis.core.problem import problem_of
+    >>> from trencadis.core.arguments import problem_of
     >>> print(plan(problem_of((4096, 1024), (8, 1024, 1024), groups=8), Target(platform="cpu")))
     xla, tile 256·1024·1024: loops over row tiles of 1 to 256 rows that start at each group's first row
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax.experimental import checkify
 
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.core.debug import checking, fit, past
 from trencadis.gemm.tensor import GroupedTensor
 
@@ -20,7 +20,7 @@ def check_tensor(name: str, tensor: GroupedTensor, size_names: tuple[str, str]) 
     """
     given = zip(size_names, (tensor.first_dims, tensor.last_dims), strict=True)
     ragged = {label: sizes for label, sizes in given if sizes is not None}
-    if not checking() or all(what.concrete(sizes) is not None for sizes in ragged.values()):
+    if not checking() or all(arguments.concrete(sizes) is not None for sizes in ragged.values()):
         return
     for label, sizes in ragged.items():
         worst = jnp.argmin(sizes)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.gemm.ownership import along, owned_entries, quantized
 from trencadis.gemm.sizes import check_same_sizes
 
@@ -120,7 +120,7 @@ def _all_owned(tensor: GroupedTensor) -> bool:
     if _sizeless(tensor):
         return True
     sizes, axis = along(tensor)
-    known = None if sizes is None else what.concrete(sizes)
+    known = None if sizes is None else arguments.concrete(sizes)
     return sizes is None or (known is not None and int(known.sum(dtype=np.int64)) == tensor.shape[axis])
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.core.dtypes import accumulator
 from trencadis.core.spans import owner
 from trencadis.gemm.operand import GemmOperand, checked_tensor
@@ -34,7 +34,7 @@ class GemmEpilogue:
         for name in ("bias", "alpha", "beta", "out"):
             x = getattr(self, name)
             if x is not None and not (name == "out" and isinstance(x, GroupedTensor)):
-                object.__setattr__(self, name, what.as_array(name, x))
+                object.__setattr__(self, name, arguments.as_array(name, x))
         if isinstance(self.out, GroupedTensor) and quantized(self.out.data):
             raise TypeError(f"out: want numbers that can be added to; got quantized ones, {self.out!r}")
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Activation
 from trencadis.core.plan import check_backend
@@ -100,7 +100,7 @@ def _result_dtype(asked: Any, a: GemmOperand, b: GemmOperand) -> np.dtype[Any]:
     given = [x.tensor.dtype for x in (a, b) if not x.quantized]
     if len(given) < 2 and not any(jnp.issubdtype(each, jnp.inexact) for each in given):
         given = [np.dtype(np.float32)]
-    return what.result_dtype(jnp.result_type(*given) if asked is None else asked, a.tensor, b.tensor)
+    return arguments.result_dtype(jnp.result_type(*given) if asked is None else asked, a.tensor, b.tensor)
 
 
 def _check_groups(a: GemmOperand, b: GemmOperand, options: GemmOptions, ragged: str, epilogue: GemmEpilogue) -> None:
@@ -122,7 +122,7 @@ def _check_groups(a: GemmOperand, b: GemmOperand, options: GemmOptions, ragged: 
 def _check_kernel(ragged: str, options: GemmOptions) -> None:
     """Raise if a kernel is asked for, and not exactly one dimension is ragged."""
     asked = check_backend(options.backend) not in (None, "xla")
-    if len(ragged) != 1 and (what.checked_flag("interpret", options.interpret) or asked):
+    if len(ragged) != 1 and (arguments.checked_flag("interpret", options.interpret) or asked):
         name, got, want = ("backend", options.backend, "None or 'xla'") if asked else ("interpret", True, "False")
         count = "more than one ragged dimension" if ragged else "stacks alone"
         raise ValueError(f"{name}: {got!r} has no kernel for {count}; want {want}")
@@ -159,7 +159,7 @@ def _stacks(a: GemmOperand, b: GemmOperand, dtype: Any, precision: Any) -> Group
     if x.dtype != y.dtype:
         x, y = x.astype(acc), y.astype(acc)
     dims = ((a.contracted, b.contracted), ((0,), (0,)))
-    precision = what.checked_precision(precision)
+    precision = arguments.checked_precision(precision)
     out = lax.dot_general(x, y, dims, precision=precision, preferred_element_type=acc).astype(dtype)
     return GroupedTensor(out, None, None, out.shape)
 

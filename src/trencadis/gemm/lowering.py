@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.gemm import autodiff
 from trencadis.gemm.operand import (
     Axes,
@@ -72,7 +72,7 @@ def general_product(a: GemmOperand, b: GemmOperand, dtype: Any, out: Any, *, pre
         lhs=x.buffer,
         rhs=y.buffer,
         out=result.buffer,
-        precision=what.checked_precision(precision),
+        precision=arguments.checked_precision(precision),
         known=_known(groups),
     )
     return result.tensor(autodiff.run(problem, x.data, y.data, Groups(*map(jnp.asarray, groups))))
@@ -106,7 +106,7 @@ def _places(x: GemmOperand, first: Axes, second: Axes) -> tuple[Any, Any, Any]:
     if x.flat:
         columns = x.tensor.last_dims
         starts, rows = flat_places(x.tensor.first_dims, columns, x.tensor.shape[0])
-        known = what.concrete(columns)
+        known = arguments.concrete(columns)
         columns = columns if known is None else known
         return (starts, columns, rows) if first == (1,) else (starts, rows, columns)
     starts = np.arange(groups, dtype=np.int32)
@@ -161,7 +161,7 @@ def _capacity(out: Any, which: str, *sizes: Any, axis: int = 0) -> int:
     """The number of entries of the result along an axis: that of `out`, or the sum over groups of products of sizes."""
     if out is not None:
         return int(out.shape[axis])
-    known = [what.concrete(x) for x in sizes]
+    known = [arguments.concrete(x) for x in sizes]
     if any(x is None for x in known):
         raise ValueError(
             f"out: want a tensor that is as large as the result, since sizes of {which} are traced; got None"

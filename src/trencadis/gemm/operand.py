@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.gemm.debug import check_tensor
 from trencadis.gemm.sizes import check_same_sizes
 from trencadis.gemm.tensor import GroupedTensor, checked
@@ -192,7 +192,7 @@ def merged_sizes(sizes: Any, uniform: int, total: int) -> Any:
     """The sizes i32[g] of a ragged axis merged with others that have `uniform` entries; clamped to `total` entries."""
     if uniform == 1:
         return sizes
-    xp: Any = jnp if what.concrete(sizes) is None else np
+    xp: Any = jnp if arguments.concrete(sizes) is None else np
     return xp.clip(sizes, 0, total // max(uniform, 1)) * np.int32(uniform)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.core.spans import offsets, owner
 from trencadis.gemm.sizes import flat_places
 
@@ -30,7 +30,7 @@ def along(tensor: GroupedTensor) -> tuple[Any, int]:
     first, last = tensor.first_dims, tensor.last_dims
     if first is not None and last is not None:
         _, rows = flat_places(first, last, tensor.shape[0])
-        columns = what.concrete(last)
+        columns = arguments.concrete(last)
         return rows * (jnp.maximum(jnp.asarray(last), 0) if columns is None else columns), 0
     return (last, tensor.ndim - 1) if first is None else (first, 0)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.core.debug import checking
 from trencadis.core.spans import offsets
 
@@ -41,7 +41,7 @@ class StaticSizes(np.ndarray):
 
 def as_sizes(sizes: Any, name: str) -> Any:
     """Sizes as an array; those given as Python ints become `StaticSizes`, and numpy arrays stay numpy's."""
-    found = what.as_sizes(sizes, name)
+    found = arguments.as_sizes(sizes, name)
     if isinstance(sizes, (list, tuple)) and isinstance(found, np.ndarray) and _fit_int32(found):
         return StaticSizes(found)
     return found
@@ -61,7 +61,7 @@ def checked_sizes(name: str, sizes: Any, limit: int | None, of: str) -> Any:
         raise ValueError(f"{name}: want 1 dimension [g] of at least one group; got shape {sizes.shape}")
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise TypeError(f"{name}: want an integer dtype; got {sizes.dtype}")
-    known = what.concrete(sizes)
+    known = arguments.concrete(sizes)
     if known is None:
         if not np.can_cast(sizes.dtype, np.int32):
             least = max(int(jnp.iinfo(sizes.dtype).min), -(2**31))  # the sign is kept for `debug_checks`
@@ -89,7 +89,7 @@ def checked_flat_sizes(name: str, dims: Sequence[str], first: Any, last: Any, ca
     first, last = (checked_sizes(each, x, None, "") for each, x in zip(dims, (first, last), strict=True))
     if first.shape != last.shape:
         raise ValueError(f"{dims[1]}: want as many groups as {dims[0]}; got {last.shape[0]} and {first.shape[0]}")
-    rows, columns = what.concrete(first), what.concrete(last)
+    rows, columns = arguments.concrete(first), arguments.concrete(last)
     if rows is not None and columns is not None:
         need = sum(int(r) * int(c) for r, c in zip(rows, columns, strict=True))
         if need > capacity:
@@ -101,7 +101,7 @@ def check_same_sizes(name: str, sizes: Any, other: str, others: Any) -> None:
     """Raise unless two sizes i32[g] are equal; where one is traced, `debug_checks` compares them at run time."""
     if sizes.shape != others.shape:
         raise ValueError(f"{name}: want {others.shape[0]} groups, as {other} has; got {sizes.shape[0]}")
-    one, two = what.concrete(sizes), what.concrete(others)
+    one, two = arguments.concrete(sizes), arguments.concrete(others)
     if one is not None and two is not None:
         if (one != two).any():
             i = int(np.argmax(one != two))
@@ -122,7 +122,7 @@ def check_same_sizes(name: str, sizes: Any, other: str, others: Any) -> None:
 
 def starts_and_sizes(sizes: Any, total: int) -> tuple[Any, Any]:
     """Where each group starts along an axis of `total` entries, and its size there: i32[g], in numpy where known."""
-    known = what.concrete(sizes)
+    known = arguments.concrete(sizes)
     if known is None:
         bounds = offsets(sizes, total)
         return bounds[:-1], bounds[1:] - bounds[:-1]
@@ -131,7 +131,7 @@ def starts_and_sizes(sizes: Any, total: int) -> tuple[Any, Any]:
 
 def flat_places(rows: Any, columns: Any, capacity: int) -> tuple[Any, Any]:
     """Where the matrices of a flat buffer start, and how many rows of each lie inside: i32[g], in numpy where known."""
-    known = what.concrete(rows), what.concrete(columns)
+    known = arguments.concrete(rows), arguments.concrete(columns)
     if known[0] is not None and known[1] is not None and known[0].ndim == 1:
         entries = known[0].astype(np.int64) * known[1]
         if entries.sum() <= capacity and min(known[0].min(), known[1].min()) >= 0:

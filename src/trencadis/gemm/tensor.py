@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.core.jax_compat import exportable
 from trencadis.gemm.elementwise import Elementwise
 from trencadis.gemm.ownership import quantized
@@ -156,7 +156,7 @@ class GroupedTensor(Elementwise):
         >>> GroupedTensor.from_list([jnp.ones((1, 2)), jnp.ones((3, 2))])
         GroupedTensor(float32[4,2], 2 groups of 1, 3 rows)
         """
-        arrays = [what.as_array(f"groups[{i}]", x) for i, x in enumerate(groups)]
+        arrays = [arguments.as_array(f"groups[{i}]", x) for i, x in enumerate(groups)]
         if not arrays:
             raise ValueError("groups: want at least one group; got an empty list")
         dtypes = sorted({x.dtype.name for x in arrays})
@@ -249,7 +249,7 @@ class GroupedTensor(Elementwise):
         return GroupedTensor(data, self.first_dims, self.last_dims, self.shape)
 
     def _known(self, dims: Any) -> list[int]:
-        known = what.concrete(dims)
+        known = arguments.concrete(dims)
         if known is None:
             raise ValueError("to_list: want sizes that are known, since shapes depend on them; got traced sizes")
         return [int(size) for size in known]
@@ -267,7 +267,7 @@ class GroupedTensor(Elementwise):
 
 def _data(name: str, x: Any) -> Any:
     """The data of a grouped tensor as an array, or as the quantized data that they are."""
-    return x if quantized(x) else what.as_array(name, x)
+    return x if quantized(x) else arguments.as_array(name, x)
 
 
 def _cut(data: Any, start: int, end: int, axis: int) -> Any:
@@ -282,7 +282,7 @@ def _cut(data: Any, start: int, end: int, axis: int) -> Any:
 
 def _sizes_text(dims: Any, axis: str) -> str:
     """Sizes for the repr: the first eight where they are known, else that the axis is ragged."""
-    known = what.concrete(dims) if isinstance(dims, (np.ndarray, jax.Array)) else None
+    known = arguments.concrete(dims) if isinstance(dims, (np.ndarray, jax.Array)) else None
     if known is None or known.ndim != 1 or known.dtype.kind not in "iu":
         return f"ragged {axis}"
     some = ", ".join(map(str, known[:8])) + (", ..." if known.size > 8 else "")

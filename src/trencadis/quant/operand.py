@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import jax
 import numpy as np
 
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.quant.qarray import from_qarray, is_qarray
 from trencadis.quant.scaled import Scaled, checked
 
@@ -32,4 +32,4 @@ def array_operand(name: str, x: Any) -> jax.Array | Scaled:
     """An argument as an array, or as a `Scaled` that holds together: its own, or one of a `qwix.QArray`."""
     if is_qarray(x):
         x = from_qarray(name, x)
-    return checked(name, x) if isinstance(x, Scaled) else what.as_array(name, x)
+    return checked(name, x) if isinstance(x, Scaled) else arguments.as_array(name, x)

@@ -15,8 +15,7 @@ import numpy as np
 from jax import lax
 
 from trencadis.backends import INTERPRETED
-from trencadis.core import problem as what
-from trencadis.core import unfused
+from trencadis.core import arguments, unfused
 from trencadis.core.autodiff import run
 from trencadis.core.debug import check_traced
 from trencadis.core.dtypes import accumulator
@@ -64,23 +63,25 @@ def rows_product(
     group_offset: Any = None,
 ) -> Array:
     """The result `[m, n]` of `grouped_matmul`, from the caller's arguments; dtype is that of the result."""
-    x, w, sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), what.as_sizes(group_sizes)
+    x, w, sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), arguments.as_sizes(group_sizes)
     bias, existing_out, activation = steps
     if activation is not None and existing_out is not None:
         raise ValueError("activation: cannot be given together with existing_out; apply it to the sum yourself")
-    bias = None if bias is None else what.as_array("bias", bias)
+    bias = None if bias is None else arguments.as_array("bias", bias)
     epilogue = Epilogue(bias=None if bias is None else np.dtype(bias.dtype), accumulate=existing_out is not None)
-    problem = what.rows_problem(
-        x, w, sizes, dtype, transpose_rhs=what.checked_flag("transpose_rhs", transpose_rhs),
+    problem = arguments.rows_problem(
+        x, w, sizes, dtype, transpose_rhs=arguments.checked_flag("transpose_rhs", transpose_rhs),
         epilogue=epilogue, precision=options.precision,
     )  # fmt: skip
-    what.check_bias(problem, bias)
-    what.check_existing_out(problem, existing_out)
-    what.check_window_given(group_offset, problem.local_groups, problem.groups)
+    arguments.check_bias(problem, bias)
+    arguments.check_existing_out(problem, existing_out)
+    arguments.check_window_given(group_offset, problem.local_groups, problem.groups)
     overrides = overrides_of(problem, options)
     after = sizes_and_window(problem, sizes, group_offset)
     problem, operands, scales = with_scales(problem, x, w, *after)
-    extras = [what.as_array(name, x) for name, x in (("bias", bias), ("existing_out", existing_out)) if x is not None]
+    extras = [
+        arguments.as_array(name, x) for name, x in (("bias", bias), ("existing_out", existing_out)) if x is not None
+    ]
     if activation is None:
         return run(problem, overrides, *operands, *after, *scales, *extras)
     static = static_activation(activation, problem.sum, problem.out)
@@ -103,26 +104,26 @@ def contraction_product(
     existing_out: Any = None,
 ) -> Array:
     """The result `[g, k, n]` of `transposed_grouped_matmul`; window is its group_offset and num_actual_groups."""
-    x, y, sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), what.as_sizes(group_sizes)
-    first = what.first_group(window[0])
-    problem = what.contraction_problem(
+    x, y, sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), arguments.as_sizes(group_sizes)
+    first = arguments.first_group(window[0])
+    problem = arguments.contraction_problem(
         x, y, sizes, dtype,
-        transpose_lhs=not what.checked_flag("transpose_lhs", transpose_lhs),
-        local=what.local_groups(window[1], first, np.shape(sizes)[0] if np.ndim(sizes) else 0),
+        transpose_lhs=not arguments.checked_flag("transpose_lhs", transpose_lhs),
+        local=arguments.local_groups(window[1], first, np.shape(sizes)[0] if np.ndim(sizes) else 0),
         precision=options.precision,
     ).replace(epilogue=Epilogue(accumulate=existing_out is not None))  # fmt: skip
-    what.check_existing_out(problem, existing_out)
+    arguments.check_existing_out(problem, existing_out)
     overrides = overrides_of(problem, options)
     after = sizes_and_window(problem, sizes, first)
     problem, operands, scales = with_scales(problem, x, y, *after)
-    extras = [] if existing_out is None else [what.as_array("existing_out", existing_out)]
+    extras = [] if existing_out is None else [arguments.as_array("existing_out", existing_out)]
     return run(problem, overrides, *operands, *after, *scales, *extras)
 
 
 def overrides_of(problem: Problem, options: Options) -> Overrides:
     """What the caller decided instead of the plan, checked."""
     backend = check_backend(options.backend)
-    interpret = what.checked_flag("interpret", options.interpret)
+    interpret = arguments.checked_flag("interpret", options.interpret)
     if interpret and backend not in (None, "reference", *INTERPRETED):
         raise ValueError(
             f"interpret: backend {backend!r} has no kernel to interpret; want backend=None, 'reference' or "
@@ -134,12 +135,12 @@ def overrides_of(problem: Problem, options: Options) -> Overrides:
 
 def sizes_and_window(problem: Problem, group_sizes: Sizes, group_offset: Any) -> tuple[Array, Array]:
     """The checked run-time integers of a problem: group sizes `[1, groups]`, first group of the window `[1]`."""
-    first = what.first_group(group_offset)
-    what.check_sizes(group_sizes, problem.m)
-    what.check_window(first, problem.local_groups, problem.groups)
+    first = arguments.first_group(group_offset)
+    arguments.check_sizes(group_sizes, problem.m)
+    arguments.check_window(first, problem.local_groups, problem.groups)
     sizes = jnp.asarray(group_sizes)
     check_traced(sizes, first, problem.m, problem.local_groups)
-    if what.concrete(first) is None:  # so that no kernel counts past 2**31
+    if arguments.concrete(first) is None:  # so that no kernel counts past 2**31
         first = clamp_first(first, problem.groups, problem.local_groups)
     return sizes[None], jnp.asarray(first)[None]
 

@@ -20,8 +20,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from trencadis.core import problem as what
-from trencadis.core import unfused
+from trencadis.core import arguments, unfused
 from trencadis.core.epilogue import Epilogue, static_activation
 from trencadis.core.jax_compat import replicated, vary_alike
 from trencadis.core.problem import Problem
@@ -77,7 +76,7 @@ def trained(
     """
     _check(recipe, x, w)
     bias, _, activation = steps
-    asked = what.rows_problem(
+    asked = arguments.rows_problem(
         x, w, group_sizes, dtype, transpose_rhs=transpose_rhs, precision=options.precision,
         epilogue=Epilogue(bias=None if bias is None else np.dtype(bias.dtype)),
     )  # fmt: skip

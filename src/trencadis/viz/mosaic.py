@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.core.schedule import RowTile
 from trencadis.viz import mosaic_svg, mosaic_text
 from trencadis.viz.picture import Picture
@@ -166,7 +166,7 @@ def checked_rows(
     m = sum(sizes) if m is None else checked_int("m", m)
     if m >= 2**31:
         raise ValueError(f"m: want fewer than 2**31 rows; got {m}")
-    what.check_sizes(np.asarray(sizes, np.int64), m)
+    arguments.check_sizes(np.asarray(sizes, np.int64), m)
     first = known_first(group_offset, len(sizes))
     rest = len(sizes) - first
     local = rest if num_groups is None else checked_int("num_groups", num_groups)
@@ -177,7 +177,7 @@ def checked_rows(
 
 def known_first(group_offset: npt.ArrayLike | None, groups: int) -> int:
     """The first of the local groups as a Python integer, or an error."""
-    first = what.concrete(what.first_group(group_offset))
+    first = arguments.concrete(arguments.first_group(group_offset))
     if first is None:
         raise ValueError("group_offset: want a value known now; got a traced array")
     if not 0 <= int(first) <= groups:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from trencadis.backends import xla
 from trencadis.backends.gpu import tile_scheduler as gpu_scheduler
 from trencadis.backends.tpu import tile_scheduler as tpu_scheduler
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import plan
 from trencadis.core.problem import Form, Problem
@@ -61,18 +61,18 @@ def problem_of(
     contraction m=8 k=1024 n=1024 g=3: bfloat16 x bfloat16 -> float32
     """
     k, n = (checked_int(name, SIZE if size is None else size) for name, size in (("k", k), ("n", n)))
-    flip = what.checked_flag("transpose_rhs", False if transpose_rhs is None else transpose_rhs)
+    flip = arguments.checked_flag("transpose_rhs", False if transpose_rhs is None else transpose_rhs)
     out = jnp.float32 if preferred_element_type is None else preferred_element_type
     sizes = jax.ShapeDtypeStruct((len(rows.sizes),), jnp.int32)
     operand = functools.partial(jax.ShapeDtypeStruct, dtype=_dtype(dtype))
     if _form(form) is Form.ROWS:
         rhs = operand((rows.local_groups, *((n, k) if flip else (k, n))))
-        return what.rows_problem(
+        return arguments.rows_problem(
             operand((rows.m, k)), rhs, sizes, out, transpose_rhs=flip, epilogue=Epilogue(), precision=None
         )
     if flip:
         raise ValueError("transpose_rhs: goes with form 'rows'; the rhs of a contraction is [m, n]")
-    return what.contraction_problem(
+    return arguments.contraction_problem(
         operand((rows.m, k)), operand((rows.m, n)), sizes, out,
         transpose_lhs=False, local=rows.local_groups, precision=None,
     )  # fmt: skip

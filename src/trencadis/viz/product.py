@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trencadis.api.gemm import grouped_gemm
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.gemm.operand import GemmOperand, gemm_operands
 from trencadis.gemm.tensor import GroupedTensor
 from trencadis.viz import product_svg, product_text, terminal
@@ -122,7 +122,7 @@ def _known(name: str, tensor: GroupedTensor) -> GroupedTensor:
     if not isinstance(tensor, GroupedTensor):
         raise TypeError(f"{name}: want a GroupedTensor, such as GroupedTensor.stacked(x); got {type(tensor).__name__}")
     dims = tensor.first_dims, tensor.last_dims
-    known = [what.concrete(sizes) if isinstance(sizes, (np.ndarray, jax.Array)) else None for sizes in dims]
+    known = [arguments.concrete(sizes) if isinstance(sizes, (np.ndarray, jax.Array)) else None for sizes in dims]
     if any(sizes is not None and values is None for sizes, values in zip(dims, known, strict=True)):
         raise ValueError(f"{name}: want sizes that are known now; got traced ones")
     return dataclasses.replace(tensor, first_dims=known[0], last_dims=known[1])

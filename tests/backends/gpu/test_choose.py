@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 import trencadis as tr
 from trencadis.backends.gpu.choose import choose, choose_for_tile, mma_dtype, tiling_of
 from trencadis.backends.gpu.layout import CONSUMERS, WGMMA_M
+from trencadis.core.arguments import problem_of
 from trencadis.core.devices import CARDS
 from trencadis.core.dtypes import bits
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import plan
-from trencadis.core.problem import Form, problem_of
+from trencadis.core.problem import Form
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides, Tiling, resolve
 

@@ -8,8 +8,8 @@ import pytest
 
 import trencadis as tr
 from trencadis.backends.gpu.choose import choose
+from trencadis.core.arguments import problem_of
 from trencadis.core.jax_compat import abstract_device
-from trencadis.core.problem import problem_of
 
 from .ahead import H200, kernels, largest_result, lowered, structs
 

@@ -11,11 +11,11 @@ import pytest
 import trencadis as tr
 from trencadis.backends import gpu
 from trencadis.backends.gpu.choose import choose
+from trencadis.core.arguments import problem_of
 from trencadis.core.decision import Refusal
 from trencadis.core.devices import card_for
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import plan
-from trencadis.core.problem import problem_of
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 from trencadis.why import why

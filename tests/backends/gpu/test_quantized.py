@@ -9,9 +9,9 @@ import pytest
 import trencadis as tr
 from benchmarks.quantized_cases import checks
 from trencadis.backends import gpu
+from trencadis.core.arguments import problem_of
 from trencadis.core.decision import Refusal
 from trencadis.core.epilogue import Epilogue
-from trencadis.core.problem import problem_of
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 from trencadis.quant import Scaled

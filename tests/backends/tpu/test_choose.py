@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 import trencadis as tr
 from trencadis.backends import tpu
 from trencadis.backends.tpu.choose import choose, choose_for_tile, padded, vmem
+from trencadis.core.arguments import problem_of
 from trencadis.core.decision import Refusal
 from trencadis.core.devices import CHIPS
 from trencadis.core.plan import plan
-from trencadis.core.problem import Form, problem_of
+from trencadis.core.problem import Form
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides, Tiling, resolve
 

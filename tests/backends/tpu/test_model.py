@@ -9,8 +9,8 @@ import trencadis as tr
 from trencadis import inspect as tpu
 from trencadis.backends.tpu.choose import choose, mxu_model_for
 from trencadis.backends.tpu.model import predict
+from trencadis.core.arguments import problem_of
 from trencadis.core.devices import CHIPS
-from trencadis.core.problem import problem_of
 
 pytestmark = pytest.mark.core
 

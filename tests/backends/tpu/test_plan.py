@@ -13,11 +13,11 @@ from jax.experimental import topologies
 import trencadis as tr
 from trencadis.backends import tpu
 from trencadis.core import autodiff
+from trencadis.core.arguments import problem_of
 from trencadis.core.decision import Refusal
 from trencadis.core.devices import CHIPS
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import plan
-from trencadis.core.problem import problem_of
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 

@@ -13,7 +13,7 @@ from trencadis.api import gemm, matmul
 from trencadis.compat.transformer_engine.gemm import is_noop
 from trencadis.compat.transformer_engine.quantize import quantized
 from trencadis.compat.transformer_engine.quantizers import GroupedQuantizer, QuantizerSet, noop_quantizer_set
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.gemm.operand import gemm_operands
 from trencadis.gemm.tensor import GroupedTensor
 
@@ -50,18 +50,18 @@ def grouped_dense(
     if not isinstance(kernel_fsdp_info, (tuple, list)) or tuple(kernel_fsdp_info) != (None, -1):
         raise ValueError(f"kernel_fsdp_info: want (None, -1), a kernel that is gathered; got {kernel_fsdp_info!r}")
     x = _numbers("x", x)
-    out = x.dtype if preferred_element_type is None else what.result_dtype(preferred_element_type)
+    out = x.dtype if preferred_element_type is None else arguments.result_dtype(preferred_element_type)
     if is_noop(quantizer_set):
         return gemm.grouped_dense(
             x, kernel, group_sizes, contracting_dims=contracting_dims, bias=bias, precision=precision,
             preferred_element_type=out, group_offset=group_offset,
         )  # fmt: skip
-    kernel, sizes = _numbers("kernel", kernel), what.as_sizes(group_sizes)
+    kernel, sizes = _numbers("kernel", kernel), arguments.as_sizes(group_sizes)
     _check_single(x, kernel, sizes, contracting_dims)
     bias = None if bias is None else _numbers("bias", bias)
-    first = None if group_offset is None else what.first_group(group_offset)
+    first = None if group_offset is None else arguments.first_group(group_offset)
     if first is not None:
-        what.check_window(first, kernel.shape[0], sizes.shape[0])
+        arguments.check_window(first, kernel.shape[0], sizes.shape[0])
     return _dense((out, precision), x, kernel, sizes, bias, first, quantizer_set)
 
 
@@ -79,7 +79,7 @@ def grouped_dbias(grad: Any, group_sizes: Any) -> Array:
 
 def _numbers(name: str, x: Any) -> Array:
     """x as an array of numbers, or an error that names the argument."""
-    x = what.as_array(name, x)
+    x = arguments.as_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.number):
         raise TypeError(f"{name}: want a number dtype; got {x.dtype}")
     return x

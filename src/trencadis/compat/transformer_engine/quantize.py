@@ -17,7 +17,7 @@ from trencadis.compat.transformer_engine.tensors import (
     ScaledTensor2x,
     tensor_of,
 )
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.gemm.ownership import owned_entries, spread
 from trencadis.gemm.quantize import grouped_quantize as quantize
 from trencadis.gemm.quantize import largest_by_group, scaled_by_group
@@ -50,7 +50,7 @@ def grouped_quantize(x: Any, quantizer: Any, group_sizes: Any = None, flatten_ax
     ([0.015625, 0.125], [1.0, 7.0, 56.0])
     """
     if not isinstance(x, GroupedNoScaleTensor):
-        x = what.as_array("x", x)
+        x = arguments.as_array("x", x)
         x = GroupedNoScaleTensor(x, None, group_sizes, None, x.shape)
     elif group_sizes is not None:
         raise ValueError("group_sizes: a GroupedNoScaleTensor has its own")

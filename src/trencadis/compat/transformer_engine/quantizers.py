@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.quant.formats import FORMATS, Format
 
 STATIC = {"static": True}
@@ -143,7 +143,7 @@ class QuantizerFactory:
         (<QuantizeLayout.ROWWISE_COLWISE: 2>, 'float8_e5m2')
         """
         mode = _checked("scaling_mode", scaling_mode, ScalingMode)
-        both = mode.is_1d_block_scaling() if is_2x2x is None else what.checked_flag("is_2x2x", is_2x2x)
+        both = mode.is_1d_block_scaling() if is_2x2x is None else arguments.checked_flag("is_2x2x", is_2x2x)
         rows = QuantizeLayout.ROWWISE_COLWISE if both else QuantizeLayout.ROWWISE
         kernel = QuantizeLayout.COLWISE if mode.is_1d_block_scaling() and not both else rows
         parts = ((fwd_dtype, rows, "fwd_dtype"), (fwd_dtype, kernel, "fwd_dtype"), (bwd_dtype, rows, "bwd_dtype"))

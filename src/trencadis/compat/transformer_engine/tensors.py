@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from trencadis.compat.transformer_engine.quantizers import STATIC, ScalingMode, TensorUsage
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.gemm.quantize import scaled_by_group
 from trencadis.gemm.tensor import GroupedTensor, checked
 from trencadis.quant.formats import FORMATS
@@ -125,7 +125,7 @@ def tensor_of(name: str, x: Any, sizes: str = "") -> GroupedTensor:
     if not isinstance(x, (GroupedNoScaleTensor, GroupedScaledTensor1x)):
         hint = "; choose one by get_tensor(usage)" if isinstance(x, ScaledTensor2x) else ""
         raise TypeError(f"{name}: want a GroupedNoScaleTensor or a GroupedScaledTensor1x; got {type(x).__name__}{hint}")
-    data = what.as_array(f"{name}.data", x.data)
+    data = arguments.as_array(f"{name}.data", x.data)
     both = all(getattr(dims, "size", 0) for dims in (x.first_dims, x.last_dims))
     shape = data.shape if both else _checked_shape(name, x.original_shape)
     if data.size != math.prod(shape):
@@ -154,7 +154,7 @@ def _scaled(name: str, x: GroupedScaledTensor1x, values: GroupedTensor) -> Group
             raise ValueError(f"{name}.{field}: want {want!r}, numbers and scales in their natural order; got {got!r}")
     blocks, counts = _mx_blocks(name, x, values)
     shape = (values.num_groups,) if x.scaling_mode.is_tensor_scaling() else counts
-    scale = what.as_array(f"{name}.scale_inv", x.scale_inv)
+    scale = arguments.as_array(f"{name}.scale_inv", x.scale_inv)
     if scale.size != math.prod(shape):
         raise ValueError(f"{name}.scale_inv: want {math.prod(shape)} scales, not padded; got shape {scale.shape}")
     if x.scaling_mode.is_tensor_scaling():

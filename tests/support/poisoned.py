@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 
-from trencadis.core.problem import Form, problem_of
+from trencadis.core.arguments import problem_of
+from trencadis.core.problem import Form
 
 NAMES = {
     "f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8", "s32": "int32",
