@@ -20,7 +20,7 @@ from benchmarks.measure import ROOM
 from benchmarks.peers import DTYPES
 from benchmarks.problems import PASSES, RAGGED
 from benchmarks.report import Record, Results, Writer, cells, environment
-from tests import oracle as float64
+from tests.support import oracle as float64
 
 AXES = ((1,), (0,))
 LIKE = {"forward": 2, "d_lhs": 0, "d_rhs": 1}  # which of lhs, rhs and ct the result of a pass is like

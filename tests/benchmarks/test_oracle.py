@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from benchmarks import measure, oracle, peers
-from tests import oracle as float64
+from tests.support import oracle as float64
 from trencadis.quant import quantize
 
 from .fakes import TINY
