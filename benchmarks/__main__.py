@@ -73,7 +73,7 @@ def _gpu(commands: Commands) -> None:
     ask.add_argument("--formats", metavar="F,F", help="also the forward pass in these formats, such as e4m3")
     ask.add_argument("--jobs", type=int, default=8, help="functions compiled at a time (default: %(default)s)")
     ask.add_argument("--layouts", nargs="+", metavar="FIELDS",
-                     help='time these layouts of one kernel instead, such as "" "stages=3 store_buffers=4"')  # fmt: skip
+                     help='time these layouts of one kernel instead, as "" "stages=3 store_buffers=4"')  # fmt: skip
     ask.add_argument("--format", default="bf16", help="of the operands, with --layouts (default: %(default)s)")
 
 
