@@ -69,7 +69,7 @@ def grouped_matmul(
 
     >>> x = jnp.arange(8.0).reshape(4, 2)
     >>> w = jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
-    >>> grouped_matmul(x, w, jnp.array([1, 2]))  # the last row belongs to nobody
+    >>> grouped_matmul(x, w, jnp.array([1, 2]))  # no group owns the last row
     Array([[ 0.,  1.],
            [20., 30.],
            [40., 50.],

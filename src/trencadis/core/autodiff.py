@@ -356,8 +356,8 @@ def _lay_end_to_end(
         lhs = lay(lhs)
     if not shared:
         rhs = rhs.reshape(size * rhs.shape[1], *rhs.shape[2:])
-    laid = problem.replace(batch=entries * size, rhs_batch=cycle * size if own_weights else cycle)
-    return unlay(run(laid, overrides, lhs, rhs, lay(sizes), lay(first))), 0
+    larger = problem.replace(batch=entries * size, rhs_batch=cycle * size if own_weights else cycle)
+    return unlay(run(larger, overrides, lhs, rhs, lay(sizes), lay(first))), 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

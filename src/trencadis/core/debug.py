@@ -36,7 +36,7 @@ def debug_checks() -> Iterator[None]:
 
 
 def checking() -> bool:
-    """True inside of `debug_checks`."""
+    """Whether the caller is inside of `debug_checks`."""
     return bool(_checking.value)
 
 

@@ -210,7 +210,7 @@ def _tuples(x: object) -> object:
     return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
-def flipped(ref: Ref) -> Ref:
+def transpose_ref(ref: Ref) -> Ref:
     """The transpose of a matrix in a GPU's shared memory."""
     if JAX >= (0, 11):
         return ref.transpose((1, 0))
@@ -219,7 +219,7 @@ def flipped(ref: Ref) -> Ref:
     return mosaic_gpu.transpose_ref(ref, (1, 0))
 
 
-def turnable(x: Array) -> Array:
+def for_transposed_store(x: Array) -> Array:
     """Sums in registers, so that they can be stored into the transpose of a matrix in shared memory.
 
     jax >= 0.11 has an instruction for it, if they are left as they are.
@@ -273,10 +273,10 @@ def _teach_gpu_interpreter() -> None:
         memory.store_buffer_content(*at("acc")[:2], total, thread)
         return token
 
-    def turning(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def transposable(plain: Callable[..., Any]) -> Callable[..., Any]:
         """A load or a store, of a reference whose last transform may be a transposition; copies name all arguments."""
 
-        def turned(*args: Any, **options: Any) -> Any:
+        def transposing(*args: Any, **options: Any) -> Any:
             transforms = gpu_callbacks._remove_noop_transforms(args[5]) if args else ()
             if not (transforms and hasattr(transforms[-1], "permutation")):
                 return plain(*args, **options)
@@ -284,9 +284,9 @@ def _teach_gpu_interpreter() -> None:
             token, value = plain(*args[:5], transforms[:-1], *stored, **options)
             return token, value.T
 
-        return turned
+        return transposing
 
-    gpu_callbacks._get, gpu_callbacks._swap = turning(gpu_callbacks._get), turning(gpu_callbacks._swap)
+    gpu_callbacks._get, gpu_callbacks._swap = transposable(gpu_callbacks._get), transposable(gpu_callbacks._swap)
     lock = threading.Lock()
 
     @functools.lru_cache(maxsize=32)

@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 class Form(enum.Enum):
-    """Which axis is ragged."""
+    """The axis along which groups differ: rows of the result, or the summed rows."""
 
     ROWS = "rows"  # out[r, :] = lhs[r, :] @ rhs[group of r]
     CONTRACTION = "contraction"  # out[i] = sum over the rows r of group i of lhs[r, :, None] * rhs[r, None, :]
@@ -33,7 +33,7 @@ class Problem:
     """One grouped matmul without its arrays: form, sizes, dtypes, storage order, epilogue and precision.
 
     Rows reads lhs `[m, k]` and rhs `[g, k, n]` and gives `[m, n]`; contraction reads lhs `[m, k]` and rhs `[m, n]`
-    and gives `[g, k, n]`. With `batch = b` there are b independent problems of this shape laid end to end: lhs has
+    and gives `[g, k, n]`. With `batch = b` there are b independent problems of this shape, one after the other: lhs has
     b * m rows, group sizes are `[b, groups]`, and group i of entry e meets the weights
     `(e * local_groups + i) mod (rhs_batch * local_groups)`, so that entries may share them.
     """
@@ -113,7 +113,7 @@ class Problem:
 
     @property
     def out_shape(self) -> Shape:
-        """Shape of the result."""
+        """The shape of the result, all batch entries together."""
         return (self.rows, self.n) if self.form is Form.ROWS else (self.spans, self.k, self.n)
 
     @property

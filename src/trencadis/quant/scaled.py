@@ -80,7 +80,7 @@ class Scaled:
 
     @property
     def ndim(self) -> int:
-        """The number of axes."""
+        """The number of axes of the values."""
         return len(self.shape)
 
     @property

@@ -230,19 +230,19 @@ def _d_rows(layer: Layer, ct: Array, r: Operand, rows: Rows) -> Array:
 
 def _d_weights(layer: Layer, ct: Array, q: Operand, rows: Rows) -> Array:
     """q [m, k] x ct [m, n] -> [g, k, n]. Scales of q that do not change along k go to ct before it is quantized."""
-    asked, turned = layer.asked, layer.asked.transpose_rhs
+    asked, transposed = layer.asked, layer.asked.transpose_rhs
     if isinstance(q, Scaled) and q.scale.shape[1] == 1:
         ct, q = jnp.where(rows.mine, ct * q.scales(), 0), _bare(q)
     y, scale = _by_column(layer.recipe, ct, rows, asked.local_groups)
     lhs: Operand
     rhs: Operand
-    lhs, rhs = (y, q) if turned else (q, y)
-    tile = layer.tilings.d_rhs and (layer.tilings.d_rhs.swapped() if turned else layer.tilings.d_rhs)
+    lhs, rhs = (y, q) if transposed else (q, y)
+    tile = layer.tilings.d_rhs and (layer.tilings.d_rhs.swapped() if transposed else layer.tilings.d_rhs)
     out = contraction_product(
         lhs, rhs, rows.sizes, jnp.float32, layer.tiled(tile),
         transpose_lhs=True, window=(rows.first, asked.local_groups),
     )  # fmt: skip
-    return (out * jnp.expand_dims(scale, 2 if turned else 1)).astype(asked.rhs)
+    return (out * jnp.expand_dims(scale, 2 if transposed else 1)).astype(asked.rhs)
 
 
 def _by_column(recipe: Recipe, y: Array, rows: Rows, groups: int) -> tuple[Scaled, Array]:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from trencadis.backends.gpu.layout import ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.rows import operand_b, swizzled
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
-from trencadis.core.jax_compat import flipped
+from trencadis.core.jax_compat import transpose_ref
 from trencadis.core.problem import Problem
 
 MASK_ROWS = 64  # rows of a K-major stage that are masked at a time
@@ -65,7 +65,7 @@ class ContractionMainloop:
         """Operands A and B of a consumer: its rows of the matrix by the columns of the tile."""
         lhs_k_major, rhs_k_major = self.k_major
         lhs, rhs = (refs[name].at[stage] for name, stage in zip(STAGED, stages, strict=True))
-        return lhs.at[mine] if lhs_k_major else flipped(lhs.at[:, mine]), operand_b(rhs, n, rhs_k_major)
+        return lhs.at[mine] if lhs_k_major else transpose_ref(lhs.at[:, mine]), operand_b(rhs, n, rhs_k_major)
 
     def may_need_mask(self, scheduler: TileScheduler, tile: Tile, step: Scalar) -> Any:
         """Whether a step may hold rows of other groups, as the first and the last of a sum may."""

@@ -20,7 +20,7 @@ from trencadis.backends.gpu.mma_shapes import fit
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.backends.gpu.upcast import rs_operand, upcast
 from trencadis.core.dtypes import bits
-from trencadis.core.jax_compat import flipped
+from trencadis.core.jax_compat import transpose_ref
 from trencadis.core.problem import Problem
 
 
@@ -33,7 +33,7 @@ def operand_b(b: Ref, n: int, k_major: bool) -> Ref:
     """The first n columns of operand B as [block_k, n], stored as [block_k, columns] or K-major: [columns, block_k]."""
     if b.shape[0 if k_major else 1] > n:
         b = b.at[pl.ds(0, n)] if k_major else b.at[:, pl.ds(0, n)]
-    return flipped(b) if k_major else b
+    return transpose_ref(b) if k_major else b
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class RowsMainloop:
         if self.layout.upcast and not self.layout.upcast_in_smem:
             return rs_operand(rhs.at[mine], self.problem.lhs), operand_b(lhs, n, True)
         if self.layout.swap_ab:
-            return rhs.at[mine] if k_major else flipped(rhs.at[:, mine]), operand_b(lhs, n, True)
+            return rhs.at[mine] if k_major else transpose_ref(rhs.at[:, mine]), operand_b(lhs, n, True)
         return lhs.at[mine], operand_b(rhs, n, k_major)
 
     def upcast(self, refs: Refs, stage: Scalar, to: Scalar) -> None:

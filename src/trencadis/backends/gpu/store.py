@@ -24,7 +24,7 @@ from trencadis.backends.gpu.mma_shapes import MmaShape
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
 from trencadis.backends.prepare import round_up
 from trencadis.core.epilogue import Extras, inlined
-from trencadis.core.jax_compat import flipped, turnable
+from trencadis.core.jax_compat import for_transposed_store, transpose_ref
 from trencadis.core.problem import Form, Problem
 
 THREADS = 128  # threads of a consumer: a vector that it writes itself has an entry for each
@@ -194,7 +194,7 @@ class Store:
             return
         for row in range(0, subtile.rows, WGMMA_M):  # as few registers at a time as can be
             rows = min(WGMMA_M, subtile.rows - row)
-            self._write(flipped(self._buffer(subtile, row, rows)), tile, subtile, sums, row, rows)
+            self._write(transpose_ref(self._buffer(subtile, row, rows)), tile, subtile, sums, row, rows)
 
     def _write(self, buffer: Ref, tile: Tile, subtile: Subtile, sums: jax.Array, column: int, columns: int) -> None:
         """Apply the epilogue to some columns of sums [64, n], and write them to a buffer, transposed for swap-AB."""
@@ -202,7 +202,7 @@ class Store:
         acc = self._apply_epilogue(tile, subtile, row, sums[:, column : column + columns])
 
         def cast(x: Any) -> Any:
-            return turnable(x) if self.layout.swap_ab else x
+            return for_transposed_store(x) if self.layout.swap_ab else x
 
         if self.problem.epilogue.accumulate:
             acc = cast(acc) + cast(buffer[...]).astype(acc.dtype)
