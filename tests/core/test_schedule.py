@@ -54,13 +54,14 @@ def test_exact_for_millions_of_rows(tiles):
     tm = 128
     m = tiles * tm
     sizes = np.array([m - 3 * tm - 5, 2 * tm, tm + 4], np.int32)
-    meta, count = tr.make_group_metadata(group_sizes=sizes, m=m, tm=tm, start_group=0, num_nonzero_groups=3)
+    metadata = functools.partial(tr.make_group_metadata, m=m, tm=tm, start_group=0, num_nonzero_groups=3)
+    (_, ids, visited), count = jax.tree.map(np.asarray, jax.jit(lambda s: metadata(group_sizes=s))(sizes))
     n = int(count)
-    pairs = list(zip(meta.group_ids[n - 6 : n].tolist(), meta.m_tile_ids[n - 6 : n].tolist(), strict=True))
+    pairs = list(zip(ids[n - 6 : n].tolist(), visited[n - 6 : n].tolist(), strict=True))
     last = tiles - 4
     assert pairs == [(0, last), (1, last), (1, last + 1), (1, last + 2), (2, last + 2), (2, last + 3)]
     assert n == tiles + 2
-    np.testing.assert_array_equal(meta.m_tile_ids[: last + 1], np.arange(last + 1))
+    np.testing.assert_array_equal(visited[: last + 1], np.arange(last + 1))
 
 
 def test_metadata_shapes_names_and_padding():
@@ -88,6 +89,11 @@ def test_offsets_never_leave_the_rows(raw):
         np.testing.assert_array_equal(got, [0, *want])
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def spans_and_owned(problem, sizes, first):
+    return spans(problem, sizes, first), owned(problem, sizes, first)
+
+
 @hypothesis.given(
     sizes=st.lists(strategies.sizes(M, G), min_size=2, max_size=2),
     first=st.lists(st.integers(0, 3), min_size=2, max_size=2),
@@ -95,14 +101,14 @@ def test_offsets_never_leave_the_rows(raw):
 def test_spans_and_owned_rows_of_a_batch(sizes, first):
     problem = problem_of((M, 2), (3, 2, 2), groups=G).replace(batch=2)
     s, f = np.stack(sizes), np.asarray(first, np.int32)
-    got = spans(problem, jnp.asarray(s), jnp.asarray(f))
+    (starts, ends), mine = jax.tree.map(np.asarray, spans_and_owned(problem, s, f))
     rows = np.zeros(2 * M, bool)
     for e in range(2):
         for i in range(3):
             a, b = oracle.bounds(s[e], M)[f[e] + i]
-            assert (got.starts[3 * e + i], got.ends[3 * e + i]) == (a + e * M, b + e * M)
+            assert (starts[3 * e + i], ends[3 * e + i]) == (a + e * M, b + e * M)
             rows[a + e * M : b + e * M] = True
-    np.testing.assert_array_equal(owned(problem, jnp.asarray(s), jnp.asarray(f)), rows)
+    np.testing.assert_array_equal(mine, rows)
 
 
 def test_prints_itself():
@@ -114,4 +120,4 @@ def test_ends_stop_at_m_however_large_both_are():
     """Sums of sizes that pass 2**31 before they are clamped."""
     m = 2**31 - 5
     sizes = jnp.array([2**30, 2**31 - 1, -3, 2**31 - 1, 7], jnp.int32)
-    assert offsets(sizes, m).tolist() == [0, 2**30, m, m, m, m]
+    assert jax.jit(offsets, static_argnums=1)(sizes, m).tolist() == [0, 2**30, m, m, m, m]
