@@ -22,7 +22,7 @@ SIZES = np.array([3, 0, 4, 2], np.int32)  # an empty group, and two rows that no
 
 
 def onehot(sizes):
-    return jnp.asarray([[a <= r < b for a, b in oracle.bounds(sizes, M)] for r in range(M)], jnp.float32)
+    return np.asarray([[a <= r < b for a, b in oracle.bounds(sizes, M)] for r in range(M)], np.float32)
 
 
 def dense_rows(x, w, sizes=SIZES):
@@ -36,9 +36,10 @@ def dense_contraction(x, y, sizes=SIZES):
 @pytest.fixture
 def xwy(rng):
     shapes = (M, K), (G, K, N), (M, N)
-    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    return tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
 
 
+@functools.cache
 def forms(backend):
     """Name, ours, dense, and which of (x, w, y) are the operands."""
     rows = functools.partial(tr.grouped_matmul, group_sizes=SIZES, backend=backend)
@@ -51,29 +52,38 @@ def forms(backend):
     ]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def value_and_vjp(f, args, cotangent):
+    """Both passes in one program."""
+    out, back = jax.vjp(f, *args)
+    return out, back(cotangent)
+
+
 def close(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), got, want)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward_modes(f, args, tangents):
+    """Results and tangents by jvp, by linearize, and by jvp where the second operand has no tangent."""
+    out, push = jax.linearize(f, *args)
+    zero = (tangents[0], jnp.zeros_like(args[1]))
+    return jax.jvp(f, args, tangents), (out, push(*tangents)), jax.jvp(f, args, zero)
 
 
 def test_jvp_and_linearize(backend, xwy):
     for _, ours, dense, pick in forms(backend):
         args = tuple(xwy[i] for i in pick)
-        tangents = tuple(jnp.cos(3 * a) for a in args)
-        want = jax.jvp(dense, args, tangents)
-        close(jax.jvp(ours, args, tangents), want)
-        out, push = jax.linearize(ours, *args)
-        close((out, push(*tangents)), want)
-        zero = (tangents[0], jnp.zeros_like(args[1]))
-        close(jax.jvp(ours, args, zero), jax.jvp(dense, args, zero))
+        tangents = tuple(np.cos(3 * a) for a in args)
+        close(forward_modes(ours, args, tangents), forward_modes(dense, args, tangents))
 
 
 def test_vjp(backend, xwy):
     for _, ours, dense, pick in forms(backend):
         args = tuple(xwy[i] for i in pick)
         out, back = jax.vjp(ours, *args)
-        want_out, want_back = jax.vjp(dense, *args)
-        c = jnp.sin(out)
-        close((out, back(c)), (want_out, want_back(c)))
+        c = np.sin(out)
+        close((out, back(c)), value_and_vjp(dense, args, c))
 
 
 def test_second_order(backend, xwy):
@@ -81,12 +91,12 @@ def test_second_order(backend, xwy):
     for _, ours, dense, pick in forms(backend):
         args = tuple(xwy[i] for i in pick)
         for outer in (jax.jacfwd, jax.jacrev):
-            second = functools.partial(hessian, outer)
-            close(second(ours)(*args), second(dense)(*args))
+            close(hessian(ours, outer, args), hessian(dense, jax.jacfwd, args))
 
 
-def hessian(outer, f):
-    return jax.jit(outer(jax.grad(lambda a, b: jnp.sum(jnp.sin(f(a, b))), argnums=(0, 1)), argnums=(0, 1)))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def hessian(f, outer, args):
+    return outer(jax.grad(lambda a, b: jnp.sum(jnp.sin(f(a, b))), argnums=(0, 1)), argnums=(0, 1))(*args)
 
 
 def test_third_order(backend, xwy):
@@ -110,14 +120,13 @@ def test_epilogue_derivatives(backend, rng, activation, x64):
 def test_gradient_dtypes_and_bias_in_float32(backend):
     """bf16 bias: the sum of many rows of cotangent is not rounded on the way; unowned rows are credited to nobody."""
     m = 600
-    x, w = jnp.ones((m, 2), jnp.bfloat16), jnp.ones((2, 2, 3), jnp.float32)
-    b = jnp.zeros((2, 3), jnp.bfloat16)
-    f = lambda x, w, b: tr.grouped_matmul(x, w, jnp.array([300, 257]), jnp.bfloat16, bias=b, backend=backend)
-    _, back = jax.vjp(f, x, w, b)
-    dx, dw, db = back(jnp.ones((m, 3), jnp.bfloat16))
+    x, w = np.ones((m, 2), jnp.bfloat16), np.ones((2, 2, 3), np.float32)
+    b = np.zeros((2, 3), jnp.bfloat16)
+    f = lambda x, w, b: tr.grouped_matmul(x, w, np.array([300, 257]), jnp.bfloat16, bias=b, backend=backend)
+    _, (dx, dw, db) = value_and_vjp(f, (x, w, b), np.ones((m, 3), jnp.bfloat16))
     assert (dx.dtype, dw.dtype, db.dtype) == (jnp.bfloat16, jnp.float32, jnp.bfloat16)
-    np.testing.assert_array_equal(db.astype(jnp.float32), [[300.0] * 3, [256.0] * 3])  # 257 rounds to 256 once
-    np.testing.assert_array_equal(dw[1], np.full((2, 3), 257.0))
+    np.testing.assert_array_equal(oracle.wide(db), [[300.0] * 3, [256.0] * 3])  # 257 rounds to 256 once
+    np.testing.assert_array_equal(oracle.wide(dw)[1], np.full((2, 3), 257.0))
 
 
 VMAPS = [
@@ -141,13 +150,15 @@ def test_vmap_rows(axes, rng):
     grads = jax.vmap(jax.grad(loss, argnums=(0, 1)), in_axes=axes)(*args)
     total = lambda x, w: jnp.sum(jax.vmap(loss, in_axes=axes)(x, w, args[2]))
     outer = jax.grad(total, argnums=(0, 1))(*args[:2])
+    got, grads, outer = jax.tree.map(np.asarray, (got, grads, outer))
     summed = [0.0, 0.0]
     for i in range(2):
         x, w, s = entry(i)
-        close(got[i], dense_rows(x, w, s))
-        want = jax.grad(lambda x, w, s=s: jnp.sum(jnp.sin(dense_rows(x, w, s))), argnums=(0, 1))(x, w)
+        out = oracle.rows(x, w, s)
+        close(got[i], out)
+        want = oracle.rows(np.cos(out), w, s, transpose_rhs=True), oracle.contraction(x, np.cos(out), s)
         close(tuple(g[i] for g in grads), want)
-        summed = [total + np.asarray(g) for total, g in zip(summed, want, strict=True)]
+        summed = [total + g for total, g in zip(summed, want, strict=True)]
     for j in range(2):
         if axes[j] is None:
             close(outer[j], summed[j])
@@ -163,12 +174,11 @@ def test_vmap_contraction(axes, transpose_lhs, rng):
     lhs = xs if transpose_lhs else xs.swapaxes(1, 2)
     pick = lambda a, axis: a[0] if axis is None else np.moveaxis(a, 0, axis)
     args = tuple(pick(a, axis) for a, axis in zip((lhs, ys, sizes), axes, strict=True))
-    got = jax.vmap(lambda x, y, s: tr.transposed_grouped_matmul(x, y, s, transpose_lhs=transpose_lhs), in_axes=axes)(
-        *args
-    )
+    f = lambda x, y, s: tr.transposed_grouped_matmul(x, y, s, transpose_lhs=transpose_lhs)
+    got = np.asarray(jax.vmap(f, in_axes=axes)(*args))
     for i in range(2):
         x, y, s = (a[0 if axis is None else i] for a, axis in zip((xs, ys, sizes), axes, strict=True))
-        close(got[i], dense_contraction(x, y, s))
+        close(got[i], oracle.contraction(x, y, s))
 
 
 def test_vmap_nested_mixed_sharing(rng):
@@ -176,10 +186,10 @@ def test_vmap_nested_mixed_sharing(rng):
     xs, sizes = rng.normal(size=(2, 3, M, K)).astype("f"), np.array([SIZES, [1, 1, 0, 5], [0, 0, 0, 9]], np.int32)
     ws = rng.normal(size=(3, G, K, N)).astype("f")
     f = tr.grouped_matmul
-    got = jax.vmap(jax.vmap(f, in_axes=(0, None, 0)), in_axes=(0, 0, None))(xs, ws[:2], sizes)
-    close(got, jnp.stack([jnp.stack([dense_rows(xs[i, j], ws[i], sizes[j]) for j in range(3)]) for i in range(2)]))
-    got = jax.vmap(jax.vmap(f, in_axes=(0, 0, 0)), in_axes=(0, None, None))(xs, ws, sizes)
-    close(got, jnp.stack([jnp.stack([dense_rows(xs[i, j], ws[j], sizes[j]) for j in range(3)]) for i in range(2)]))
+    got = jax.jit(jax.vmap(jax.vmap(f, in_axes=(0, None, 0)), in_axes=(0, 0, None)))(xs, ws[:2], sizes)
+    close(got, np.stack([[oracle.rows(xs[i, j], ws[i], sizes[j]) for j in range(3)] for i in range(2)]))
+    got = jax.jit(jax.vmap(jax.vmap(f, in_axes=(0, 0, 0)), in_axes=(0, None, None)))(xs, ws, sizes)
+    close(got, np.stack([[oracle.rows(xs[i, j], ws[j], sizes[j]) for j in range(3)] for i in range(2)]))
 
 
 def test_vmap_of_everything_else(rng):
@@ -188,23 +198,24 @@ def test_vmap_of_everything_else(rng):
     b, e = rng.normal(size=(2, 2, N)).astype("f"), rng.normal(size=(2, M, N)).astype("f")
     first = np.array([0, 2], np.int32)
     f = lambda b, e, i: tr.grouped_matmul(x, w, SIZES, bias=b, existing_out=e, group_offset=i)
-    got = jax.vmap(f)(b, e, first)
+    got = np.asarray(jax.jit(jax.vmap(f))(b, e, first))
     for i in range(2):
         oracle.check(got[i], oracle.rows(x, w, SIZES, first=first[i], bias=b[i], existing_out=e[i]))
-    got = jax.vmap(lambda b: tr.grouped_matmul(x, w, SIZES, bias=b, activation=jnp.exp))(b)
+    got = np.asarray(jax.jit(jax.vmap(lambda b: tr.grouped_matmul(x, w, SIZES, bias=b, activation=jnp.exp)))(b))
     for i in range(2):  # exp(0) is 1: rows nobody owns are 0 all the same
         oracle.check(got[i], oracle.rows(x, w, SIZES, bias=b[i], activation=np.exp))
 
 
 def test_remat_scan_and_jit_commute(backend, xwy):
     x, w, _ = xwy
-    square = jnp.concatenate([w, w[:, :, :1]], axis=2)[:, :, :K]
+    square = w[:, :, :K]
     f = lambda x, w: jnp.sin(tr.grouped_matmul(x, w, SIZES, backend=backend))
     loss = lambda f: lambda x, w: jnp.sum(jax.lax.scan(lambda c, _: (f(c, w), None), x, None, length=3)[0])
-    want = jax.value_and_grad(loss(lambda x, w: jnp.sin(dense_rows(x, w))), (0, 1))(x, square)
+    both = lambda f: jax.value_and_grad(loss(f), (0, 1))
+    want = jax.jit(both(lambda x, w: jnp.sin(dense_rows(x, w))))(x, square)
     for g in (f, jax.checkpoint(f), jax.jit(f)):
-        close(jax.value_and_grad(loss(g), (0, 1))(x, square), want)
-        close(jax.jit(jax.value_and_grad(loss(g), (0, 1)))(x, square), want)
+        close(jax.jit(both(g))(x, square), want)
+    close(both(jax.checkpoint(f))(x, square), want)
 
 
 def test_shard_map_checks_varying_axes(backend, xwy):
@@ -219,16 +230,15 @@ def test_shard_map_checks_varying_axes(backend, xwy):
         return jax.lax.psum(y, "e")
 
     plain = lambda x, w: jnp.tanh(dense_rows(x, w))
-    close(sharded(x, w, SIZES), plain(x, w))
-    got = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(sharded(x, w, SIZES))), (0, 1)))(x, w)
-    close(got, jax.grad(lambda x, w: jnp.sum(jnp.sin(plain(x, w))), (0, 1))(x, w))
+    c = np.cos(xwy[2])
+    close(value_and_vjp(lambda x, w: sharded(x, w, SIZES), (x, w), c), value_and_vjp(plain, (x, w), c))
 
 
 def test_shard_map_over_rows_and_bias(backend, xwy):
     """Rows and sizes sharded: each device has its own ragged problem; weight gradients add up over them."""
     x, w, _ = xwy
-    xs, b = jnp.stack([x, 2 * x]), jnp.ones((G, N))
-    sizes = jnp.asarray([SIZES, [1, 1, 0, 5]])
+    xs, b = np.stack([x, 2 * x]), np.ones((G, N), np.float32)
+    sizes = np.asarray([SIZES, [1, 1, 0, 5]])
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("d"), P(), P(), P("d")), out_specs=P("d"))
@@ -238,9 +248,8 @@ def test_shard_map_over_rows_and_bias(backend, xwy):
     def plain(xs, w, b):
         return jnp.stack([dense_rows(xs[i], w, sizes[i]) + onehot(sizes[i]) @ b for i in range(2)])
 
-    close(jax.jit(sharded)(xs, w, b, sizes), plain(xs, w, b))
-    got = jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(sharded(*a, sizes))), (0, 1, 2)))(xs, w, b)
-    close(got, jax.grad(lambda *a: jnp.sum(jnp.sin(plain(*a))), (0, 1, 2))(xs, w, b))
+    c = np.cos(np.stack([xwy[2], 3 * xwy[2]]))
+    close(value_and_vjp(lambda *a: sharded(*a, sizes), (xs, w, b), c), value_and_vjp(plain, (xs, w, b), c))
 
 
 def test_export_for_other_platforms(xwy):
@@ -280,27 +289,27 @@ def test_complex(backend, rng):
     w = (rng.normal(size=(G, K, N)) + 1j * rng.normal(size=(G, K, N))).astype(np.complex64)
     f = lambda x, w: tr.grouped_matmul(x, w, SIZES, jnp.complex64, backend=backend)
     oracle.check(f(x, w), oracle.rows(x, w, SIZES))
-    c = jnp.asarray(oracle.rows(x, w, SIZES), jnp.complex64)
-    got, want = jax.vjp(f, x, w)[1](c), jax.vjp(dense_rows, x, w)[1](c)
-    close(got, want)
+    c = oracle.rows(x, w, SIZES).astype(np.complex64)
+    close(value_and_vjp(f, (x, w), c), value_and_vjp(dense_rows, (x, w), c))
 
 
 def test_vmap_over_an_axis_of_length_zero():
     f = tr.grouped_matmul
-    x, w, sizes = jnp.ones((0, M, K)), jnp.ones((0, G, K, N)), jnp.ones((0, G), jnp.int32)
-    assert jax.vmap(f)(x, w, sizes).shape == (0, M, N)
-    assert jax.vmap(f, in_axes=(0, None, None))(x, jnp.ones((G, K, N)), SIZES).shape == (0, M, N)
-    assert jax.vmap(f, in_axes=(None, 0, None))(jnp.ones((M, K)), w, SIZES).shape == (0, M, N)
+    x, w, sizes = np.ones((0, M, K), "f"), np.ones((0, G, K, N), "f"), np.ones((0, G), np.int32)
+    mapped = lambda axes, *args: jax.jit(jax.vmap(f, in_axes=axes))(*args)
+    assert mapped((0, 0, 0), x, w, sizes).shape == (0, M, N)
+    assert mapped((0, None, None), x, np.ones((G, K, N), "f"), SIZES).shape == (0, M, N)
+    assert mapped((None, 0, None), np.ones((M, K), "f"), w, SIZES).shape == (0, M, N)
 
 
 def test_linear_transpose(backend, xwy):
     x, w, y = xwy
-    b, e = jnp.ones((G, N)), jnp.ones((M, N))
+    b, e = np.ones((G, N), np.float32), np.ones((M, N), np.float32)
     f = lambda b, e: tr.grouped_matmul(x, w, SIZES, bias=b, existing_out=e, backend=backend)
     db, de = jax.linear_transpose(f, b, e)(y)
     close((db, de), (onehot(SIZES).T @ y, y))
     (dx,) = jax.linear_transpose(lambda x: tr.grouped_matmul(x, w, SIZES, backend=backend), x)(y)
-    close(dx, jax.vjp(lambda x: dense_rows(x, w), x)[1](y)[0])
+    close(dx, oracle.rows(y, w, SIZES, transpose_rhs=True))
 
 
 def test_explicitly_sharded_operands(xwy):
@@ -310,8 +319,9 @@ def test_explicitly_sharded_operands(xwy):
     with jax.set_mesh(mesh):
         ws = jax.sharding.reshard(w, P("e"))
         f = lambda x, w: tr.grouped_matmul(x, w, SIZES)
-        close(jax.jit(f)(x, ws), dense_rows(x, w))
+        close(jax.jit(f)(x, ws), oracle.rows(x, w, SIZES))
         grads = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), (0, 1)))(x, ws)
-        many = jax.jit(jax.vmap(f, in_axes=(None, 0)))(x, jax.sharding.reshard(jnp.stack([w, 2 * w]), P("e")))
-    close(grads, jax.grad(lambda x, w: jnp.sum(jnp.sin(dense_rows(x, w))), (0, 1))(x, w))
-    close(many[1], 2 * dense_rows(x, w))
+        many = jax.jit(jax.vmap(f, in_axes=(None, 0)))(x, jax.sharding.reshard(np.stack([w, 2 * w]), P("e")))
+    out = oracle.rows(x, w, SIZES)
+    close(grads, (oracle.rows(np.cos(out), w, SIZES, transpose_rhs=True), oracle.contraction(x, np.cos(out), SIZES)))
+    close(np.asarray(many)[1], 2 * out)

@@ -1,5 +1,7 @@
 """debug_checks: sizes that are silently clamped become errors that name the group; and jax_debug_nans."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from trencadis.compat import megablox
 
 pytestmark = pytest.mark.core
 
-X, W, Y = jnp.ones((8, 4)), jnp.ones((3, 4, 2)), jnp.ones((8, 2))
+X, W, Y = (jnp.asarray(np.ones(shape, np.float32)) for shape in ((8, 4), (3, 4, 2), (8, 2)))
 
 
 def gmm(sizes, first=0):
@@ -61,22 +63,24 @@ def test_under_vmap_and_grad():
     assert "group 2 ends past m = 8" in bad.get()
 
 
+INNER = jax.lax.RaggedDotDimensionNumbers((([2], [1]), ([], [])), [0], [0])
+BATCH = jax.lax.RaggedDotDimensionNumbers((([2], [1]), ([0], [0])), [0], [])
+OTHERS = [
+    jax.jit(lambda s: tr.ragged_dot_general(jnp.ones((4, 2, 3)), jnp.ones((2, 3, 5)), s, INNER)),
+    jax.jit(lambda s: tr.ragged_dot_general(jnp.ones((4, 2, 3)), jnp.ones((4, 3, 5)), s, BATCH)),
+    jax.jit(lambda s: tr.make_group_metadata(group_sizes=s, m=4, tm=2, start_group=0, num_nonzero_groups=2)),
+]
+
+
 @pytest.mark.parametrize("sizes, words", [([-1, 2], "group 0 has size -1"), ([0, 9], "group 1 ends past m = 4")])
 def test_the_other_entry_points_check_too(sizes, words):
-    inner = jax.lax.RaggedDotDimensionNumbers((([2], [1]), ([], [])), [0], [0])
-    batch = jax.lax.RaggedDotDimensionNumbers((([2], [1]), ([0], [0])), [0], [])
-    calls = [
-        lambda s: tr.ragged_dot_general(jnp.ones((4, 2, 3)), jnp.ones((2, 3, 5)), s, inner),
-        lambda s: tr.ragged_dot_general(jnp.ones((4, 2, 3)), jnp.ones((4, 3, 5)), s, batch),
-        lambda s: tr.make_group_metadata(group_sizes=s, m=4, tm=2, start_group=0, num_nonzero_groups=2),
-    ]
-    for call in calls:
+    for call in OTHERS:
         with tr.debug_checks():
-            error, _ = checkify.checkify(jax.jit(call))(jnp.array(sizes))
+            error, _ = checkify.checkify(call)(jnp.array(sizes))
         assert words in error.get()
 
 
-FLAT = jnp.ones(12)
+FLAT = jnp.asarray(np.ones(12, np.float32))
 
 
 def rows(data, sizes):
@@ -113,6 +117,12 @@ def two_ragged(s, t):
     return tr.grouped_gemm(flat(FLAT, s, s), rows(Y, t), contracting_dims=((1,), (0,)), out=rows(Y, s))
 
 
+@functools.cache
+def checked(f):
+    """One program for all sizes."""
+    return checkify.checkify(jax.jit(lambda s, t: jax.tree.leaves(f(s, t))))
+
+
 @pytest.mark.parametrize(
     "f, s, t, words",
     [
@@ -138,7 +148,7 @@ def two_ragged(s, t):
 def test_the_general_form(f, s, t, words):
     """S3-08: sizes of each tensor, room in flat buffers, and sizes that two tensors must share, checked at run time."""
     with tr.debug_checks():
-        error, _ = checkify.checkify(jax.jit(lambda s, t: jax.tree.leaves(f(s, t))))(jnp.array(s), jnp.array(t))
+        error, _ = checked(f)(jnp.array(s), jnp.array(t))
     assert (error.get() is None) if words is None else (words in error.get())
 
 

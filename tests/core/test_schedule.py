@@ -52,13 +52,14 @@ def test_exact_for_millions_of_rows(tiles):
     tm = 128
     m = tiles * tm
     sizes = np.array([m - 3 * tm - 5, 2 * tm, tm + 4], np.int32)
-    meta, count = tr.make_group_metadata(group_sizes=sizes, m=m, tm=tm, start_group=0, num_nonzero_groups=3)
+    metadata = functools.partial(tr.make_group_metadata, m=m, tm=tm, start_group=0, num_nonzero_groups=3)
+    (_, ids, visited), count = jax.tree.map(np.asarray, jax.jit(lambda s: metadata(group_sizes=s))(sizes))
     n = int(count)
-    pairs = list(zip(meta.group_ids[n - 6 : n].tolist(), meta.m_tile_ids[n - 6 : n].tolist(), strict=True))
+    pairs = list(zip(ids[n - 6 : n].tolist(), visited[n - 6 : n].tolist(), strict=True))
     last = tiles - 4
     assert pairs == [(0, last), (1, last), (1, last + 1), (1, last + 2), (2, last + 2), (2, last + 3)]
     assert n == tiles + 2
-    np.testing.assert_array_equal(meta.m_tile_ids[: last + 1], np.arange(last + 1))
+    np.testing.assert_array_equal(visited[: last + 1], np.arange(last + 1))
 
 
 def test_metadata_shapes_names_and_padding():
