@@ -395,6 +395,16 @@ def test_no_groups_give_zeros(granularity):
     np.testing.assert_array_equal(jax.grad(total)(x), 0)
 
 
+@pytest.mark.parametrize("granularity", ["row", "column", "tensor"])
+@pytest.mark.parametrize("shape", [(0, 3), (4, 0)])
+def test_nothing_to_sum_gives_zeros(shape, granularity):
+    empty, y = quantize(jnp.ones(shape), "int8", granularity), jnp.ones((shape[0], 2))
+    out = tr.transposed_grouped_matmul(empty, y, [shape[0], 0], transpose_lhs=True)
+    np.testing.assert_array_equal(out, np.zeros((2, shape[1], 2)))
+    out = tr.transposed_grouped_matmul(y.T, empty, [shape[0], 0])
+    np.testing.assert_array_equal(out, np.zeros((2, 2, shape[1])))
+
+
 def test_is_no_sequence():
     _, w, _ = _small()
     with pytest.raises(TypeError, match="not iterable"):
