@@ -14,6 +14,7 @@ from trencadis.core.cost import cost
 from trencadis.core.plan import Plan, Refusal, answers, plan
 from trencadis.core.problem import Form, problem_of
 from trencadis.core.target import Target
+from trencadis.quant import quantize
 from trencadis.why import why
 
 pytestmark = pytest.mark.core
@@ -106,8 +107,15 @@ def test_text(backends):
 def test_known_sizes_count_only_the_rows_there():
     answer = why(jnp.ones((8, 4)), jnp.ones((3, 4, 2)), [2, 0, 0], target="cpu")
     assert answer.cost == cost(answer.problem, [2, 0, 0])
-    window = why(jnp.ones((8, 4)), jnp.ones((1, 4, 2)), jnp.array([2, 6]), target="cpu")
-    assert window.cost == cost(window.problem, [2])
+    window = why(jnp.ones((8, 4)), jnp.ones((1, 4, 2)), jnp.array([2, 6]), target="cpu", group_offset=1)
+    assert window.cost == cost(window.problem, [6])
+
+
+def test_backends_answer_for_the_part_of_k_that_is_planned():
+    """A tiling is meant for all of k, so that parts of it are planned without one."""
+    weights = quantize(jnp.ones((4, 64, 16)), "float8_e4m3fn", (1, 32, 1))
+    forward = why(struct(64, 64), weights, SIZES, target="v6e", tiling=(32, 64, 16)).passes[0]
+    assert forward.plan.split == 32 and forward.backends[0].tiling == forward.plan.tiling
 
 
 def test_passes_without_a_derivative():

@@ -262,7 +262,10 @@ def _pass(name: str, found: _Found, target: Target, sizes: list[int] | None = No
     """The explanation of a product."""
     target = dataclasses.replace(target, partitioned=target.partitioned or found.partitioned)
     chosen = plan(found.problem, target, found.overrides)
-    said = answers(part_of(found.problem) if chosen.split else found.problem, target, found.overrides)
+    if chosen.split:
+        said = answers(part_of(found.problem), target, found.overrides.untiled)
+    else:
+        said = answers(found.problem, target, found.overrides)
     copies = tuple(_copies(chosen))
     price = cost(found.problem, sizes, stored)
     return Pass(name=name, plan=chosen, backends=tuple(said.values()), copies=copies, cost=price)
@@ -322,7 +325,7 @@ def _operation(arrays: tuple[Any, ...], options: dict[str, Any], target: Any) ->
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(tuple(operands))]
     seen, split = _target(shardings, target), any(map(_spread, shardings))
     found = next(_products(jax.make_jaxpr(product)(lhs, rhs, sizes).jaxpr, split))
-    known = _known_sizes(operands[2], found.problem)
+    known = _known_sizes(operands[2], options.get("group_offset"), found.problem)
     forward = _pass("forward", found, seen, known, (_bytes(lhs), _bytes(rhs)))
     pulled = (_derivative(product, i, (lhs, rhs, sizes), split, seen) for i in (0, 1))
     return Why(target=seen, passes=(forward, *pulled))
@@ -341,15 +344,15 @@ def _bytes(x: Any) -> int:
     return int(x.nbytes if isinstance(x, Scaled) else x.size * x.dtype.itemsize)
 
 
-def _known_sizes(group_sizes: Any, asked: Problem) -> list[int] | None:
+def _known_sizes(group_sizes: Any, group_offset: Any, asked: Problem) -> list[int] | None:
     """The sizes of the local groups, checked, where they are known."""
-    if isinstance(group_sizes, jax.ShapeDtypeStruct):
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in (group_sizes, group_offset)):
         return None
-    sizes = what.concrete(group_sizes)
-    if sizes is None:
+    sizes, first = what.concrete(group_sizes), what.concrete(what.first_group(group_offset))
+    if sizes is None or first is None:
         return None
     what.check_sizes(sizes, asked.m)
-    return [int(size) for size in np.asarray(sizes)[: asked.local_groups]]
+    return [int(size) for size in np.asarray(sizes)[int(first) :][: asked.local_groups]]
 
 
 def _derivative(call: Callable[..., Any], which: int, operands: Any, split: bool, target: Target) -> Pass:
