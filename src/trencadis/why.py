@@ -177,8 +177,8 @@ class _Found:
 
 def _function(fn: Callable[..., Any], args: Any, options: dict[str, Any], target: Any) -> Why:
     leaves, tree = jax.tree.flatten((args, options))
-    given = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
-    shardings = [getattr(leaves[i], "sharding", None) for i in given]
+    given = [i for i, leaf in enumerate(leaves) if _traced(leaf)]
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     seen = _target(shardings, target)
     arrays = [_struct(leaves[i]) for i in given]
 
@@ -187,8 +187,9 @@ def _function(fn: Callable[..., Any], args: Any, options: dict[str, Any], target
         args, options = tree.unflatten([filled.get(i, leaf) for i, leaf in enumerate(leaves)])
         return [x for x in jax.tree.leaves(fn(*args, **options)) if hasattr(x, "dtype")]
 
-    split = any(map(_spread, shardings)) or _spread_mesh(jax.sharding.get_abstract_mesh(), ())
-    forward = list(_products(jax.make_jaxpr(call)(*arrays).jaxpr, split))
+    traced = jax.make_jaxpr(call)(*arrays).jaxpr
+    split = any(map(_spread, shardings)) or _spread_mesh(jax.sharding.get_abstract_mesh(), ()) or _spreads(traced)
+    forward = list(_products(traced, split))
     passes = [_pass(f"product {i + 1}", each, seen) for i, each in enumerate(forward)]
     return Why(target=seen, passes=(*passes, *_gradient(call, arrays, split, seen)))
 
@@ -219,6 +220,17 @@ def _gradient(call: Callable[..., Any], arrays: list[Any], split: bool, target: 
         yield _pass(f"gradient {i + 1}", each, target)
 
 
+def _traced(x: Any) -> bool:
+    """Whether an argument is traced: an array whose numbers do not decide what runs, or has none.
+
+    Integers that are known stay known, as in the call itself: shapes may depend on them.
+    """
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        return False
+    known = isinstance(x, (np.ndarray, np.generic, jax.Array)) and not isinstance(x, jax.core.Tracer)
+    return not known or jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def _struct(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
 
@@ -247,15 +259,34 @@ def _products(jaxpr: Any, partitioned: bool, manual: frozenset[Any] = frozenset(
         params = equation.params
         if equation.primitive is grouped_p:
             yield _Found(params["problem"], params["overrides"], partitioned)
-        inside, axes = partitioned or any(map(_spread, params.get("in_shardings", ()))), manual
+        inside, axes = partitioned, manual
         if equation.primitive.name == "shard_map":
             axes = manual | newly_manual_axes(params)
             inside = _spread_mesh(params["mesh"], axes)
-        for value in params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _products(inner, inside, axes)
+        for inner in _inner(params):
+            yield from _products(inner, inside, axes)
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Any]:
+    """The traced programs among the parameters of an equation."""
+    for value in params.values():
+        for inner in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def _spreads(jaxpr: Any) -> bool:
+    """Whether a traced program is for several devices, as a sharding or a `shard_map` anywhere in it says."""
+    for equation in jaxpr.eqns:
+        params = equation.params
+        shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()), params.get("sharding"))
+        mesh = params["mesh"] if equation.primitive.name == "shard_map" else None
+        if any(map(_spread, shardings)) or (mesh is not None and _spread_mesh(mesh, ())):
+            return True
+        if any(map(_spreads, _inner(params))):
+            return True
+    return False
 
 
 def _pass(name: str, found: _Found, target: Target, sizes: list[int] | None = None, stored: Any = None) -> Pass:
