@@ -180,8 +180,8 @@ class _Found:
 
 def _function(fn: Callable[..., Any], args: Any, options: dict[str, Any], target: Any) -> Why:
     leaves, tree = jax.tree.flatten((args, options))
-    given = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
-    shardings = [getattr(leaves[i], "sharding", None) for i in given]
+    given = [i for i, leaf in enumerate(leaves) if _traced(leaf)]
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     seen = _target(shardings, target)
     arrays = [_struct(leaves[i]) for i in given]
 
@@ -190,8 +190,9 @@ def _function(fn: Callable[..., Any], args: Any, options: dict[str, Any], target
         args, options = jax.tree.unflatten(tree, [filled.get(i, leaf) for i, leaf in enumerate(leaves)])
         return [x for x in jax.tree.leaves(fn(*args, **options)) if hasattr(x, "dtype")]
 
-    split = any(map(_spread, shardings)) or _spread_mesh(jax.sharding.get_abstract_mesh(), ())
-    forward = list(_products(jax.make_jaxpr(call)(*arrays).jaxpr, split))
+    traced = jax.make_jaxpr(call)(*arrays).jaxpr
+    split = any(map(_spread, shardings)) or _spread_mesh(jax.sharding.get_abstract_mesh(), ()) or _spreads(traced)
+    forward = list(_products(traced, split))
     passes = [_pass(f"product {i + 1}", each, seen) for i, each in enumerate(forward)]
     return Why(target=seen, passes=(*passes, *_gradient(call, arrays, split, seen)))
 
@@ -220,6 +221,17 @@ def _gradient(call: Callable[..., Any], arrays: list[Any], split: bool, target: 
         return
     for i, each in enumerate(after[len(before) :]):
         yield _pass(f"gradient {i + 1}", each, target)
+
+
+def _traced(x: Any) -> bool:
+    """Whether an argument is traced: an array whose numbers do not decide what runs, or has none.
+
+    Integers that are known stay known, as in the call itself: shapes may depend on them.
+    """
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        return False
+    known = isinstance(x, (np.ndarray, np.generic, jax.Array)) and not isinstance(x, jax.core.Tracer)
+    return not known or jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:
@@ -252,15 +264,34 @@ def _products(jaxpr: Any, partitioned: bool, manual: frozenset[Any] = frozenset(
             yield _Found(params["problem"], params["overrides"], partitioned)
         elif equation.primitive is gemm_p:
             yield _Found(params["problem"], Overrides(), partitioned)
-        inside, axes = partitioned or any(map(_spread, params.get("in_shardings", ()))), manual
+        inside, axes = partitioned, manual
         if equation.primitive.name == "shard_map":
             axes = manual | newly_manual_axes(params)
             inside = _spread_mesh(params["mesh"], axes)
-        for value in params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _products(inner, inside, axes)
+        for inner in _inner(params):
+            yield from _products(inner, inside, axes)
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Any]:
+    """The traced programs among the parameters of an equation."""
+    for value in params.values():
+        for inner in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def _spreads(jaxpr: Any) -> bool:
+    """Whether a traced program is for several devices, as a sharding or a `shard_map` anywhere in it says."""
+    for equation in jaxpr.eqns:
+        params = equation.params
+        shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()), params.get("sharding"))
+        mesh = params["mesh"] if equation.primitive.name == "shard_map" else None
+        if any(map(_spread, shardings)) or (mesh is not None and _spread_mesh(mesh, ())):
+            return True
+        if any(map(_spreads, _inner(params))):
+            return True
+    return False
 
 
 def _pass(name: str, found: _Found, target: Target, sizes: list[int] | None = None, stored: Any = None) -> Pass:
@@ -269,7 +300,10 @@ def _pass(name: str, found: _Found, target: Target, sizes: list[int] | None = No
     if isinstance(found.problem, GemmProblem):
         return Pass(name=name, plan=gemm_xla.plan(found.problem, target))
     chosen = plan(found.problem, target, found.overrides)
-    said = answers(part_of(found.problem) if chosen.split else found.problem, target, found.overrides)
+    if chosen.split:
+        said = answers(part_of(found.problem), target, found.overrides.untiled)
+    else:
+        said = answers(found.problem, target, found.overrides)
     copies = tuple(_copies(chosen))
     price = cost(found.problem, sizes, stored)
     return Pass(name=name, plan=chosen, backends=tuple(said.values()), copies=copies, cost=price)
@@ -329,7 +363,7 @@ def _operation(arrays: tuple[Any, ...], options: dict[str, Any], target: Any) ->
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(tuple(operands))]
     seen, split = _target(shardings, target), any(map(_spread, shardings))
     found = next(_products(jax.make_jaxpr(product)(lhs, rhs, sizes).jaxpr, split))
-    known = _known_sizes(operands[2], found.problem)
+    known = _known_sizes(operands[2], options.get("group_offset"), found.problem)
     forward = _pass("forward", found, seen, known, (_bytes(lhs), _bytes(rhs)))
     pulled = (_derivative(product, i, (lhs, rhs, sizes), split, seen) for i in (0, 1))
     return Why(target=seen, passes=(forward, *pulled))
@@ -348,13 +382,15 @@ def _bytes(x: Any) -> int:
     return int(x.nbytes if isinstance(x, Scaled) else x.size * x.dtype.itemsize)
 
 
-def _known_sizes(group_sizes: Any, asked: Problem | GemmProblem) -> list[int] | None:
+def _known_sizes(group_sizes: Any, group_offset: Any, asked: Problem | GemmProblem) -> list[int] | None:
     """The sizes of the local groups, checked, where they are known."""
-    sizes = None if isinstance(group_sizes, jax.ShapeDtypeStruct) else arguments.concrete(group_sizes)
-    if sizes is None or isinstance(asked, GemmProblem):
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in (group_sizes, group_offset)):
+        return None
+    sizes, first = arguments.concrete(group_sizes), arguments.concrete(arguments.first_group(group_offset))
+    if sizes is None or first is None or isinstance(asked, GemmProblem):
         return None
     arguments.check_sizes(sizes, asked.m)
-    return [int(size) for size in np.asarray(sizes)[: asked.local_groups]]
+    return [int(size) for size in np.asarray(sizes)[int(first) :][: asked.local_groups]]
 
 
 def _derivative(call: Callable[..., Any], which: int, operands: Any, split: bool, target: Target) -> Pass:

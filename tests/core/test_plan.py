@@ -96,6 +96,15 @@ def test_what_a_kernel_does_not_fuse_is_peeled_off():
     assert plan(eight.replace(epilogue=steps), H200).peeled == ("bias", "existing_out")
 
 
+def test_an_activation_may_have_the_name_of_another_step():
+    def bias(z):
+        return jnp.arctan(z)
+
+    asked = problem_of((256, 128), (4, 128, 128), dtype="bfloat16")
+    odd = asked.replace(epilogue=Epilogue(bias=np.dtype("float32"), activation=bias))
+    assert plan(odd, V6E).peeled == ("bias",)  # the activation, and not nothing
+
+
 def test_the_reason_has_figures():
     big = problem_of((8192, 4096), (8, 4096, 14336), dtype="bfloat16")
     assert re.match(r"\d+ x \d+ (swap-AB )?tiles, \d+\.\d\d waves of 132 SMs, \d stages", plan(big, H200).because)

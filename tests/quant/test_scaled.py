@@ -305,6 +305,23 @@ def test_gradients_of_what_is_not_quantized(granularity, x, w, rng):
     close(many[1], by_rows(2 * x, exact(r)))
 
 
+def test_a_gradient_takes_one_product_for_each_of_its_terms(x, w, rng):
+    """Scales along k do not change what runs in the forward pass, nor is anything multiplied by zeros."""
+    q, r = quantize(x, "float8_e4m3fn", (1, 32)), quantize(w, "float8_e4m3fn", (1, 32, 1))
+    bias = jnp.asarray(rng.normal(size=(G, N)), jnp.float32)
+
+    def layer(lhs, bias):
+        return (tr.grouped_matmul(lhs, r, SIZES, bias=bias, activation=jnp.tanh) ** 2).sum()
+
+    def products(loss, argnums):
+        gradient = jax.grad(loss, argnums=argnums)
+        return str(jax.make_jaxpr(gradient)(jnp.asarray(x), bias)).count("grouped_matmul[")
+
+    assert products(layer, 0) == 2  # forward, d x
+    assert products(layer, (0, 1)) == 3  # forward, d x, d bias
+    assert products(lambda _, bias: layer(q, bias), 1) == 2  # forward, d bias
+
+
 @pytest.mark.parametrize(("format", "granularity"), [("int8", "column"), ("int4", (1, 32, 1)), ("nvfp4", (1, 16, 1))])
 def test_experts_over_a_mesh(format, granularity, x, w):
     """With varying axes checked; what all experts share, as the total of nvfp4, is on every device."""
@@ -376,6 +393,16 @@ def test_no_groups_give_zeros(granularity):
 
     assert total(x) == 0
     np.testing.assert_array_equal(jax.grad(total)(x), 0)
+
+
+@pytest.mark.parametrize("granularity", ["row", "column", "tensor"])
+@pytest.mark.parametrize("shape", [(0, 3), (4, 0)])
+def test_nothing_to_sum_gives_zeros(shape, granularity):
+    empty, y = quantize(jnp.ones(shape), "int8", granularity), jnp.ones((shape[0], 2))
+    out = tr.transposed_grouped_matmul(empty, y, [shape[0], 0], transpose_lhs=True)
+    np.testing.assert_array_equal(out, np.zeros((2, shape[1], 2)))
+    out = tr.transposed_grouped_matmul(y.T, empty, [shape[0], 0])
+    np.testing.assert_array_equal(out, np.zeros((2, 2, shape[1])))
 
 
 def test_is_no_sequence():

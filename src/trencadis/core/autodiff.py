@@ -117,8 +117,7 @@ def _jvp(
     lhs, rhs, sizes, first, *extras = primals
     d_lhs, d_rhs, _, _, *d_extras = tangents
     d_by_row, d_by_column, d_bias, d_existing = problem.epilogue.split(tuple(d_extras))
-    constants = tangents if problem.epilogue.along_k else (d_by_row, d_by_column)
-    if any(x is not None and not isinstance(x, ad.Zero) for x in constants):
+    if any(x is not None and not isinstance(x, ad.Zero) for x in (d_by_row, d_by_column)):
         return jax.jvp(functools.partial(expand, problem, overrides), *_instantiated(primals, tangents))
     scales = problem.epilogue.split(tuple(extras))[:2]
     plain = problem.replace(epilogue=problem.epilogue.scaling)

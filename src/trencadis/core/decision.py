@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from trencadis.core.epilogue import Epilogue
 from trencadis.core.problem import Problem
 from trencadis.core.target import Target
 from trencadis.core.tiling import Tiling
@@ -42,8 +43,13 @@ class Plan:
     @property
     def peeled(self) -> tuple[str, ...]:
         """The steps of the epilogue that XLA applies after the kernel."""
-        fused = self.problem.epilogue.unscaled.steps
-        return tuple(step for step in self.asked.epilogue.unscaled.steps if step not in fused)
+        asked, kept = self.asked.epilogue, self.problem.epilogue
+        rest = Epilogue(
+            bias=asked.bias if kept.bias is None else None,
+            activation=asked.activation if kept.activation is None else None,
+            accumulate=asked.accumulate and not kept.accumulate,
+        )
+        return rest.steps
 
     def __str__(self) -> str:
         split = f", split along k into parts of {self.split}" if self.split else ""

@@ -248,8 +248,8 @@ def _split(x: Array | Scaled, axis: int) -> _Split:
     by_row, by_column = (x.scale.shape[i] > 1 for i in (axis, 1 - axis))
     if by_row and by_column:
         return _Split(x.dequantize())
-    constant = 1 - axis if by_row else axis  # the axis that has one scale
-    along = jnp.broadcast_to(lax.index_in_dim(x.scales(), 0, constant, keepdims=False), (x.shape[1 - constant],))
+    which = axis if by_row else 1 - axis  # the axis along which scales may differ; the other has one
+    along = jnp.broadcast_to(jnp.squeeze(x.scales(), 1 - which), (x.shape[which],))
     return _Split(_values(x), rows=along) if by_row else _Split(_values(x), columns=along)
 
 
