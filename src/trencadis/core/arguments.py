@@ -166,9 +166,12 @@ def first_group(group_offset: Any) -> jax.Array | np.int32:
     wanted = "an int or an integer array of shape () or (1,)"
     try:
         group_offset = np.asarray(group_offset) if isinstance(group_offset, (list, tuple)) else group_offset
-        shape, dtype = np.shape(group_offset), jnp.result_type(group_offset)
+        named = isinstance(group_offset, str)  # which JAX would take for the name of a dtype
+        shape, dtype = np.shape(group_offset), None if named else jnp.result_type(group_offset)
     except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"group_offset: want {wanted}; got {group_offset!r}") from None
+        dtype = None
+    if dtype is None:
+        raise TypeError(f"group_offset: want {wanted}; got {group_offset!r}")
     if shape not in ((), (1,)):
         raise ValueError(f"group_offset: want {wanted}; got shape {shape}")
     if not jnp.issubdtype(dtype, jnp.integer):
