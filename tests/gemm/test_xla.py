@@ -161,19 +161,20 @@ def planned(sizes, platform, width=3, known=True):
 
 def test_a_plan_says_what_it_decides_and_why():
     few = planned([2, 0, 3], "cuda")
-    assert (few.layout, few.serial, few.tile) == ("unrolled", False, None)
+    assert (few.layout.unrolled, few.layout.serial) == (True, False)
     assert str(few) == (
-        "xla, unrolled: 2 products of the sizes of their groups, which are known at trace time; 3 groups, of at most 64"
+        "xla, tile 5·3·5: 2 products of the sizes of their groups, which are known at trace time; "
+        "3 groups, of at most 64"
     )
-    assert planned([2, 0, 3], "cpu").serial
+    assert planned([2, 0, 3], "cpu").layout.serial
     traced = planned([200, 0, 3], "tpu", width=300, known=False)
-    assert (traced.layout, traced.tile) == ("tiled", Tiling(128, 100, 128))
+    assert (traced.layout.unrolled, traced.tiling) == (False, Tiling(128, 100, 128))
     assert traced.because == (
         "loops over tiles of 128 x 100 x 128 (m, k, n) of 3 groups, whose sizes are run-time operands"
     )
     many = planned([1] * 65, "cpu")
-    assert many.layout == "tiled" and "65 groups, more than the 64 that are unrolled" in many.because
-    assert planned([0, 0], "cpu").layout == "empty"
+    assert not many.layout.unrolled and "65 groups, more than the 64 that are unrolled" in many.because
+    assert planned([0, 0], "cpu").problem.empty
     assert str(few.problem) == "gemm m=ragged k=3 n=ragged g=3: float32 x float32 -> float32"
 
 

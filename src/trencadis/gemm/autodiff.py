@@ -80,11 +80,13 @@ def _abstract(*operands: Any, problem: GemmProblem) -> Any:
 
 
 def _execute(*operands: Any, problem: GemmProblem, target: Target) -> Array:
-    if target.platform in KERNELS and not problem.empty:
-        ragged = " and ".join(name for name in "mkn" if getattr(problem, name).ragged)
+    chosen = xla.plan(problem, target)
+    if target.platform in KERNELS and not chosen.layout.unrolled and not problem.empty:
+        *some, last = (name for name in "mkn" if getattr(problem, name).ragged)
+        ragged = f"{', '.join(some)} and {last}"
         warn_slow(f"a grouped GEMM runs as XLA loops: {ragged} are ragged, and kernels take one ragged dimension")
     with jax.named_scope("gemm_xla"):
-        return xla.run(xla.plan(problem, target), *operands)
+        return xla.run(chosen, *operands)
 
 
 def _lower(context: Any, *operands: Any, platform: str, **params: Any) -> Any:
