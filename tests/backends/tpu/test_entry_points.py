@@ -36,12 +36,15 @@ def summed(x, y, sizes=SIZES, **options):
 
 @pytest.fixture
 def xwy(rng):
-    return tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((M, K), (G, K, N), (M, N)))
+    return tuple(rng.normal(size=s).astype(np.float32) for s in ((M, K), (G, K, N), (M, N)))
 
 
 def same(transform, *args):
-    """The kernels and the reference agree under a transformation of a function with a free choice of the backend."""
-    got = jax.jit(transform(dict(backend="tpu", interpret=True)))(*args)
+    """The kernels and the reference agree under a transformation of a function with a free choice of the backend.
+
+    Without jit, a kernel is compiled once for all tests that call it.
+    """
+    got = transform(dict(backend="tpu", interpret=True))(*args)
     want = jax.jit(transform(dict(backend="reference")))(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         oracle.check(a, oracle.wide(b))
@@ -49,14 +52,9 @@ def same(transform, *args):
 
 def test_gradient(xwy):
     x, w, c = xwy
-    tail = slice(sum(SIZES), None)
-    x, c = x.at[tail].set(jnp.nan), c.at[tail].set(jnp.nan)
-
-    def pull(x, w, c):
-        out, back = jax.vjp(lambda x, w: rows(x, w, backend="tpu", interpret=True), x, w)
-        return out, *back(c)
-
-    out, dx, dw = jax.jit(pull)(x, w, c)
+    x[sum(SIZES) :] = c[sum(SIZES) :] = np.nan
+    out, back = jax.vjp(lambda x, w: rows(x, w, backend="tpu", interpret=True), x, w)
+    dx, dw = back(c)
     oracle.check(out, oracle.rows(x, w, SIZES))
     oracle.check(dx, oracle.rows(c, w, SIZES, transpose_rhs=True))
     oracle.check(dw, oracle.contraction(x, c, SIZES))
@@ -66,8 +64,8 @@ def test_quantized_operands(xwy):
     """Rows of nobody are 0 though their scales are NaN."""
     x, w, y = xwy
     mine, how = np.arange(M)[:, None] < sum(SIZES), dict(backend="tpu", interpret=True)
-    q, p = quantize(jnp.where(mine, x, jnp.nan), "int8", "row"), quantize(w, "int8", "column")
-    oracle.check(rows(q, p, **how), oracle.rows(jnp.where(mine, q.dequantize(), 0), p.dequantize(), SIZES))
+    q, p = quantize(np.where(mine, x, np.nan), "int8", "row"), quantize(w, "int8", "column")
+    oracle.check(rows(q, p, **how), oracle.rows(np.where(mine, q.dequantize(), 0), p.dequantize(), SIZES))
     q, p = quantize(x, "float8_e4m3fn", "column"), quantize(y, "float8_e5m2")
     oracle.check(summed(q, p, **how), oracle.contraction(q.dequantize(), p.dequantize(), SIZES))
 
@@ -103,18 +101,19 @@ def test_bias_activation_and_existing_out(xwy):
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, 0)])
 def test_vmap(axes, xwy):
     """Entries with weights of their own, and with weights that they share."""
-    given = (*xwy[:2], jnp.asarray(SIZES))
-    stacked = [jnp.stack([a, a[::-1]]) if axis == 0 else a for a, axis in zip(given, axes, strict=True)]
+    given = (*xwy[:2], SIZES)
+    stacked = [np.stack([a, a[::-1]]) if axis == 0 else a for a, axis in zip(given, axes, strict=True)]
     same(lambda how: jax.vmap(functools.partial(rows, **how), in_axes=axes), *stacked)
 
 
 def test_shard_map(xwy):
     """Experts over two devices, with varying axes checked: each has a window, and the sum over devices is whole."""
     x, w, _ = xwy
-    w, sizes = jnp.concatenate([w, w[:1]]), np.array([7, 0, 12, 2], np.int32)
+    w, sizes = np.concatenate([w, w[:1]]), np.array([7, 0, 12, 2], np.int32)
     mesh = jax.make_mesh((2,), ("e",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
     def transform(how):
+        @jax.jit
         @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("e")), out_specs=P())
         def f(x, w):
             return jax.lax.psum(rows(x, w, sizes, group_offset=2 * jax.lax.axis_index("e"), **how), "e")
@@ -126,7 +125,7 @@ def test_shard_map(xwy):
 
 def test_64_bits(x64, rng):
     """With 64-bit integers and floats about, the kernel's own numbers keep their 32; sizes that need 64 are clamped."""
-    x, w = jnp.asarray(rng.normal(size=(M, K)), jnp.float32), jnp.asarray(rng.normal(size=(G, K, N)), jnp.float32)
+    x, w = rng.normal(size=(M, K)).astype(np.float32), rng.normal(size=(G, K, N)).astype(np.float32)
     f = jax.jit(functools.partial(rows, backend="tpu", interpret=True))
     for sizes in (SIZES, [7, -(2**40), 2**40]):
         out = f(x, w, jnp.asarray(sizes, jnp.int64))
@@ -136,5 +135,6 @@ def test_64_bits(x64, rng):
 
 def test_grouped_gemm(xwy):
     """Both forms by what tensors say, with gradients."""
-    x, w, y = (a.at[sum(SIZES) :].set(jnp.nan) if a.ndim == 2 else a for a in xwy)
+    x, w, y = xwy
+    x[sum(SIZES) :] = y[sum(SIZES) :] = np.nan
     check_both_forms(x, w, y, SIZES, backend="tpu", interpret=True)
