@@ -1,1 +1,1 @@
-"""Benchmarks against named peers; not part of the wheel. Run with `python -m benchmarks.run`."""
+"""Benchmarks against named peers: `python -m benchmarks --help`. They are not part of the wheel."""

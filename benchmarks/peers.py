@@ -1,14 +1,14 @@
-"""The contenders, behind one interface: what a user could write instead of a grouped matmul.
+"""The contenders behind one interface: what a user could write instead of a call of trencadis.
 
-Each one takes the same operands and gives the same result, in the dtype of the operands, in three passes:
+Each takes the same operands and gives the same result, in the dtype of the operands, in three passes:
 
     forward   lhs [m, k] x rhs [g, k, n] -> [m, n]
-    d_lhs     ct [m, n] x rhs [g, k, n] -> [m, k]       rhs is read the other way round
+    d_lhs     ct [m, n] x rhs [g, k, n] -> [m, k]       rhs is contracted along n
     d_rhs     lhs [m, k] x ct [m, n] -> [g, k, n]       lhs as training has it, not transposed
 
-and ours in a fourth, `step`: the three results of one call, as autodiff asks for them.
+Ours has a fourth, `step`: the three results of one call, by autodiff.
 
-A contender that cannot run says why. None is slowed down: each is written the way its own users would want it.
+A contender that cannot run says why. Each is written the way its own users would write it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 import trencadis
-from benchmarks.problems import PASSES, BenchProblem
+from benchmarks.problems import PASSES, STEP, BenchProblem, known
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 MOST_TEMP = 6 << 30  # bytes of temporary memory that a contender may need
@@ -47,12 +47,12 @@ class Operands:
         return self.lhs.dtype
 
     def host(self, *names: str) -> list[np.ndarray]:
-        """Some of the arrays as numpy's; on CPU without a copy."""
+        """Some of the arrays as numpy arrays; on a CPU they share memory."""
         return [np.asarray(getattr(self, name)) for name in names]
 
 
 def operands(problem: BenchProblem, dtype: str) -> Operands:
-    """Standard normal data, the same for every contender."""
+    """Standard normal operands, the same for every contender."""
     keys = jax.random.split(jax.random.key(problem.seed), 3)
     m, k, n, g = problem.m, problem.k, problem.n, problem.g
     lhs, rhs, ct = (
@@ -63,12 +63,12 @@ def operands(problem: BenchProblem, dtype: str) -> Operands:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is timed
+# Calls
 
 
 @dataclasses.dataclass(frozen=True)
 class JaxCall:
-    """A jitted function on its arguments."""
+    """A jitted function with its arguments; a call waits for the result."""
 
     fn: Any
     args: tuple[Any, ...]
@@ -77,11 +77,11 @@ class JaxCall:
         return jax.block_until_ready(self.fn(*self.args))
 
     def compiled(self) -> JaxCall:
-        """The same, compiled now."""
+        """The same call with the function compiled."""
         return self if hasattr(self.fn, "memory_analysis") else JaxCall(self.fn.lower(*self.args).compile(), self.args)
 
     def memory(self) -> dict[str, int] | None:
-        """Bytes of arguments, result and temporaries, by the compiler's own account."""
+        """The bytes of arguments, result and temporaries, as the compiler counts them; None where it does not."""
         found = self.compiled().fn.memory_analysis()
         if found is None:
             return None
@@ -94,7 +94,7 @@ class JaxCall:
 
 @dataclasses.dataclass(frozen=True)
 class HostCall:
-    """A plain function on numpy arrays."""
+    """A plain function with numpy arrays as its arguments."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -108,13 +108,13 @@ Call = JaxCall | HostCall
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A contender: `prepare(operands, pass)` gives what is timed; `absent(operands)` says why it cannot run here."""
+    """A contender: `prepare(operands, pass)` gives the call; `absent(operands)` says why it cannot run here."""
 
     name: str
     what: str
     prepare: Callable[[Operands, str], Call]
     absent: Callable[[Operands], str | None] = lambda _: None
-    one_group: bool = False  # the same FLOPs without groups: rhs is one matrix
+    one_group: bool = False  # a dense matmul of the same FLOPs: rhs is one matrix
     passes: tuple[str, ...] = PASSES
 
 
@@ -135,15 +135,15 @@ def _ours(x: Operands, which: str) -> Call:
         return trencadis.transposed_grouped_matmul(lhs, ct, sizes, dtype, transpose_lhs=True)
 
     def step(lhs: Any, rhs: Any, ct: Any, sizes: Any) -> Any:
-        out, pullback = jax.vjp(lambda a, b: forward(a, b, sizes), lhs, rhs)  # of sum(out * ct), which is not summed
+        out, pullback = jax.vjp(lambda a, b: forward(a, b, sizes), lhs, rhs)
         return out, *pullback(ct)
 
-    if which == "step":
+    if which == STEP:
         return JaxCall(jax.jit(step), (x.lhs, x.rhs, x.ct, jnp.asarray(x.sizes)))
     return _jitted(x, which, forward, d_lhs, d_rhs)
 
 
-# the three passes as lax's own derivative of ragged_dot writes them
+# the three passes as lax's own derivative of ragged_dot has them
 LAX_DIMS = {
     "forward": lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0]),
     "d_lhs": lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0], [0]),
@@ -182,7 +182,7 @@ def _jitted(x: Operands, which: str, forward: Any, d_lhs: Any, d_rhs: Any) -> Ja
 
 
 def numpy_rows(lhs: np.ndarray, rhs: np.ndarray, sizes: list[int], transpose_rhs: bool) -> np.ndarray:
-    """One matmul per group. BLAS knows no bf16, so those groups go through float32."""
+    """lhs [m, k] x rhs [g, k, n] -> [m, n], one matmul per group; bf16 goes through float32, which BLAS knows."""
     out = np.empty((lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]), lhs.dtype)
     narrow, row = lhs.dtype.itemsize < 4, 0
     for w, size in zip(rhs, sizes, strict=True):
@@ -198,7 +198,7 @@ def numpy_rows(lhs: np.ndarray, rhs: np.ndarray, sizes: list[int], transpose_rhs
 
 
 def numpy_contraction(lhs: np.ndarray, ct: np.ndarray, sizes: list[int]) -> np.ndarray:
-    """One matmul per group, `[m, k] x [m, n] -> [g, k, n]`."""
+    """lhs [m, k] x ct [m, n] -> [g, k, n], one matmul per group."""
     out = np.empty((len(sizes), lhs.shape[1], ct.shape[1]), lhs.dtype)
     narrow, row = lhs.dtype.itemsize < 4, 0
     for i, size in enumerate(sizes):
@@ -229,7 +229,7 @@ def _dense(x: Operands, which: str) -> Call:
         "d_lhs": (lambda c, w: jnp.dot(c, w.T, preferred_element_type=dtype), (x.ct, x.rhs[0])),
         "d_rhs": (lambda a, c: jnp.dot(a.T, c, preferred_element_type=dtype), (x.lhs, x.ct)),
     }[which]
-    # cuBLAS by name: XLA would look for a Triton kernel as well, for a quarter of a minute
+    # cuBLAS only: XLA would autotune a Triton kernel as well, for a quarter of a minute
     options: Any = {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None
     return JaxCall(jax.jit(fn, compiler_options=options), args)
 
@@ -238,7 +238,7 @@ def _megablox(x: Operands, which: str) -> Call:
     from jax.experimental.pallas.ops.tpu.megablox import gmm as megablox
 
     kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
-    # the kind of tile that won a search on v5e, v6e and v7x; its default, 128 cubed, is 5 to 30 times slower
+    # tiles near the best of a search on v5e, v6e and v7x; the default of 128 cubed is 5 to 30 times slower
     k, n = (x.problem.n, x.problem.k) if which == "d_lhs" else (x.problem.k, x.problem.n)
     rows, summed = (256, min(k, 4096), min(n, 1024)), (256, min(k, 1024), min(n, 1024))
     return _jitted(
@@ -269,8 +269,8 @@ def _tokamax_absent(x: Operands) -> str | None:
     return "has no CPU kernel: there it is lax.ragged_dot" if jax.default_backend() == "cpu" else None
 
 
-def _mgpu(snake: int) -> Callable[[Operands, str], Call]:
-    """The example kernels for Hopper of jax, as a search set them: blocks of 128 x 128 x 64 in four stages."""
+def _mgpu(grid_block_n: int) -> Callable[[Operands, str], Call]:
+    """JAX's example kernels for Hopper with the best tiles of a search: 128 x 128 x 64 in four stages."""
 
     def block(size: int) -> int:
         return 128 if size % 128 == 0 else 64  # the contraction wants a divisor
@@ -278,7 +278,7 @@ def _mgpu(snake: int) -> Callable[[Operands, str], Call]:
     def prepare(x: Operands, which: str) -> Call:
         rows, summed = _mgpu_kernels()
         k, n = x.problem.k, x.problem.n
-        how = {"block_k": 64, "max_concurrent_steps": 4, "grid_block_n": snake}
+        how = {"block_k": 64, "max_concurrent_steps": 4, "grid_block_n": grid_block_n}
         if which == "d_rhs":
             how |= {"block_m": block(k), "block_n": block(n)}
             return _jitted(x, which, None, None, lambda a, c, s: summed(a, c, group_sizes=s, **how))
@@ -295,8 +295,8 @@ def _mgpu(snake: int) -> Callable[[Operands, str], Call]:
 
 
 def _mgpu_kernels() -> tuple[Any, Any]:
-    """`ragged_dot` and `transposed_ragged_dot`."""
-    if importlib.util.find_spec("absl") is None:  # the examples import jax's test tools, and use none of them
+    """The functions `ragged_dot` and `transposed_ragged_dot` of JAX's examples."""
+    if importlib.util.find_spec("absl") is None:  # the examples import jax's test tools without using them
         sys.modules.setdefault("jax._src.test_util", types.ModuleType("jax._src.test_util"))
     room = "jax.experimental.pallas.ops.gpu"
     rows = importlib.import_module(f"{room}.ragged_dot_mgpu")
@@ -307,16 +307,16 @@ def _mgpu_kernels() -> tuple[Any, Any]:
 def _mgpu_absent(x: Operands) -> str | None:
     if jax.default_backend() != "gpu":
         return f"is compiled for Hopper GPUs only, and this is {jax.default_backend()}"
-    return None if x.dtype == jnp.bfloat16 else "is raced in bf16 only"
+    return None if x.dtype == jnp.bfloat16 else "is timed in bf16 only"
 
 
 def _torch(x: Operands, which: str) -> Call:
-    raise NotImplementedError("torch has a process of its own: see torch_peer.py")
+    raise NotImplementedError("torch runs in a process of its own: see torch_peer.py")
 
 
 def _torch_absent(x: Operands) -> str | None:
     del x
-    return "is raced with --device gpu only, in bf16"
+    return "is timed by `python -m benchmarks gpu` only, in bf16"
 
 
 def _host_absent(x: Operands) -> str | None:
@@ -327,14 +327,14 @@ def _host_absent(x: Operands) -> str | None:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer(name="ours", what="trencadis, default settings", prepare=_ours, passes=(*PASSES, "step")),
-        Peer(name="numpy", what="a loop of numpy matmuls (OpenBLAS)", prepare=_numpy, absent=_host_absent),
+        Peer(name="ours", what="trencadis, default settings", prepare=_ours, passes=(*PASSES, STEP)),
+        Peer(name="numpy", what="a loop over groups of numpy matmuls", prepare=_numpy, absent=_host_absent),
         Peer(name="dense", what="one jnp matmul of the same FLOPs", prepare=_dense, one_group=True),
         Peer(name="ragged_dot", what="jax.lax.ragged_dot", prepare=_lax, absent=_lax_absent),
         Peer(name="megablox", what="jax's megablox, tiled", prepare=_megablox, absent=_megablox_absent),
         Peer(name="tokamax", what="tokamax.ragged_dot, as shipped", prepare=_tokamax, absent=_tokamax_absent),
-        Peer(name="mgpu8", what="jax's Hopper examples, snakes of 8", prepare=_mgpu(8), absent=_mgpu_absent),
-        Peer(name="mgpu4", what="jax's Hopper examples, snakes of 4", prepare=_mgpu(4), absent=_mgpu_absent),
+        Peer(name="mgpu8", what="JAX's Hopper examples, grid_block_n=8", prepare=_mgpu(8), absent=_mgpu_absent),
+        Peer(name="mgpu4", what="JAX's Hopper examples, grid_block_n=4", prepare=_mgpu(4), absent=_mgpu_absent),
         Peer(name="torch", what="torch grouped_mm", prepare=_torch, absent=_torch_absent),
     )
 }
@@ -344,9 +344,6 @@ FAMILIES = {"mgpu": ("mgpu8", "mgpu4")}
 
 
 def select(names: str | None, always: tuple[str, ...] = ("ours",)) -> list[Peer]:
-    """The peers named (`"numpy,dense"`), ours always first; None is all of them."""
+    """The peers named (`"numpy,dense"`), after those that always take part; None is all of them."""
     asked = list(PEERS) if names is None else [one for name in names.split(",") for one in FAMILIES.get(name, (name,))]
-    missing = [name for name in asked if name not in PEERS]
-    if missing:
-        raise ValueError(f"peers: {', '.join(missing)} not among {', '.join(PEERS)}")
-    return [PEERS[name] for name in dict.fromkeys([*always, *asked])]
+    return [PEERS[name] for name in dict.fromkeys([*always, *known("peers", asked, PEERS)])]

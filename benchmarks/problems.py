@@ -1,24 +1,39 @@
-"""The named problems: shapes of models people train, and the shapes our CPU work was steered by.
+"""The problems that every command measures: expert layers of known models, and small ones for a CPU.
 
-A problem is m rows in g groups, `[m, k] x [g, k, n]`. Its group sizes follow from its fields alone, so that a name
-means the same numbers on every machine.
+A problem has m rows in g groups, `[m, k] x [g, k, n]`. Its group sizes follow from its fields alone, so that a name
+means the same numbers on every machine. numpy is imported late: pinning to a core must come before it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
 
 PASSES = ("forward", "d_lhs", "d_rhs")
+STEP = "step"  # all three in one call, by autodiff
 KINDS = ("balanced", "random", "zipf", "zipf-empties", "multinomial")
+DECODE_ROWS = 64  # a group has fewer rows than this on average in a decode problem
+
+
+class UnknownName(ValueError):
+    """An argument of the command line names something that does not exist."""
+
+
+def known(what: str, names: Sequence[str], among: Iterable[str]) -> list[str]:
+    """The names, if all of them exist; otherwise an `UnknownName` that lists what does."""
+    among = list(among)
+    if missing := [name for name in names if name not in among]:
+        raise UnknownName(f"{what}: {', '.join(missing)} not among {', '.join(among)}")
+    return list(names)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BenchProblem:
-    """One shape and how its rows fall into groups."""
+    """The shape of a grouped matmul, and how its rows are distributed over the groups."""
 
     name: str
     m: int
@@ -31,29 +46,31 @@ class BenchProblem:
 
     @property
     def flops(self) -> int:
-        """Useful FLOPs of each of the three passes."""
+        """The useful FLOPs of each of the three passes."""
         return 2 * self.m * self.k * self.n
 
-    def operand_bytes(self, itemsize: int) -> int:
-        """Bytes of lhs, rhs and the result of the forward pass."""
-        return itemsize * (self.m * self.k + self.g * self.k * self.n + self.m * self.n)
-
     def group_sizes(self) -> np.ndarray:
-        """The sizes, int32[g]; they sum to m."""
+        """The group sizes, int32[g]; they sum to m."""
         return group_sizes(self.sizes, self.m, self.g, self.seed)
+
+    def shape(self) -> dict[str, int]:
+        """The sizes that a file of results keeps for a reader."""
+        sizes = self.group_sizes()
+        busy = {"nonempty": int((sizes > 0).sum()), "largest": int(sizes.max())}
+        return {"m": self.m, "k": self.k, "n": self.n, "g": self.g, **busy}
 
     def __str__(self) -> str:
         return f"{self.name}: m={self.m} k={self.k} n={self.n} g={self.g} {self.sizes}"
 
 
 def group_sizes(kind: str, m: int, g: int, seed: int = 0) -> np.ndarray:
-    """How m rows fall into g groups.
+    """The sizes of g groups that share m rows, int32[g].
 
-    balanced: as equal as can be. multinomial: each row goes to a group at random. random: the same, with popularities
+    balanced: as equal as possible. multinomial: each row chooses a group uniformly. random: the same, with popularities
     from a Dirichlet distribution. zipf: popularities 1 / rank**1.2, in random order. zipf-empties: the same over 7/8 of
-    the groups; the others get nothing.
+    the groups; the others are empty.
     """
-    import numpy as np  # here, so that a run can set OPENBLAS_NUM_THREADS after it has read its problems
+    import numpy as np
 
     rng = np.random.default_rng(seed)
     if kind == "balanced":
@@ -69,7 +86,7 @@ def group_sizes(kind: str, m: int, g: int, seed: int = 0) -> np.ndarray:
         popularity[:busy] = 1 / np.arange(1, busy + 1) ** 1.2
         sizes = rng.multinomial(m, rng.permutation(popularity / popularity.sum()))
     else:
-        raise ValueError(f"sizes: {kind!r} is none of {', '.join(KINDS)}")
+        raise ValueError(f"sizes: want one of {', '.join(KINDS)}; got {kind!r}")
     return sizes.astype(np.int32)
 
 
@@ -79,10 +96,7 @@ def _of(tag: str, name: str, shape: tuple[int, int, int, int], sizes: str) -> Be
 
 
 def scaled(problem: BenchProblem) -> BenchProblem:
-    """A small sister for a CPU with few cores: k and n by 8, rows by 4, where there are rows to spare.
-
-    g stays, so that there are a quarter of the rows per group.
-    """
+    """A smaller version for a CPU with few cores: k and n divided by 8, m by 4 unless it is small; g stays."""
     m = problem.m if problem.m < 1024 else problem.m // 4
     return dataclasses.replace(
         problem, name=f"{problem.name}-cpu", m=m, k=problem.k // 8, n=problem.n // 8, tags=("cpu-scaled",)
@@ -97,7 +111,7 @@ GPU = (
     _of("gpu", "zipf-64", (32768, 4096, 4096, 64), "zipf"),
     _of("gpu", "decode-128", (512, 2048, 1536, 128), "random"),
 )
-# further layers; how fast tiles of other sizes are was measured on some of them
+# further layers; the GPU cost model was fitted on some of them
 MORE = (
     _of("gpu-more", "dbrx", (16384, 6144, 10752, 16), "random"),
     _of("gpu-more", "llama4-scout", (8192, 5120, 8192, 16), "multinomial"),
@@ -115,6 +129,7 @@ TPU = (
     _of("tpu", "dsv3-tpu", (8192, 7168, 2048, 32), "multinomial"),
     _of("tpu", "qwen3-tpu", (16384, 2048, 768, 128), "multinomial"),
 )
+TPU_DECODE = _of("tpu-decode", "dsv3-decode-tpu", (256, 7168, 2048, 32), "multinomial")
 CPU = (
     _of("cpu", "A", (4096, 1024, 1024, 8), "balanced"),
     _of("cpu", "B", (4096, 1024, 1024, 64), "zipf-empties"),
@@ -122,8 +137,19 @@ CPU = (
     _of("cpu", "D", (64, 1024, 1024, 64), "multinomial"),
     _of("cpu", "E", (300, 64, 32, 3), "multinomial"),
 )
-PROBLEMS = {p.name: p for p in (*GPU, *MORE, *TPU, *CPU, *map(scaled, GPU))}
+PROBLEMS = {p.name: p for p in (*GPU, *MORE, *TPU, TPU_DECODE, *CPU, *map(scaled, GPU))}
 TAGS = tuple(sorted({tag for p in PROBLEMS.values() for tag in p.tags}))
+
+
+def useful_flops(shape: Mapping[str, int], which: str) -> int:
+    """The useful FLOPs of a pass on a problem of this shape; a step has those of all three passes."""
+    return 2 * shape["m"] * shape["k"] * shape["n"] * (len(PASSES) if which == STEP else 1)
+
+
+def is_decode(shape: Mapping[str, int]) -> bool:
+    """True for few rows per group: such a problem is bound by the bytes of its weights, and is printed in ms."""
+    return shape["m"] < DECODE_ROWS * shape["g"]
+
 
 # time against g at m = 4096, and against m at g = 32
 SCALING_G = tuple(
@@ -136,13 +162,30 @@ SCALING_M = tuple(
 )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedProblem:
+    """Groups whose m, k and n all differ, each drawn uniformly from a range, in flat buffers."""
+
+    name: str
+    groups: int
+    least: int
+    most: int
+    seed: int = 0
+
+    def draw(self) -> tuple[np.random.Generator, list[np.ndarray]]:
+        """The generator to draw the data from, and the sizes along m, k and n, int32[groups] each."""
+        import numpy as np
+
+        rng = np.random.default_rng(self.seed)
+        return rng, [rng.integers(self.least, self.most + 1, self.groups).astype(np.int32) for _ in range(3)]
+
+
+RAGGED = RaggedProblem(name="ragged-32", groups=32, least=64, most=512)
+
+
 def select(names: str | None, tag: str) -> list[BenchProblem]:
-    """The problems named (`"A,B"`), or all that carry the tag. What does not exist is an error that lists what does."""
+    """The problems named (`"A,B"`), or all that have the tag."""
     if names is None:
-        if tag not in TAGS:
-            raise ValueError(f"tag: {tag!r} is none of {', '.join(TAGS)}")
+        known("tag", [tag], TAGS)
         return [p for p in PROBLEMS.values() if tag in p.tags]
-    missing = [name for name in names.split(",") if name not in PROBLEMS]
-    if missing:
-        raise ValueError(f"problems: {', '.join(missing)} not among {', '.join(PROBLEMS)}")
-    return [PROBLEMS[name] for name in names.split(",")]
+    return [PROBLEMS[name] for name in known("problems", names.split(","), PROBLEMS)]

@@ -1,62 +1,167 @@
-"""Results: where they were made, as a table, and as JSON that can be read back. No host names and no paths."""
+"""The one format of results, and the environment that a file says it was made in: no host names and no paths.
+
+A file holds records, one for each contender on each problem in each dtype and pass. A record has a time, an error, or
+the reason why it has none.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
 import json
+import math
 import os
 import pathlib
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
-from benchmarks.cells import BASE, Cell
-from benchmarks.problems import PASSES
+from benchmarks.timing import Stats
 
-SCHEMA = 1
+SCHEMA = 2
+OURS = "ours"
+RESULTS = pathlib.Path(__file__).parent / "results"
 PACKAGES = ("jax", "jaxlib", "numpy", "trencadis", "tokamax", "torch")
-PATHS = ("--out", "--python", "--reuse", "--page")  # options whose values are paths
-NOISY = 0.25  # spread from which a cell's time is marked
-WORDS = 3  # columns that name a row; the others are numbers
+PATHS = ("--json", "--python", "--reuse", "--page", "--out")  # options whose values are paths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """What one contender gave on one problem, in one dtype and pass."""
+
+    problem: str
+    dtype: str = ""  # of the operands, or the name of a quantized format
+    which: str = ""  # the pass; "pass" in JSON
+    contender: str = OURS
+    device: str = ""  # where one file holds results for several
+    time: Stats | None = None
+    error: float | None = None  # against float64
+    limit: float | None = None  # up to which the result counts as right
+    why: str = ""  # there is no time, or the result is wrong
+    memory: Mapping[str, int] = dataclasses.field(default_factory=dict)  # bytes, as the compiler counts them
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what only one command knows
+
+    @property
+    def cell(self) -> tuple[str, str, str, str]:
+        """What the records of different contenders share: problem, dtype, pass and device."""
+        return self.problem, self.dtype, self.which, self.device
+
+    @property
+    def seconds(self) -> float | None:
+        """The median time, or None."""
+        return self.time.median if self.time else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as JSON values; fields that say nothing are left out, and so is an error that is not finite."""
+        found = dataclasses.asdict(self) | {"time": _filled(dataclasses.asdict(self.time)) if self.time else None}
+        found["error"] = self.error if self.error is not None and math.isfinite(self.error) else None
+        found = {"pass" if name == "which" else name: value for name, value in found.items()}
+        return {name: value for name, value in found.items() if value not in (None, "", {})}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Record:
+        """The inverse of `to_json`."""
+        fields = {"which" if name == "pass" else name: value for name, value in found.items()}
+        return cls(**fields | ({"time": Stats(**found["time"])} if "time" in found else {}))
+
+
+def _filled(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclasses.dataclass(kw_only=True)
-class Report:
-    """All of one run."""
+class Results:
+    """All records of one run of one command."""
 
+    command: str  # of `python -m benchmarks`
     environment: dict[str, Any]
-    cells: list[Cell] = dataclasses.field(default_factory=list)
-    scaling: dict[str, list[Cell]] = dataclasses.field(default_factory=dict)  # "g" and "m": one cell per size
+    shapes: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)  # of the problems, by name
+    records: list[Record] = dataclasses.field(default_factory=list)
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
-        scaling = {axis: [cell.to_json() for cell in cells] for axis, cells in self.scaling.items()}
-        cells = [cell.to_json() for cell in self.cells]
-        found = {"schema": SCHEMA, "environment": self.environment, "cells": cells, "scaling": scaling}
-        return json.dumps(found, indent=1) + "\n"
+        """The text of a file, with one line for each record."""
+        head = {"schema": SCHEMA, "command": self.command, "environment": self.environment, "notes": self.notes}
+        parts = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+        shapes = [f"  {json.dumps(name)}: {json.dumps(shape)}" for name, shape in self.shapes.items()]
+        records = [f"  {json.dumps(record.to_json())}" for record in self.records]
+        parts.append(' "shapes": {\n' + ",\n".join(shapes) + "\n }" if shapes else ' "shapes": {}')
+        parts.append(' "records": [\n' + ",\n".join(records) + "\n ]" if records else ' "records": []')
+        return "{\n" + ",\n".join(parts) + "\n}\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Report:
+    def from_json(cls, text: str) -> Results:
+        """The inverse of `to_json`."""
         found = json.loads(text)
-        if found.get("schema") != SCHEMA:
-            raise ValueError(f"schema: {found.get('schema')!r} is not {SCHEMA}")
-        return cls(
-            environment=found["environment"],
-            cells=[Cell.from_json(cell) for cell in found["cells"]],
-            scaling={axis: [Cell.from_json(cell) for cell in cells] for axis, cells in found["scaling"].items()},
-        )
+        if found.pop("schema", None) != SCHEMA:
+            raise ValueError(f"schema: want results of schema {SCHEMA}; got {text[:60]!r}...")
+        return cls(**found | {"records": [Record.from_json(record) for record in found["records"]]})
+
+    @classmethod
+    def read(cls, path: pathlib.Path) -> Results:
+        """The results of a file."""
+        return cls.from_json(path.read_text())
 
 
-def write_beside(path: pathlib.Path, text: str) -> pathlib.Path:
-    """Write to path, or beside it if it is taken: results are never overwritten."""
-    free = beside(path)
-    free.write_text(text)
-    return free
+def cells(records: Sequence[Record]) -> list[dict[str, Record]]:
+    """The records that differ in the contender alone, by contender; of several of one contender the fastest counts."""
+    found: dict[tuple[str, ...], dict[str, Record]] = {}
+    for record in records:
+        cell = found.setdefault(record.cell, {})
+        best = cell.get(record.contender)
+        if best is None or (record.seconds or math.inf) < (best.seconds or math.inf):
+            cell[record.contender] = record
+    return list(found.values())
 
 
-def beside(path: pathlib.Path) -> pathlib.Path:
-    """The path, or one beside it if it is taken, in a folder that is there."""
+def ratios(cell: Mapping[str, Record], base: str = OURS) -> dict[str, float]:
+    """The time of the base over the time of each other contender: below 1 the base is faster."""
+    ours = cell[base].seconds if base in cell else None
+    times = {name: record.seconds for name, record in cell.items() if name != base and record.seconds}
+    return {name: ours / theirs for name, theirs in times.items() if theirs} if ours else {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+class Writer:
+    """Writes what was measured so far: a run that is cut off leaves a whole file of what it has."""
+
+    def __init__(self, results: Results, out: str | None) -> None:
+        """Out is a path, "none" to write nothing, or None for `results/<device>/<date>-<command>.json`."""
+        self.results, self.out = results, out
+        self.path: pathlib.Path | None = None
+
+    def __call__(self) -> None:
+        """Write the file; the first time, choose a path that is free."""
+        if self.out == "none":
+            return
+        where = self.results.environment
+        if self.path is None:
+            self.path = free_path(pathlib.Path(self.out) if self.out else self.default())
+        if "load_before" in where:
+            where["load_after"] = load()
+        part = self.path.with_suffix(".part")  # a write may be cut off, too
+        part.write_text(self.results.to_json())
+        part.replace(self.path)
+
+    def default(self) -> pathlib.Path:
+        """The path of a file that has no other."""
+        where = self.results.environment
+        return RESULTS / device_slug(where) / f"{where['date']}-{self.results.command}.json"
+
+    def close(self) -> None:
+        """Write the file and print its path."""
+        self()
+        if self.path is not None:
+            print("written:", self.path)
+
+
+def free_path(path: pathlib.Path) -> pathlib.Path:
+    """The path, or one with a number if it is taken: results are never overwritten. Its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     free, number = path, 2
     while free.exists():
@@ -64,10 +169,12 @@ def beside(path: pathlib.Path) -> pathlib.Path:
     return free
 
 
-def environment(command: Sequence[str], clock: str, pinned: int | None) -> dict[str, Any]:
-    """Where and how: device, versions, and how busy the machine is."""
-    from importlib import metadata
+# ---------------------------------------------------------------------------------------------------------------------
+# Where it was made
 
+
+def environment(words: Sequence[str], clock: str, *, pinned: bool = False) -> dict[str, Any]:
+    """The device, the versions, the command line without paths, and how busy the machine is."""
     import jax
 
     import trencadis
@@ -82,12 +189,12 @@ def environment(command: Sequence[str], clock: str, pinned: int | None) -> dict[
     versions.setdefault("trencadis", trencadis.__version__)  # run from a checkout
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "command": " ".join(["python -m benchmarks.run", *command]),
+        "command": " ".join(["python -m benchmarks", *scrubbed(words)]),
         "platform": device.platform,
         "device": device.device_kind,
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "pinned": pinned is not None,
+        "pinned": pinned,
         "clock": clock,
         "load_before": load(),
         "versions": versions,
@@ -95,30 +202,30 @@ def environment(command: Sequence[str], clock: str, pinned: int | None) -> dict[
 
 
 def load() -> list[float] | None:
-    """Load averages, where the system has them."""
+    """The load averages, where the system has them."""
     return [round(v, 2) for v in os.getloadavg()] if hasattr(os, "getloadavg") else None
 
 
 def cpu_model() -> str:
-    """The model as the processor gives it."""
+    """The model of the processor, by its own name."""
     info = pathlib.Path("/proc/cpuinfo")
     found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
     return found[1].strip() if found else platform.machine()
 
 
-def device_slug(environment: dict[str, Any]) -> str:
+def device_slug(environment: Mapping[str, Any]) -> str:
     """The device as the name of a folder."""
     name = environment["device"]
-    if environment["platform"] == "cpu":
+    if environment["platform"] == "cpu" and name == "cpu":
         name = f"cpu {environment['cpu']} {environment['cores']}c"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def scrubbed(argv: Sequence[str]) -> list[str]:
-    """The command line without values that may tell a path."""
+def scrubbed(words: Sequence[str]) -> list[str]:
+    """The command line without values that may contain a path."""
     kept: list[str] = []
     hide = False
-    for word in argv:
+    for word in words:
         option, _, value = word.partition("=")
         if hide:
             kept[-1] += " ..."
@@ -128,118 +235,3 @@ def scrubbed(argv: Sequence[str]) -> list[str]:
             kept.append(word)
         hide = not hide and word in PATHS
     return kept
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tables
-
-
-def ratio_rows(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: our time and its spread, our rate, and our time over each peer's."""
-    peers = list(dict.fromkeys(name for cell in cells for name in cell.times if name != BASE))
-    rows = []
-    for cell in cells:
-        ours = cell.times.get(BASE)
-        mine = "-" if ours is None else f"{ours.median * 1e3:.3g}{'~' if ours.spread > NOISY else ''}"
-        spread = "-" if ours is None else f"{ours.spread:.0%}"
-        rate = "-" if ours is None else f"{cell.flops / ours.median / 1e9:.3g}"
-        rows.append([cell.problem, cell.dtype, cell.which, mine, spread, rate, *(_ratio(cell, p) for p in peers)])
-    return ["problem", "dtype", "pass", "ours ms", "spread", "GFLOP/s", *(f"/ {p}" for p in peers)], rows
-
-
-def _ratio(cell: Cell, peer: str) -> str:
-    if peer not in cell.ratios:
-        return "-"
-    few = "*" if cell.times[peer].samples < 3 else ""  # a slow peer: too few turns for a median
-    return f"{cell.ratios[peer]:.3g}{few}"
-
-
-def rate_rows(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: our time and rate, that as a share of the dense matmul's, and the best peer's.
-
-    A step has no peer: it is held against the sum of its three passes.
-    """
-    rows = []
-    for cell in cells:
-        ours, dense = cell.times.get(BASE), cell.times.get("dense")
-        peers = {name: t.median for name, t in cell.times.items() if name not in (BASE, "dense")}
-        if cell.which == "step" and (parts := _sum_of_passes(cell, cells)):
-            peers = {"sum of passes": parts}
-        best = min(peers, key=peers.__getitem__, default=None)
-        share = f"{dense.median / ours.median:.0%}" if ours and dense else "-"
-        theirs = (best, *_time_and_rate(cell, peers[best])) if best else ("-", "-", "-")
-        ratio = f"{ours.median / peers[best]:.3f}" if ours and best else "-"
-        mine = _time_and_rate(cell, ours.median if ours else None)
-        rows.append([cell.problem, cell.which, theirs[0], *mine, share, *theirs[1:], ratio])
-    return ["problem", "pass", "best peer", "ms", "TFLOP/s", "of dense", "peer ms", "peer TFLOP/s", "/ peer"], rows
-
-
-def _time_and_rate(cell: Cell, seconds: float | None) -> tuple[str, str]:
-    return ("-", "-") if not seconds else (f"{seconds * 1e3:.3f}", f"{cell.flops / seconds / 1e12:.3g}")
-
-
-def _sum_of_passes(step: Cell, cells: Sequence[Cell]) -> float | None:
-    """Seconds of the three passes of a step, each by itself; None if one is missing."""
-    mine = [c for c in cells if (c.problem, c.dtype) == (step.problem, step.dtype) and c.which in PASSES]
-    times = [c.times[BASE].median for c in mine if BASE in c.times]
-    return sum(times) if len(times) == len(PASSES) else None
-
-
-def scaling_rows(cells: Sequence[Cell], axis: str) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: milliseconds of each contender by size."""
-    names = list(dict.fromkeys(name for cell in cells for name in cell.times))
-    rows = []
-    for cell in cells:
-        times = [f"{cell.times[name].median * 1e3:.3g}" if name in cell.times else "-" for name in names]
-        rows.append([cell.which, cell.dtype, str(cell.shape[axis]), *times])
-    return ["pass", "dtype", axis, *(f"{name} ms" for name in names)], rows
-
-
-def memory_rows(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: MiB of operands and result, and of temporaries of each contender."""
-    names = list(dict.fromkeys(name for cell in cells for name in cell.memory))
-    rows = []
-    for cell in cells:
-        held = cell.memory.get(BASE, {"arguments": 0, "result": 0})
-        temps = [f"{cell.memory[n]['temporary'] / 2**20:.1f}" if n in cell.memory else "-" for n in names]
-        operands = f"{(held['arguments'] + held['result']) / 2**20:.1f}"
-        rows.append([cell.problem, cell.dtype, cell.which, operands, *temps])
-    return ["problem", "dtype", "pass", "operands MiB", *(f"{n} temp" for n in names)], rows
-
-
-def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; by rich, if it is installed and this is a terminal, else plainly."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(plain(title, header, rows))
-        return
-    console = Console()
-    if not console.is_terminal:
-        print(plain(title, header, rows))
-        return
-    table = Table(title=title or None, title_justify="left")
-    for i, column in enumerate(header):
-        table.add_column(column, justify="left" if i < WORDS else "right")
-    for row in rows:
-        table.add_row(*(_coloured(text, header[i]) for i, text in enumerate(row)))
-    console.print(table)
-
-
-def _coloured(text: str, column: str) -> str:
-    """Ratios: green where we are faster, red where we are slower by more than noise."""
-    if not column.startswith("/ ") or text == "-":
-        return text
-    value = float(text.rstrip("*"))
-    return f"[green]{text}[/]" if value <= 1 else f"[red]{text}[/]" if value > 1.1 else text
-
-
-def plain(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The table in plain characters."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    lines = []
-    for row in (header, ["-" * width for width in widths], *rows):
-        cells = zip(row, widths, strict=True)
-        lines.append("  ".join(text.ljust(w) if i < WORDS else text.rjust(w) for i, (text, w) in enumerate(cells)))
-    return "\n".join([*([title] if title else []), *(line.rstrip() for line in lines)])

@@ -1,6 +1,9 @@
-"""Honest timing: all contenders take turns in one run; medians, spreads and ratios are of those turns.
+"""The clocks, one for each kind of device, and how contenders are timed by them.
 
-Only the standard library is imported here at the top: `pin` must come before numpy and jax start their threads.
+On a host all contenders take turns in one run, and medians, spreads and ratios are of those turns (`race`). On a GPU
+each has one short burst of calls (`burst`). For a TPU the compiler's schedule is read, and nothing runs.
+
+Only the standard library is imported at the top: `pin` must come before numpy and jax start their threads.
 """
 
 from __future__ import annotations
@@ -14,44 +17,48 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from trencadis.inspect import Inspection
 
 ENOUGH_S = 0.005  # a turn lasts at least this long: shorter calls are repeated
 MOST_REPEATS = 2000
 # After a call OpenBLAS's and XLA's threads spin for a while, and would take a core from whoever comes next.
 SETTLE_S = 0.05
-WARM, TIMED = 2, 10  # calls of a burst: few, since a card that is busy for longer gets hot and slow
+WARM, TIMED = 2, 10  # calls of a burst: few, since a GPU that is busy for longer gets hot and slow
 
 
 class Call(Protocol):
-    """A contender on its operands: calling it runs it once, to the end."""
+    """A contender with its operands: a call runs it once and waits for the result."""
 
     def __call__(self) -> Any: ...
 
 
 class Clock(Protocol):
-    """Seconds per call of `repeats` calls in a row."""
+    """What a race is timed by: called, it gives the seconds per call of `repeats` calls in a row."""
 
-    name: str
-    settle_s: float
-
-    def __call__(self, call: Call, repeats: int) -> float: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def settle_s(self) -> float: ...
+    def __call__(self, call: Any, repeats: int) -> float: ...
 
 
 def pin(core: int) -> None:
-    """Keep this process on one core, and OpenBLAS on one thread. Only before numpy and jax are imported."""
+    """Keep this process on one core, and OpenBLAS on one thread; numpy and jax must not be imported yet."""
     early = [name for name in ("numpy", "jax") if name in sys.modules]
     if early:
-        raise RuntimeError(f"pin: {' and '.join(early)} is imported already and has made its threads; pin first")
+        raise RuntimeError(f"pin: want it before numpy and jax start their threads; got {' and '.join(early)} imported")
     if not hasattr(os, "sched_setaffinity"):
-        raise RuntimeError("pin: this system has no os.sched_setaffinity")
+        raise RuntimeError("pin: want a system that has os.sched_setaffinity; this one has not")
     os.sched_setaffinity(0, {core})
     for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = "1"
 
 
-def no_tpu_here() -> None:
-    """Tell jax not to look for a TPU or GPU where there is none: libtpu complains at length about its absence."""
+def default_platform() -> None:
+    """Tell jax not to look for a TPU or GPU where there is none: libtpu would print warnings about it."""
     present = any(pathlib.Path("/dev").glob("accel*")) or pathlib.Path("/dev/vfio").exists()
     cuda = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
     if not present and not cuda:
@@ -60,7 +67,7 @@ def no_tpu_here() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class HostClock:
-    """Reads a clock of the host before and after."""
+    """A clock of the host, read before and after the calls."""
 
     name: str
     read: Callable[[], float]
@@ -73,27 +80,27 @@ class HostClock:
         return (self.read() - start) / repeats
 
     def each(self, call: Call, count: int) -> list[float]:
-        """Seconds of each of some calls."""
+        """The seconds of each of `count` calls."""
         return [self(call, 1) for _ in range(count)]
 
 
 def cpu_clock() -> HostClock:
-    """CPU time of the whole process: on a pinned core it does not count what neighbours take.
+    """The CPU time of the whole process, which leaves out what other processes take of a pinned core.
 
-    It counts every thread, and XLA gives memory back after it has answered: a contender that follows one with large
-    temporaries would pay for unmapping them. So it settles too.
+    It counts every thread, and XLA frees memory after it has answered: a contender that follows one with large
+    temporaries would pay for unmapping them. So there is a pause before each turn too.
     """
     return HostClock("cpu time", time.process_time, SETTLE_S)
 
 
 def wall_clock() -> HostClock:
-    """Wall time on all cores."""
+    """The wall time of calls on all cores."""
     return HostClock("wall time", time.perf_counter, SETTLE_S)
 
 
 @dataclasses.dataclass(frozen=True)
 class CuptiClock:
-    """Time of all kernels of a jax call on an NVIDIA GPU."""
+    """The time of all kernels of a jax call on an NVIDIA GPU, by CUPTI."""
 
     name: str = "cupti kernel time"
     settle_s: float = 0.0
@@ -102,7 +109,7 @@ class CuptiClock:
         return statistics.median(self.each(call, repeats))
 
     def each(self, call: Any, count: int) -> list[float]:
-        """Seconds of each of some calls in a row. The profiler makes one more before them."""
+        """The seconds of each of `count` calls in a row; the profiler makes one more before them."""
         from jax.experimental.mosaic.gpu import profiler
 
         _, ms = profiler.measure(call.fn, iterations=count)(*call.args)
@@ -111,25 +118,48 @@ class CuptiClock:
         return [one / 1e3 for one in (ms if isinstance(ms, list) else [ms])]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleClock:
+    """The time that the TPU compiler's own schedule of a call takes on a generation; nothing runs."""
+
+    generation: str
+    timeout_s: float = 300.0
+    name: str = "TPU compiler schedule"
+
+    def __call__(self, fn: Callable[..., Any], *operands: Any, flops: int | None = None) -> Inspection:
+        """Compile a function ahead of time for these operands, and run through its schedule."""
+        from trencadis import inspect
+
+        chip, limit = self.generation, self.timeout_s
+        return inspect.inspect(fn, *operands, generation=chip, xla=True, flops=flops, timeout=limit)
+
+
+def device_clock(platform: str, *, pinned: bool = False) -> HostClock | CuptiClock:
+    """The clock for calls on a platform; on a CPU it is CPU time where the process is pinned to a core."""
+    if platform == "gpu":
+        return CuptiClock()
+    return cpu_clock() if pinned else wall_clock()
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Seconds per call over the turns of one contender."""
+    """The seconds per call of one contender; a schedule has only the median, and so have some older results."""
 
     median: float
-    min: float
-    q1: float
-    q3: float
-    samples: int
-    repeats: int  # calls in a row in each turn
+    min: float | None = None
+    q1: float | None = None
+    q3: float | None = None
+    samples: int | None = None
+    repeats: int | None = None  # calls in a row in each turn
 
     @property
     def spread(self) -> float:
-        """Distance between the quartiles, as a share of the median."""
-        return (self.q3 - self.q1) / self.median if self.median else 0.0
+        """The distance between the quartiles as a share of the median."""
+        return (self.q3 - self.q1) / self.median if self.median and self.q1 and self.q3 else 0.0
 
 
 def stats(samples: Sequence[float], repeats: int = 1) -> Stats:
-    """Median, quartiles and least of the samples."""
+    """The median, the quartiles and the minimum of the samples."""
     if len(samples) == 1:
         q1 = q3 = samples[0]
     else:
@@ -140,17 +170,17 @@ def stats(samples: Sequence[float], repeats: int = 1) -> Stats:
 
 
 def plan_turns(seconds: float, rounds: int, budget_s: float) -> tuple[int, int]:
-    """(turns, calls per turn) of a contender whose call takes this long: slow ones get fewer turns, at least one."""
+    """The turns, and the calls per turn, for calls of this length: a slow contender gets fewer turns, at least one."""
     repeats = max(1, min(MOST_REPEATS, math.ceil(ENOUGH_S / max(seconds, 1e-9))))
     turns = max(1, min(rounds, int(budget_s / max(seconds * repeats, 1e-9))))
     return turns, repeats
 
 
 def race(calls: Mapping[str, Call], clock: Clock, *, rounds: int = 7, budget_s: float = 10.0) -> dict[str, Stats]:
-    """Let the contenders take turns and say how long each one's calls take.
+    """Let the contenders take turns, and return the times of each.
 
-    Every call must have run before (compiled and checked). Here it runs once more, which tells how many calls make a
-    turn long enough to read, and how many turns fit the budget. Who starts a round changes from round to round.
+    Every call must have run before (compiled and checked). It runs once more here, to find how many calls make a turn
+    long enough to read, and how many turns fit the budget. Another contender starts in each round.
     """
     turns = {name: plan_turns(clock(call, 1), rounds, budget_s) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -167,26 +197,19 @@ def race(calls: Mapping[str, Call], clock: Clock, *, rounds: int = 7, budget_s: 
 
 
 def burst(call: Call, clock: HostClock | CuptiClock) -> Stats:
-    """A few calls to warm up, then a few that are timed one by one. Every call must have been compiled before."""
+    """The times of a few calls after a few to warm up; the call must be compiled already."""
     for _ in range(WARM):
         call()
     return stats(clock.each(call, TIMED))
 
 
 def reason_of(failure: BaseException) -> str:
-    """Why a contender is not here, in a line."""
+    """The first line of an exception, as the reason why a contender takes no part."""
     first_line = (str(failure).splitlines() or [""])[0]
     return f"failed: {type(failure).__name__}: {first_line[:200]}"
 
 
-def ratios(times: Mapping[str, Stats], base: str) -> dict[str, float]:
-    """Time of the base over the time of each other contender, by medians: below 1 the base is faster."""
-    if base not in times:
-        return {}
-    return {name: times[base].median / t.median for name, t in times.items() if name != base and t.median}
-
-
 def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """The exponent p of `seconds ~ sizes**p`, by least squares on logarithms; 1 is linear."""
+    """The exponent p of `seconds ~ sizes**p`, by least squares on the logarithms; 1 is linear."""
     x, y = [math.log(s) for s in sizes], [math.log(s) for s in seconds]
     return statistics.linear_regression(x, y).slope

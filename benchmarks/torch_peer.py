@@ -1,114 +1,87 @@
 """torch's grouped_mm, in a process of its own: two frameworks in one would share a GPU's memory and CUDA libraries.
 
-The child makes data of its own, checks itself, and prints one line of JSON for each problem and pass, so that what it
-measured before a crash is not lost: `python -m benchmarks.torch_peer mixtral-8x7b,zipf-64 forward,d_rhs`.
+The child makes data of its own, checks its results, and yields a record for each problem and pass.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
-import pathlib
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks import problems
-from benchmarks.timing import TIMED, WARM, Stats, reason_of, stats
+from benchmarks import processes
+from benchmarks.problems import PASSES, PROBLEMS, BenchProblem
+from benchmarks.report import Record
+from benchmarks.timing import TIMED, WARM, reason_of, stats
 
-NAME = "torch"
-TIMEOUT_S = 120
-SAMPLE = 64  # rows, columns and groups that are checked
-TOLERANCE = 1e-2  # of the largest value: that of bf16 results
-
-Key = tuple[str, str]  # problem and pass
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outside:
-    """What the child found in one pass of one problem; without times, why there are none."""
-
-    times: Stats | None = None
-    error: float | None = None
-    why: str | None = None
+NAME, DTYPE = "torch", "bf16"
+SILENCE_S = 120
+LIMIT = 9e-3  # of the error: that of bfloat16 results, and some room
 
 
-def outside(chosen: Sequence[problems.BenchProblem], passes: Sequence[str]) -> dict[Key, Outside]:
-    """Measure in a child. To be called before this process takes the GPU's memory for itself."""
-    keys = [(p.name, which) for p in chosen for which in passes if which in problems.PASSES]
+def records(chosen: Sequence[BenchProblem], passes: Sequence[str]) -> list[Record]:
+    """The records of torch, measured in a child. To be called before this process takes the GPU's memory."""
+    cases = [(p.name, which) for p in chosen for which in passes if which in PASSES]
     if importlib.util.find_spec("torch") is None:
-        return dict.fromkeys(keys, Outside(why="is not installed"))
-    names = ",".join(dict.fromkeys(name for name, _ in keys))
-    command = [sys.executable, "-m", "benchmarks.torch_peer", names, ",".join(dict.fromkeys(w for _, w in keys))]
-    try:
-        root = pathlib.Path(__file__).parents[1]
-        ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-        said, complaint = ended.stdout, (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
-    except subprocess.TimeoutExpired as late:
-        said = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        complaint = f"no answer within {TIMEOUT_S} s"
-    missing = Outside(why=f"failed: {complaint[:200]}")
-    return dict.fromkeys(keys, missing) | dict(read(said))
+        return [_record(*case, why="is not installed") for case in cases]
+    found = processes.each("benchmarks.torch_peer:measure", cases, silence_s=SILENCE_S)
+    return [Record.from_json(value) if value else _record(*case, why=f"failed: {why}") for case, value, why in found]
 
 
-def read(said: str) -> Iterator[tuple[Key, Outside]]:
-    """What the child printed; lines that are not its own are passed over."""
-    for line in said.splitlines():
-        if not line.startswith("{"):
-            continue
-        found = json.loads(line)
-        times, off, why = found.get("seconds"), found.get("error"), found.get("why")
-        if times and not off <= TOLERANCE:
-            times, why = None, f"wrong: off by {off:.1e} of the largest value"
-        yield (found["problem"], found["which"]), Outside(times=stats(times) if times else None, error=off, why=why)
+def _record(problem: str, which: str, **more: Any) -> Record:
+    return Record(problem=problem, dtype=DTYPE, which=which, contender=NAME, **more)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The child. torch is Any: it is not installed where types are checked
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print what each pass of each problem takes."""
+def measure(cases: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+    """Yield the record of each problem and pass, as JSON."""
     import torch
 
-    names, passes = argv
-    for problem in problems.select(names, ""):
-        data = Data.normal(torch, problem)
-        for which in passes.split(","):
-            found: dict[str, Any] = {"problem": problem.name, "which": which}
-            try:
-                found |= one(torch, data, which)
-            except Exception as failure:  # the other passes are worth knowing, too
-                found["why"] = reason_of(failure)
-            print(json.dumps(found), flush=True)
-        del data
-        torch.cuda.empty_cache()
-    return 0
+    held, data = "", None
+    for name, which in cases:
+        try:
+            if name != held:  # the tensors of one problem at a time
+                data = None
+                torch.cuda.empty_cache()
+                held, data = name, Data.normal(torch, PROBLEMS[name])
+            assert data is not None
+            yield judged(_record(name, which, limit=LIMIT), *one(torch, data, which)).to_json()
+        except Exception as failure:  # the other passes are worth measuring
+            yield _record(name, which, why=reason_of(failure)).to_json()
+
+
+def judged(record: Record, error: float, seconds: Sequence[float]) -> Record:
+    """The record with its error, and with its time if the result is right."""
+    if not error <= LIMIT:
+        return dataclasses.replace(record, error=error, why=f"wrong: relative error {error:.1e}")
+    return dataclasses.replace(record, error=error, time=stats(seconds))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-    """The tensors of one problem, bf16."""
+    """The tensors of one problem, in bfloat16."""
 
     lhs: Any  # [m, k]
     rhs: Any  # [g, k, n]
     ct: Any  # [m, n]
     ends: Any  # [g]
-    bounds: list[tuple[int, int]]
+    sizes: Any  # numpy's [g]
 
     @classmethod
-    def normal(cls, torch: Any, problem: problems.BenchProblem, device: str = "cuda") -> Data:
+    def normal(cls, torch: Any, problem: BenchProblem, device: str = "cuda") -> Data:
+        """Standard normal data."""
         torch.manual_seed(problem.seed)
         sizes = problem.group_sizes()
-        m, k, n, g, ends = problem.m, problem.k, problem.n, problem.g, sizes.cumsum()
+        m, k, n, g = problem.m, problem.k, problem.n, problem.g
         lhs, rhs, ct = (
             torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in ((m, k), (g, k, n), (m, n))
         )
-        bounds = list(zip((ends - sizes).tolist(), ends.tolist(), strict=True))
-        offsets = torch.tensor(ends.tolist(), dtype=torch.int32, device=device)
-        return cls(lhs=lhs, rhs=rhs, ct=ct, ends=offsets, bounds=bounds)
+        ends = torch.tensor(sizes.cumsum().tolist(), dtype=torch.int32, device=device)
+        return cls(lhs=lhs, rhs=rhs, ct=ct, ends=ends, sizes=sizes)
 
     def pair(self, which: str) -> tuple[Any, Any]:
         """The two operands of a pass; transposes are views."""
@@ -117,8 +90,8 @@ class Data:
         return (self.ct, self.rhs.transpose(-2, -1)) if which == "d_lhs" else (self.lhs, self.rhs)
 
 
-def one(torch: Any, data: Data, which: str) -> dict[str, Any]:
-    """Error, and seconds of each timed call by CUDA events."""
+def one(torch: Any, data: Data, which: str) -> tuple[float, list[float]]:
+    """The error of a pass, and the seconds of each timed call by CUDA events."""
     grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     a, b = data.pair(which)
     off = error(data, which, grouped_mm(a, b, offs=data.ends))
@@ -130,29 +103,36 @@ def one(torch: Any, data: Data, which: str) -> dict[str, Any]:
         grouped_mm(a, b, offs=data.ends)
         end.record()
     torch.cuda.synchronize()
-    return {"error": off, "seconds": [start.elapsed_time(end) / 1e3 for start, end in events]}
+    return off, [start.elapsed_time(end) / 1e3 for start, end in events]
+
+
+class Tensor:
+    """A tensor that the oracle can cut: an index gives a numpy array."""
+
+    def __init__(self, tensor: Any) -> None:
+        """Keep the tensor on its device."""
+        self.tensor, self.shape = tensor, tuple(tensor.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """The part at an index, still on the device."""
+        index = index if isinstance(index, tuple) else (index,)
+        return Tensor(self.tensor[tuple(i if isinstance(i, slice) else i.tolist() for i in index)])
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """The tensor as a float32 array of numpy."""
+        del dtype, copy
+        return self.tensor.float().cpu().numpy()
 
 
 def error(data: Data, which: str, out: Any) -> float:
-    """The largest difference from float64 sums, as a share of the largest value: some rows, columns and busy groups."""
-    a, b = data.pair(which)
-    cols = list(range(0, out.shape[-1], -(-out.shape[-1] // SAMPLE)))
-    worst = largest = 0.0
-    busy = [i for i, (start, end) in enumerate(data.bounds) if end > start]
-    for i in busy[:: -(-len(busy) // SAMPLE)]:
-        start, end = data.bounds[i]
-        if which == "d_rhs":
-            rows = slice(0, SAMPLE)
-            want, got = a[rows, start:end].double() @ b[start:end, cols].double(), out[i, rows][:, cols]
-        else:
-            rows = slice(max(start, end - SAMPLE), end)  # the last of the group
-            want, got = a[rows].double() @ b[i][:, cols].double(), out[rows][:, cols]
-        if not bool(got.isfinite().all()):
-            return float("inf")
-        worst = max(worst, float((got.double() - want).abs().max()))
-        largest = max(largest, float(want.abs().max()))
-    return worst / max(largest, 1e-30)
+    """The relative error of a result against float64."""
+    from benchmarks import oracle
 
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if which == "d_rhs":
+        whole = oracle.contraction(Tensor(data.lhs), Tensor(data.ct), data.sizes)
+        busy = data.sizes.nonzero()[0]  # torch says nothing about the matrices of empty groups
+        right = oracle.Answer(pick=lambda result: whole.pick(result[busy]), values=whole.values[busy])
+    else:
+        left = data.ct if which == "d_lhs" else data.lhs
+        right = oracle.rows(Tensor(left), Tensor(data.rhs), data.sizes, transpose_rhs=which == "d_lhs")
+    return oracle.error(Tensor(out), right, poisoned=True)

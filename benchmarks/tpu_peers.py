@@ -1,10 +1,7 @@
-"""The contenders on TPU, for the compiler's schedule alone: nothing here runs on a device.
+"""The contenders on TPU, for the compiler's schedule alone: nothing runs on a device.
 
-Each one is a function of the same operands, in three forms, and is called the way its own project calls it:
-
-    rows          lhs [m, k] x rhs [g, k, n] -> [m, n]
-    d_lhs         ct [m, n] x rhs [g, k, n] -> [m, k]      ours only
-    contraction   lhs [m, k] x ct [m, n] -> [g, k, n]      lhs as training has it, not transposed
+Each is a function of the same operands, in the passes of `peers.py`, and is called the way its own project calls it;
+d_lhs is measured for ours alone.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ from jax import lax
 
 import trencadis
 from benchmarks.peers import LAX_DIMS
+from benchmarks.problems import PASSES
 from benchmarks.tpu_table import Case
 
 Tiling = tuple[int, int, int]  # of m, k and n
@@ -34,29 +32,30 @@ IN = {"bf16": jnp.bfloat16, "int8": jnp.int8}
 
 
 def operands(case: Case) -> tuple[Any, Any, Any]:
-    """The shapes of both operands, and the group sizes themselves: their values steer a kernel."""
+    """The shapes of both operands, and the group sizes with their values, which the schedule depends on."""
     p, dtype = case.problem, IN[case.dtype]
     lhs, rhs, ct = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((p.m, p.k), (p.g, p.k, p.n), (p.m, p.n)))
-    first, second = {"rows": (lhs, rhs), "d_lhs": (ct, rhs), "contraction": (lhs, ct)}[case.form]
+    first, second = {"forward": (lhs, rhs), "d_lhs": (ct, rhs), "d_rhs": (lhs, ct)}[case.which]
     return first, second, p.group_sizes()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuPeer:
-    """A contender: `build(case, tiling)` gives the function; None is the tiling that it chooses itself."""
+    """A contender: `build(case, tiling)` gives the function; a tiling of None is the contender's own choice."""
 
     name: str
     build: Callable[[Case, Tiling | None], Callable[..., Any]]
     package: str  # whose version is noted
     tilings: Callable[[Case], tuple[Tiling | None, ...]] = lambda _: (None,)  # the best of these counts
-    forms: tuple[str, ...] = ("rows", "contraction")
+    passes: tuple[str, ...] = ("forward", "d_rhs")
     dtypes: tuple[str, ...] = ("bf16",)
 
     def takes(self, case: Case) -> bool:
-        return case.form in self.forms and case.dtype in self.dtypes
+        """True if the contender has this pass in this dtype."""
+        return case.which in self.passes and case.dtype in self.dtypes
 
     def version(self) -> str | None:
-        """Of its package, or None where that is not installed."""
+        """The version of its package, or None where that is not installed."""
         try:
             return metadata.version(self.package)
         except metadata.PackageNotFoundError:
@@ -69,32 +68,32 @@ class TpuPeer:
 
 def _ours(case: Case, tiling: Tiling | None) -> Callable[..., Any]:
     out = OUT[case.dtype]
-    if case.form == "contraction":
+    if case.which == "d_rhs":
         return lambda a, b, s: trencadis.transposed_grouped_matmul(a, b, s, out, tiling, transpose_lhs=True)
-    return lambda a, b, s: trencadis.grouped_matmul(a, b, s, out, tiling, transpose_rhs=case.form == "d_lhs")
+    return lambda a, b, s: trencadis.grouped_matmul(a, b, s, out, tiling, transpose_rhs=case.which == "d_lhs")
 
 
 def _ragged_dot(case: Case, tiling: Tiling | None) -> Callable[..., Any]:
     del tiling
-    dims = LAX_DIMS["d_rhs" if case.form == "contraction" else "forward"]
+    dims = LAX_DIMS[case.which]
     return lambda a, b, s: lax.ragged_dot_general(a, b, s, dims, preferred_element_type=OUT[case.dtype])
 
 
 def _megablox(case: Case, tiling: Tiling | None) -> Callable[..., Any]:
     kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
     out, tiles = OUT[case.dtype], tiling or (128, 128, 128)
-    if case.form == "contraction":
+    if case.which == "d_rhs":
         return lambda a, b, s: kernels.tgmm(a.T, b, s, out, tiles)
     return lambda a, b, s: kernels.gmm(a, b, s, out, tiles)
 
 
 def _tokamax(case: Case, tiling: Tiling | None) -> Callable[..., Any]:
-    # its op asks for the device that it runs on; these are the kernels that the op would call, and as it calls them
+    # its op asks for the device that it runs on; so these are the kernels that the op would call, as it calls them
     rows = importlib.import_module("tokamax._src.ops.gmm_v2.gmm_v2")
     summed = importlib.import_module("tokamax._src.ops.gmm_v2.tgmm_v2")
     out, (tm, tk, tn) = OUT[case.dtype], tiling or (0, 0, 0)
     sizes = tiling and rows.TileSizes(tile_m=tm, tile_k=tk, tile_n=tn, bucket_base=128)  # as its own choice has it
-    if case.form == "contraction":
+    if case.which == "d_rhs":
         tiles = sizes or summed.calculate_tgmm_tiling
         return lambda a, b, s: summed.tgmm_v2(a, b, s, case.problem.g, tile_info=tiles, preferred_element_type=out)
     return lambda a, b, s: rows.gmm_v2(
@@ -104,7 +103,7 @@ def _tokamax(case: Case, tiling: Tiling | None) -> Callable[..., Any]:
 
 
 def _maxtext_kernels() -> tuple[Any, Any]:
-    """The two kernel modules, without the packages around them: those import all of MaxText."""
+    """The two kernel modules of MaxText, without the packages around them, which would import all of it."""
     found = importlib.util.find_spec("maxtext")
     root = pathlib.Path(found.origin).parent if found and found.origin else pathlib.Path()
     name = ""
@@ -122,54 +121,56 @@ def _maxtext(case: Case, tiling: Tiling | None) -> Callable[..., Any]:
     rows, summed = _maxtext_kernels()
     out, (tm, tk, tn) = OUT[case.dtype], tiling or (0, 0, 0)
     sizes = tiling and rows.TileSizes(tile_m=tm, tile_k=tk, tile_n=tn)
-    if case.form == "contraction":
+    if case.which == "d_rhs":
         tiles = sizes or summed.calculate_tgmm_tiling
         return lambda a, b, s: summed.tgmm_v2(a, b, s, case.problem.g, tile_info=tiles, preferred_element_type=out)
     return lambda a, b, s: rows.gmm_v2(a, b, s, tile_info=sizes or rows.calculate_tiling, preferred_element_type=out)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tilings: those that won a search by the same measure, for each problem, form and generation
+# Tilings: the best of a search by the same measure, for each problem, pass and generation
 
 Found = Mapping[tuple[str, str], Mapping[str, Tiling]]
 
 MEGABLOX: Found = {
-    ("mixtral", "rows"): {
+    ("mixtral-tpu", "forward"): {
         "v5e": (256, 4096, 512), "v5p": (128, 4096, 512), "v6e": (512, 4096, 1024), "v7x": (256, 4096, 1024),
     },
-    ("mixtral", "contraction"): {
+    ("mixtral-tpu", "d_rhs"): {
         "v5e": (256, 1024, 1024), "v5p": (256, 1024, 1024), "v6e": (512, 1024, 2048), "v7x": (512, 1024, 2048),
     },
-    ("dsv3", "rows"): {
+    ("dsv3-tpu", "forward"): {
         "v5e": (128, 7168, 256), "v5p": (128, 7168, 256), "v6e": (256, 7168, 512), "v7x": (256, 7168, 512),
     },
-    ("dsv3", "contraction"): {
+    ("dsv3-tpu", "d_rhs"): {
         "v5e": (128, 1792, 1024), "v5p": (128, 1792, 1024), "v6e": (256, 1024, 2048), "v7x": (256, 1024, 2048),
     },
-    ("qwen3", "rows"): {
+    ("qwen3-tpu", "forward"): {
         "v5e": (256, 2048, 768), "v5p": (256, 2048, 384), "v6e": (512, 2048, 768), "v7x": (256, 2048, 768),
     },
-    ("qwen3", "contraction"): {
+    ("qwen3-tpu", "d_rhs"): {
         "v5e": (128, 2048, 768), "v5p": (128, 2048, 768), "v6e": (256, 2048, 768), "v7x": (256, 2048, 768),
     },
 }  # fmt: skip
-# beside its own choice, which here leaves no room for spilled registers
-TOKAMAX: Found = {("dsv3", "rows"): {"v5e": (256, 7168, 2048), "v5p": (256, 7168, 1024), "v6e": (256, 7168, 2048)}}
+# beside its own choice, which leaves no room for spilled registers here
+TOKAMAX: Found = {
+    ("dsv3-tpu", "forward"): {"v5e": (256, 7168, 2048), "v5p": (256, 7168, 1024), "v6e": (256, 7168, 2048)}
+}
 # beside its own choice, where the search found a better one
 MAXTEXT: Found = {
-    ("mixtral", "rows"): {"v6e": (512, 4096, 3584), "v7x": (256, 4096, 2048)},
-    ("mixtral", "contraction"): {"v6e": (512, 4096, 2048), "v7x": (512, 2048, 2048)},
-    ("dsv3", "rows"): {"v6e": (256, 7168, 2048), "v7x": (256, 7168, 1024)},
-    ("dsv3", "contraction"): {"v6e": (512, 1792, 2048), "v7x": (512, 1792, 2048)},
-    ("qwen3", "rows"): {"v5e": (256, 2048, 768), "v6e": (256, 2048, 768), "v7x": (256, 2048, 768)},
+    ("mixtral-tpu", "forward"): {"v6e": (512, 4096, 3584), "v7x": (256, 4096, 2048)},
+    ("mixtral-tpu", "d_rhs"): {"v6e": (512, 4096, 2048), "v7x": (512, 2048, 2048)},
+    ("dsv3-tpu", "forward"): {"v6e": (256, 7168, 2048), "v7x": (256, 7168, 1024)},
+    ("dsv3-tpu", "d_rhs"): {"v6e": (512, 1792, 2048), "v7x": (512, 1792, 2048)},
+    ("qwen3-tpu", "forward"): {"v5e": (256, 2048, 768), "v6e": (256, 2048, 768), "v7x": (256, 2048, 768)},
 }
 
 
 def _of(found: Found, *own: None) -> Callable[[Case], tuple[Tiling | None, ...]]:
-    """The tiling that was found for a case, after the choice of the peer's own if it has one."""
+    """A function from a case to its tilings: the peer's own choice if it has one, and what the search found."""
 
     def tilings(case: Case) -> tuple[Tiling | None, ...]:
-        best = found.get((case.name, case.form), {}).get(case.generation)
+        best = found.get((case.problem.name, case.which), {}).get(case.generation)
         return own if best is None else (*own, best)
 
     return tilings
@@ -178,9 +179,7 @@ def _of(found: Found, *own: None) -> Callable[[Case], tuple[Tiling | None, ...]]
 PEERS = {
     peer.name: peer
     for peer in (
-        TpuPeer(
-            name="ours", build=_ours, package="trencadis", forms=("rows", "d_lhs", "contraction"), dtypes=tuple(IN)
-        ),
+        TpuPeer(name="ours", build=_ours, package="trencadis", passes=PASSES, dtypes=tuple(IN)),
         TpuPeer(name="ragged_dot", build=_ragged_dot, package="jax"),
         TpuPeer(name="megablox", build=_megablox, package="jax", tilings=_of(MEGABLOX)),
         TpuPeer(name="megablox 128³", build=_megablox, package="jax"),

@@ -1,9 +1,9 @@
-"""The tour: grouped matmuls and a Mixture-of-Experts layer, checked, timed, and drawn. Runs on CPU in about a minute.
+"""A tour: grouped matmuls and a Mixture-of-Experts layer, checked, timed and drawn. It runs on CPU in about a minute.
 
     python examples/demo.py [--quick] [--svg demo.svg]
 
-Everything is checked against `backend="reference"`, a plain loop over groups; the exit code is 1 if anything is off.
-Times are wall times of all cores, taken in turns in this one run: compare them with each other only.
+Every result is checked against `backend="reference"`, a plain loop over groups; the exit code is 1 if a check fails.
+Times are wall times on all cores, and contenders take turns within this run: compare them only with each other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jax import lax
 import trencadis
 from benchmarks.peers import HostCall, JaxCall, Operands, numpy_contraction, numpy_rows, operands
 from benchmarks.problems import BenchProblem
-from benchmarks.report import show
+from benchmarks.tables import show
 from benchmarks.timing import Stats, race, wall_clock
 
 TOLERANCE = 1e-4  # float32: largest difference, as a share of the largest value
@@ -39,19 +39,19 @@ reference = functools.partial(trencadis.grouped_matmul, backend="reference")
 
 @dataclasses.dataclass
 class Checks:
-    """What was compared, and what was off."""
+    """The number of checks made, and the names of those that failed."""
 
     count: int = 0
     failed: list[str] = dataclasses.field(default_factory=list)
 
     def same(self, what: str, got: Any, want: Any, tolerance: float = TOLERANCE) -> None:
-        """Compare two trees of arrays."""
+        """Check that two pytrees of arrays are equal within a tolerance."""
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
             self.that(what, a.shape == b.shape and bool(np.abs(a - b).max() <= tolerance * max(np.abs(b).max(), 1e-30)))
 
     def that(self, what: str, holds: bool) -> None:
-        """Count a fact; keep its name if it does not hold."""
+        """Count a check, and record its name if it fails."""
         self.count += 1
         if not holds:
             self.failed.append(what)
@@ -60,7 +60,7 @@ class Checks:
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Show what takes time: a spinner on a terminal that rich can draw on, else a line."""
+    """Show what is running: a spinner on a terminal if rich is installed, otherwise a line of text."""
     try:
         from rich.console import Console
     except ImportError:
@@ -80,13 +80,13 @@ def heading(text: str) -> None:
 
 
 def busy_note() -> None:
-    """Say so if others use this machine: the times then flatter us."""
+    """Print a note if the machine is busy, because the times then favor this library."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > (os.cpu_count() or 1) / 2:
         print(
-            f"Note: this machine is busy (load {load:.1f} on {os.cpu_count()} cores). That hurts OpenBLAS's threads\n"
-            "far more than XLA's, so the numpy loop looks slower than it is. Times that neighbours do not change:\n"
-            "python -m benchmarks.run --pin 0"
+            f"Note: this machine is busy (load {load:.1f} on {os.cpu_count()} cores). That slows OpenBLAS's threads\n"
+            "down far more than XLA's, so the numpy loop looks slower than it is. For times that do not depend on\n"
+            "other processes, run: python -m benchmarks run --pin 0"
         )
 
 
@@ -95,7 +95,7 @@ def busy_note() -> None:
 
 
 def with_gradients(matmul: Callable[..., Any]) -> Callable[..., Any]:
-    """(lhs, rhs, sizes, ct) -> (value, d lhs, d rhs)."""
+    """Return a function `(lhs, rhs, sizes, ct) -> (value, d lhs, d rhs)`."""
 
     def run(lhs: Any, rhs: Any, sizes: Any, ct: Any) -> Any:
         value, pull = jax.vjp(lambda lhs, rhs: matmul(lhs, rhs, sizes), lhs, rhs)
@@ -105,7 +105,7 @@ def with_gradients(matmul: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def numpy_all(lhs: np.ndarray, rhs: np.ndarray, sizes: list[int], ct: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Value and gradients, one matmul per group and result."""
+    """Compute value and gradients in numpy, with one matmul per group and result."""
     return (
         numpy_rows(lhs, rhs, sizes, False),
         numpy_rows(ct, rhs, sizes, True),
@@ -114,7 +114,7 @@ def numpy_all(lhs: np.ndarray, rhs: np.ndarray, sizes: list[int], ct: np.ndarray
 
 
 def contenders(x: Operands, backward: bool) -> dict[str, Any]:
-    """What a user would otherwise write, forward alone or with gradients."""
+    """The alternatives a user would otherwise write, forward only or with gradients, by name."""
     sizes = jnp.asarray(x.sizes)
     last = (x.ct,) if backward else ()
 
@@ -135,7 +135,7 @@ def contenders(x: Operands, backward: bool) -> dict[str, Any]:
 
 
 def matmuls(checks: Checks, quick: bool) -> None:
-    """Few groups and many: check, race, print."""
+    """Check and time few and many groups, and print the table."""
     m, k, n = (256, 64, 64) if quick else (2048, 512, 512)
     heading(f"1. Grouped matmul, float32, m={m} k={k} n={n}")
     rows = []
@@ -145,7 +145,7 @@ def matmuls(checks: Checks, quick: bool) -> None:
         print(f"g={g}: groups of {x.sizes.min()} to {x.sizes.max()} rows")
         want = jax.jit(with_gradients(reference))(x.lhs, x.rhs, jnp.asarray(x.sizes), x.ct)
         for backward in (False, True):
-            with doing(f"{'value and gradients' if backward else 'value'}: compile, check, race"):
+            with doing(f"{'value and gradients' if backward else 'value'}: compile, check, time"):
                 calls = contenders(x, backward)
                 for name, call in calls.items():
                     got = call()
@@ -157,7 +157,7 @@ def matmuls(checks: Checks, quick: bool) -> None:
 
 
 def time_rows(problem: str, what: str, times: dict[str, Stats]) -> list[list[str]]:
-    """One row per contender: how long, how steady (from three turns on), and how we compare."""
+    """One table row per contender: its time, its spread (from three samples on), and the ratio to ours."""
     ours = times["ours"].median
     rows = []
     for name, t in times.items():
@@ -170,7 +170,7 @@ def time_rows(problem: str, what: str, times: dict[str, Stats]) -> list[list[str
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print()
-    show("", header, rows)
+    show("", (header, rows))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def training(checks: Checks, quick: bool) -> np.ndarray:
-    """Train the layer of moe_train, check its gradients, time its step. Returns the group sizes it ended with."""
+    """Train the layer of moe_train, check its gradients, time a step, and return the final group sizes."""
     config = moe.Config(tokens=128, model=32, hidden=64, experts=8) if quick else CONFIG
     heading(
         f"2. Mixture of Experts: {config.tokens} tokens, {config.chosen} of {config.experts} experts each, "
@@ -215,13 +215,13 @@ TRAIN_STEPS = 13
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. Who works where
+# 3. The schedule
 
 
-def picture(checks: Checks, sizes: np.ndarray, path: pathlib.Path, tile: int) -> None:
-    """Draw the schedule of the routing that training ended with."""
-    heading(f"3. The schedule of that routing, tiles of {tile} rows")
-    mosaic = trencadis.show(sizes, tile=tile)
+def picture(checks: Checks, sizes: np.ndarray, path: pathlib.Path) -> None:
+    """Draw the row tiles that the routing gets with which training ended."""
+    heading("3. The row tiles of that routing")
+    mosaic = trencadis.show(sizes, k=CONFIG.model, n=CONFIG.hidden, dtype=np.float32)
     print(mosaic)
     mosaic.save(path)
     checks.that("the picture is an SVG", path.read_text().lstrip().startswith(("<svg", "<?xml")))
@@ -229,7 +229,7 @@ def picture(checks: Checks, sizes: np.ndarray, path: pathlib.Path, tile: int) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if every check held."""
+    """Run the tour; the exit code is 0 if every check passed."""
     ask = argparse.ArgumentParser(description="A tour of trencadis.")
     ask.add_argument("--quick", action="store_true", help="tiny shapes: that it runs, not how fast")
     ask.add_argument("--svg", type=pathlib.Path, default=pathlib.Path("demo.svg"), help="default: %(default)s")
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     busy_note()
     matmuls(checks, asked.quick)
     sizes = training(checks, asked.quick)
-    picture(checks, sizes, asked.svg, tile=32 if asked.quick else 128)
+    picture(checks, sizes, asked.svg)
     verdict = f"FAILED: {', '.join(checks.failed)}" if checks.failed else f"{checks.count} checks held"
     print(f"\n{verdict}")
     return 1 if checks.failed else 0

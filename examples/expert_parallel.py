@@ -1,7 +1,7 @@
-"""Experts spread over devices: each holds a window of the matrices and computes the rows of its own groups.
+"""Expert parallelism: each device holds some of the matrices and computes the rows of its own groups.
 
-`group_sizes` still names all groups; `group_offset` says where the window starts. Rows of other devices' groups are
-exactly 0 here, so the sum over devices is the whole answer. The devices are made of this machine's CPU.
+`group_sizes` still has the sizes of all groups, and `group_offset` is the index of the first local group. Rows of other
+devices' groups are exactly 0, so the sum over the devices is the complete result. The devices are virtual CPU devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DEVICES, GROUPS = 4, 8
 
 
 def sharded(mesh: jax.sharding.Mesh, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """`grouped_matmul(x, w, sizes)` with w spread over the mesh by groups."""
+    """Compute `grouped_matmul(x, w, sizes)` with w sharded over the mesh by groups."""
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("expert"), P()), out_specs=P())
     def run(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:  # w: [groups / devices, k, n]
@@ -37,7 +37,7 @@ def main() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     x, w = jax.random.normal(keys[0], (120, 16)), jax.random.normal(keys[1], (GROUPS, 16, 24))
     c = jax.random.normal(keys[2], (120, 24))
-    sizes = jnp.array([30, 0, 17, 20, 1, 2, 40, 5])  # 115 rows; the last 5 belong to nobody
+    sizes = jnp.array([30, 0, 17, 20, 1, 2, 40, 5])  # 115 rows; the last 5 are unowned
 
     def loss(matmul: object, x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.vdot(c, matmul(x, w, sizes))  # type: ignore[operator]

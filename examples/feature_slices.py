@@ -1,8 +1,8 @@
-"""Heads that each read their own slice of the features, of uneven widths, as one ragged contraction.
+"""Heads that each read their own slice of the features, with uneven widths, as one ragged contraction.
 
     out[h] = x[:, s_h:e_h] @ w[s_h:e_h]        [tokens, features] x [features, n] -> [heads, tokens, n]
 
-The slices lie side by side along the features, which are what is summed over: they are the groups.
+The slices are consecutive along the features, which is the contracted axis: they are the groups.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import trencadis
 
 
 def heads(x: jax.Array, w: jax.Array, widths: jax.Array) -> jax.Array:
-    """`[tokens, features] x [features, n] -> [heads, tokens, n]`."""
+    """Contract each slice of features: `[tokens, features] x [features, n] -> [heads, tokens, n]`."""
     return trencadis.transposed_grouped_matmul(x, w, widths)
 
 

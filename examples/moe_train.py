@@ -1,7 +1,7 @@
-"""A Mixture-of-Experts layer in plain JAX, and a training loop of plain SGD.
+"""A Mixture-of-Experts layer in plain JAX, and a training loop with plain SGD.
 
-Each token goes to the 2 experts its router likes best. Tokens are sorted by expert, so that each expert's tokens are
-neighbours: then one grouped matmul runs all experts at once, however unevenly the router spreads the tokens.
+Each token is routed to its top 2 experts. Tokens are sorted by expert, so that each expert's tokens are consecutive.
+Then one grouped matmul runs all experts at once, however unevenly the router distributes the tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Params = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes of the layer."""
+    """The sizes of the layer."""
 
     tokens: int = 1024
     model: int = 128
@@ -32,15 +32,15 @@ class Config:
 
 
 class Routing(NamedTuple):
-    """Where tokens go. A slot is one (token, expert) pair."""
+    """The routing of the tokens. A slot is one (token, expert) pair."""
 
     token: jax.Array  # [slots]: the token of each slot, slots sorted by expert
-    weight: jax.Array  # [slots]: how much the expert's answer counts
-    sizes: jax.Array  # [experts]: slots of each expert
+    weight: jax.Array  # [slots]: the weight of the expert's output
+    sizes: jax.Array  # [experts]: the number of slots of each expert
 
 
 def init(config: Config, key: jax.Array) -> Params:
-    """Weights of the router and of all experts; gate and up are one matrix, side by side."""
+    """Initialize the router and all experts; gate and up are concatenated into one matrix."""
     e, d, f = config.experts, config.model, config.hidden
     shapes = {"router": (d, e), "gate_up": (e, d, 2 * f), "down": (e, f, d)}
     keys = jax.random.split(key, len(shapes))
@@ -51,7 +51,7 @@ def init(config: Config, key: jax.Array) -> Params:
 
 
 def route(config: Config, router: jax.Array, x: jax.Array) -> Routing:
-    """Choose the best experts of each token, and sort the slots by expert."""
+    """Choose the top experts of each token, and sort the slots by expert."""
     score, expert = jax.lax.top_k(jax.nn.softmax(x @ router), config.chosen)  # [tokens, chosen]
     weight = score / score.sum(axis=-1, keepdims=True)
     order = jnp.argsort(expert.reshape(-1))  # stable: tokens of an expert stay in order
@@ -59,7 +59,15 @@ def route(config: Config, router: jax.Array, x: jax.Array) -> Routing:
     return Routing(order // config.chosen, weight.reshape(-1)[order], sizes)
 
 
-def layer(config: Config, params: Params, x: jax.Array, matmul: Matmul = trencadis.grouped_matmul) -> jax.Array:
+def grouped(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """A grouped matmul whose result has the dtype of its rows.
+
+    The default result is float32. For bfloat16 rows that would make every gradient a float32 x bfloat16 product.
+    """
+    return trencadis.grouped_matmul(rows, w, sizes, preferred_element_type=rows.dtype)
+
+
+def layer(config: Config, params: Params, x: jax.Array, matmul: Matmul = grouped) -> jax.Array:
     """`[tokens, model] -> [tokens, model]`: route, permute, gate and up, down, combine."""
     routing = route(config, params["router"], x)
     rows = x[routing.token]  # [slots, model], sorted by expert
@@ -69,12 +77,12 @@ def layer(config: Config, params: Params, x: jax.Array, matmul: Matmul = trencad
 
 
 def loss(config: Config, params: Params, x: jax.Array, y: jax.Array, matmul: Matmul) -> jax.Array:
-    """Mean square distance from y."""
+    """The mean squared error against y."""
     return jnp.mean((layer(config, params, x, matmul) - y) ** 2)
 
 
-def make_step(config: Config, matmul: Matmul = trencadis.grouped_matmul, rate: float = 20.0) -> Callable[..., tuple]:
-    """A jitted step of SGD: `(params, x, y) -> (params, loss, gradients)`."""
+def make_step(config: Config, matmul: Matmul = grouped, rate: float = 20.0) -> Callable[..., tuple]:
+    """Return a jitted SGD step: `(params, x, y) -> (params, loss, gradients)`."""
 
     @jax.jit
     def step(params: Params, x: jax.Array, y: jax.Array) -> tuple[Params, jax.Array, Params]:
@@ -85,14 +93,14 @@ def make_step(config: Config, matmul: Matmul = trencadis.grouped_matmul, rate: f
 
 
 def data(config: Config, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Tokens and what the layer shall make of them: the answers of another layer of the same kind."""
+    """Random tokens, and as targets the outputs of another random layer of the same kind."""
     keys = jax.random.split(key, 2)
     x = jax.random.normal(keys[0], (config.tokens, config.model))
     return x, layer(config, init(config, keys[1]), x)
 
 
 def train(config: Config, steps: int, seed: int = 0) -> list[float]:
-    """The losses of a short training."""
+    """Train for some steps, and return the loss of each."""
     keys = jax.random.split(jax.random.key(seed), 2)
     params, (x, y) = init(config, keys[0]), data(config, keys[1])
     step, losses = make_step(config), []

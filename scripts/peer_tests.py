@@ -1,7 +1,9 @@
-"""The peers' tests of quantized `ragged_dot`, pointed at ours: `python scripts/peer_tests.py`; needs tokamax and chex.
+"""Run the tests that other libraries have for quantized `ragged_dot` against ours; needs tokamax and chex.
 
-- tokamax brings its own: 240 of them have quantized operands of qwix, in twenty pairs of tiles.
-- qwix's are not in its wheel: their operands and limits are the table below.
+`python scripts/peer_tests.py` runs two sets of tests:
+
+- tokamax installs its own tests; 240 of them have quantized qwix operands, with twenty pairs of tile shapes.
+- qwix's tests are not in its wheel; their operands and tolerances are the table below.
 """
 
 from __future__ import annotations
@@ -27,25 +29,25 @@ def _close(*trees: Any, **limits: Any) -> None:
 
 
 def ragged_dot(lhs: Any, rhs: Any, group_sizes: Any, activation: Any = None, **options: Any) -> jax.Array:
-    """Ours, with what tokamax's has beside lax's arguments: operands that are quantized late, and an activation."""
+    """Our `ragged_dot` with tokamax's additional arguments: operands that are quantized inside, and an activation."""
     lhs, rhs = (quantization.as_array_or_qarray(x) for x in (lhs, rhs))
     out = tr.ragged_dot(lhs, rhs, group_sizes, **options)
     return out if activation is None else activation(out)
 
 
 class TokamaxTest(test_base.RaggedDotTestBase):
-    """Those of tokamax's base class."""
+    """The tests of tokamax's base class, run with our function."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args, dot_fn=ragged_dot)
 
     def setUp(self) -> None:
-        """Where a test names no limit, that of tokamax's kernels: sums in another order differ near 0."""
+        """Use the tolerance of tokamax's kernels by default, because sums in another order differ near 0."""
         super().setUp()
         self.enterContext(mock.patch.object(chex, "assert_trees_all_close", _close))
 
     def _test_bench(self, spec: Any) -> None:
-        self.skipTest("shapes of accelerators")
+        self.skipTest("shapes for accelerators")
 
 
 def _how(qtype: Any, axes: tuple[int, ...] = (), tiles: dict[int, int] | None = None) -> dict[str, Any]:
@@ -53,11 +55,11 @@ def _how(qtype: Any, axes: tuple[int, ...] = (), tiles: dict[int, int] | None = 
 
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-EVEN, PAST, FEW = (64, 32, 16, 16), (128, 100, 0, 28), (10, 20, 30, 68)  # the second sums past m, where it is cut
+EVEN, PAST, FEW = (64, 32, 16, 16), (128, 100, 0, 28), (10, 20, 30, 68)  # the second sums past m and is clamped
 
 
 class QwixTest(parameterized.TestCase):
-    """As near to the product of what is not quantized as qwix's own, and to that of what the operands stand for."""
+    """Our result is as close to the unquantized and to the dequantized product as qwix requires of its own."""
 
     @parameterized.parameters(
         (_how(jnp.int8), _how(jnp.int8), 64, EVEN, 0.03),
@@ -73,7 +75,7 @@ class QwixTest(parameterized.TestCase):
         (_how(E4M3, (0,), {1: 128}), _how(E4M3, (0,), {1: 128, 2: 128}), 512, FEW, 0.04),
     )
     def test_values(self, left: Any, right: Any, n: int, sizes: tuple[int, ...], limit: float) -> None:
-        """Mean error over mean magnitude; 0.003 is how far qwix allows its own two ways to be apart."""
+        """Mean error over mean magnitude; 0.003 is the difference that qwix allows between its own two paths."""
         keys = jax.random.split(jax.random.key(42))
         x, w = jax.random.normal(keys[0], (128, 256)), jax.random.normal(keys[1], (4, 256, n))
         q, r = qwix.quantize(x, **left), qwix.quantize(w, **right)
@@ -85,7 +87,7 @@ class QwixTest(parameterized.TestCase):
         self.assertLessEqual(float(jnp.abs(got - meant).mean() / jnp.abs(meant).mean()), 0.003)
 
     def test_zero_points_are_refused(self) -> None:
-        """Which qwix dequantizes."""
+        """A zero point, which qwix would dequantize, is refused with an error."""
         q = qwix.quantize(jnp.ones((8, 4)), jnp.int8, calibration_method="minmax")
         with self.assertRaisesRegex(ValueError, "lhs: want a QArray without a zero_point"):
             tr.ragged_dot(q, jnp.ones((1, 4, 2)), jnp.array([8]))

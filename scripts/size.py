@@ -1,4 +1,4 @@
-"""The size budgets of the package: lines of a file, lines and arguments of a function. Prints what is over."""
+"""Check the size budgets of the package (lines of a file, lines and arguments of a function), and print violations."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import ast
 import pathlib
 import sys
 
+ROOTS = ("src", "tests", "benchmarks", "examples", "scripts")
 FILE, FUNCTION, ARGUMENTS = 450, 60, 8
-# signatures that are fixed from outside: the doors of DESIGN and the peers' own
-PUBLIC = {"grouped_matmul", "transposed_grouped_matmul", "gmm", "tgmm", "grouped_gemm", "grouped_dense"}
+# signatures that are fixed from outside: the public functions and those of other libraries
+PUBLIC = {
+    "grouped_matmul",
+    "transposed_grouped_matmul",
+    "gmm",
+    "tgmm",
+    "grouped_gemm",
+    "grouped_dense",
+    "show",
+    "trained",
+}
 
 
 def over_budget(path: pathlib.Path) -> list[str]:
-    """Complaints about one file."""
+    """Return one line per violation of a budget in a file."""
     text = path.read_text()
     found = [f"{path}: {lines} lines"] if (lines := text.count("\n")) > FILE else []
     for node in ast.walk(ast.parse(text)):
@@ -23,14 +33,15 @@ def over_budget(path: pathlib.Path) -> list[str]:
             arguments = len(node.args.args) + len(node.args.kwonlyargs) + len(node.args.posonlyargs)
             if size > FUNCTION:
                 found.append(f"{path}:{node.lineno} {node.name}: {size} lines")
-            if arguments > ARGUMENTS and node.name not in PUBLIC:
+            fixtures = path.parts[0] == "tests"  # arguments of tests are fixtures and cases
+            if arguments > ARGUMENTS and node.name not in PUBLIC and not fixtures:
                 found.append(f"{path}:{node.lineno} {node.name}: {arguments} arguments")
     return found
 
 
 def main() -> int:
-    """0 when everything fits."""
-    files = sorted(pathlib.Path("src").rglob("*.py"))
+    """Print all violations; the exit code is 0 if there are none."""
+    files = sorted(path for root in ROOTS for path in pathlib.Path(root).rglob("*.py"))
     found = [line for path in files for line in over_budget(path)]
     lines = sum(path.read_text().count("\n") for path in files)
     print(*found, f"{lines} lines in {len(files)} files", sep="\n")

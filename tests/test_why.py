@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from trencadis.api.matmul import problem_of
+from trencadis import GroupedTensor, grouped_gemm, grouped_matmul
 from trencadis.backends import BACKENDS
 from trencadis.core import devices
+from trencadis.core.arguments import problem_of
 from trencadis.core.cost import cost
-from trencadis.core.plan import plan, refusals
+from trencadis.core.plan import Plan, Refusal, answers, plan
 from trencadis.core.problem import Form
 from trencadis.core.target import Target
+from trencadis.quant import quantize
 from trencadis.why import why
 
 pytestmark = pytest.mark.core
@@ -46,14 +53,13 @@ def test_every_backend_answers_and_the_plans_are_the_plans(platform):
     answer = why(struct(64, 8), struct(4, 16, 8), SIZES, transpose_rhs=True, target=platform)
     target = Target(platform=platform)
     assert [each.backend for each in answer.backends] == list(BACKENDS)
-    for each, (name, reason) in zip(answer.backends, refusals(answer.problem, target).items(), strict=True):
-        assert each.reason == reason
-        assert (each.tiling is None) == (reason is not None)
-        assert f"{name:<10} {'yes' if reason is None else 'no '}" in str(answer)
+    assert answer.backends == tuple(answers(answer.problem, target).values())
+    for each in answer.backends:
+        assert f"{each.backend:<10} {'yes' if isinstance(each, Plan) else 'no '}" in str(answer)
     for each in answer.passes:
         assert each.plan == plan(each.problem, target)
         assert str(each.plan) in str(answer)
-    assert sum(each.because is not None for each in answer.backends) == 1
+    assert str(answer).count("<- chosen") == 1
 
 
 @pytest.fixture
@@ -66,14 +72,22 @@ def backends():
 
 
 def test_text(backends):
-    class Picky:
-        supports = staticmethod(lambda problem, target: None if problem.form is Form.ROWS else "only rows")
-        tiling = staticmethod(BACKENDS["reference"].tiling)
-
-    class Never(Picky):
-        supports = staticmethod(lambda problem, target: f"target is {target}")
-
     reference = backends["reference"]
+
+    class Picky:
+        @staticmethod
+        def plan(problem, target, overrides):
+            if problem.form is not Form.ROWS:
+                return Refusal(backend="picky", reason="only rows")
+            return dataclasses.replace(
+                reference.plan(problem, target, overrides), backend="picky", because="it likes it"
+            )
+
+    class Never:
+        @staticmethod
+        def plan(problem, target, overrides):
+            return Refusal(backend="never", reason=f"target is {target}")
+
     backends.clear()
     backends.update(never=Never, picky=Picky, reference=reference)
     assert str(why(struct(64, 8), struct(4, 8, 16), SIZES, target="cpu")).splitlines() == [
@@ -82,15 +96,15 @@ def test_text(backends):
         f"cost         {cost(problem_of((64, 8), (4, 8, 16), dtype=jnp.bfloat16, out=jnp.dtype(jnp.float32)))}",
         "backends",
         "  never      no   target is cpu",
-        "  picky      yes  tile 64·8·16 <- first of picky, reference",
+        "  picky      yes  tile 64·8·16 <- chosen",
         "  reference  yes  tile 64·8·16",
         "passes",
         "  forward    rows m=64 k=8 n=16 g=4: bfloat16 x bfloat16 -> float32",
-        "             picky, tile 64·8·16: first of picky, reference",
+        "             picky, tile 64·8·16: it likes it",
         "  d lhs      rows m=64 k=16 n=8 g=4: float32 x bfloat16ᵀ -> bfloat16",
-        "             picky, tile 64·16·8: first of picky, reference",
+        "             picky, tile 64·16·8: it likes it",
         "  d rhs      contraction m=64 k=8 n=16 g=4: bfloat16 x float32 -> bfloat16",
-        "             reference, tile 64·8·16: first of reference",
+        "             reference, tile 64·8·16: 4 full matmuls of all 64 rows, one for each group",
         "             not picky: only rows",
     ]
 
@@ -98,8 +112,48 @@ def test_text(backends):
 def test_known_sizes_count_only_the_rows_there():
     answer = why(jnp.ones((8, 4)), jnp.ones((3, 4, 2)), [2, 0, 0], target="cpu")
     assert answer.cost == cost(answer.problem, [2, 0, 0])
-    window = why(jnp.ones((8, 4)), jnp.ones((1, 4, 2)), jnp.array([2, 6]), target="cpu")
-    assert window.cost == cost(window.problem, [2])
+    window = why(jnp.ones((8, 4)), jnp.ones((1, 4, 2)), jnp.array([2, 6]), target="cpu", group_offset=1)
+    assert window.cost == cost(window.problem, [6])
+
+
+def test_backends_answer_for_the_part_of_k_that_is_planned():
+    """A tiling is meant for all of k, so that parts of it are planned without one."""
+    weights = quantize(jnp.ones((4, 64, 16)), "float8_e4m3fn", (1, 32, 1))
+    forward = why(struct(64, 64), weights, SIZES, target="v6e", tiling=(32, 64, 16)).passes[0]
+    assert forward.plan.split == 32 and forward.backends[0].tiling == forward.plan.tiling
+
+
+def test_shardings_inside_of_a_function_count():
+    """A program is for several devices as a whole, wherever it says so; XLA cannot partition a kernel over them."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    split, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
+
+    def constrained(x, w, s):
+        return grouped_matmul(jax.lax.with_sharding_constraint(x, split), w, s)
+
+    def manual(x, w, s):
+        inside = jax.shard_map(grouped_matmul, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        return grouped_matmul(x, w, s) + inside(x, w, s)
+
+    args = struct(64, 128), struct(4, 128, 128), SIZES
+    into = jax.jit(grouped_matmul, in_shardings=(split, whole, whole))
+    out = jax.jit(grouped_matmul, out_shardings=split)
+    for fn in (constrained, into, out):
+        assert [each.plan.backend for each in why(fn, *args, target="h200").passes] == ["xla"] * 3
+    assert [each.plan.backend for each in why(manual, *args, target="h200").passes[:2]] == ["xla", "gpu"]
+
+
+def test_integers_that_are_known_stay_known():
+    """Shapes may depend on them, in the call and so in its explanation."""
+    rows = GroupedTensor.ragged_rows(jnp.ones((8, 4)), [5, 3])
+    columns = GroupedTensor.ragged_cols(jnp.ones((4, 8)), [2, 6])
+    assert why(lambda a, b: grouped_gemm(a, b, contracting_dims=((1,), (0,))), rows, columns, target="cpu").target
+
+    def stored(x, w, sizes, transpose_rhs, group_offset):
+        return grouped_matmul(x, w, sizes, transpose_rhs=transpose_rhs, group_offset=group_offset)
+
+    answer = why(stored, struct(64, 8), struct(2, 16, 8), SIZES, np.True_, np.int32(1), target="cpu")
+    assert answer.problem.transpose_rhs
 
 
 def test_passes_without_a_derivative():

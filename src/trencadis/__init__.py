@@ -1,29 +1,57 @@
-"""Grouped matrix multiplication for JAX: many matmuls of uneven sizes, laid as one."""
+"""Grouped matrix multiplication for JAX: many matmuls of uneven sizes as one kernel, on TPU, GPU and CPU."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from trencadis.api.gemm import grouped_dense, grouped_gemm
 from trencadis.api.lax import ragged_dot, ragged_dot_general
 from trencadis.api.matmul import GroupMetadata, grouped_matmul, make_group_metadata, transposed_grouped_matmul
 from trencadis.core.debug import debug_checks
+from trencadis.core.decision import PerformanceWarning
 from trencadis.core.tiling import Tiling, Tilings
 from trencadis.gemm.tensor import GroupedTensor
-from trencadis.viz import show
+from trencadis.viz import show, show_gemm
 from trencadis.why import why
+
+if TYPE_CHECKING:
+    from trencadis import compat, gemm, inspect, quant, viz
+
+__version__ = "0.1.0"
+
+_PACKAGES = ("compat", "gemm", "inspect", "quant", "viz")
 
 __all__ = [
     "GroupMetadata",
     "GroupedTensor",
+    "PerformanceWarning",
     "Tiling",
     "Tilings",
+    "compat",
     "debug_checks",
+    "gemm",
     "grouped_dense",
     "grouped_gemm",
     "grouped_matmul",
+    "inspect",
     "make_group_metadata",
+    "quant",
     "ragged_dot",
     "ragged_dot_general",
     "show",
+    "show_gemm",
     "transposed_grouped_matmul",
+    "viz",
     "why",
 ]
 
-__version__ = "0.1.0"
+
+def __getattr__(name: str) -> Any:
+    """Import a public package when it is first used, so that `import trencadis` alone stays quick."""
+    if name in _PACKAGES:
+        return importlib.import_module(f"trencadis.{name}")
+    raise AttributeError(f"module 'trencadis' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names and packages."""
+    return [*__all__, "__version__"]

@@ -1,6 +1,6 @@
-"""The reasons of a plan: what a call asks, what it costs, which backends can do it, and which one will, in each pass.
+"""Why a call runs as it does: the plan of every grouped product in it, forward and backward, with its reasons.
 
-The derived problems are read from the traced program, so that what is printed is what will run.
+The problems are read from the traced program, and the plans are those of `core.plan`, so what is printed will run.
 """
 
 from __future__ import annotations
@@ -8,93 +8,108 @@ from __future__ import annotations
 import dataclasses
 import functools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trencadis.api.matmul import grouped_matmul, transposed_grouped_matmul
-from trencadis.backends import BACKENDS, INTERPRETED, NOTES
-from trencadis.core import problem as what
+from trencadis.backends import KERNELS
+from trencadis.core import arguments
 from trencadis.core.autodiff import grouped_p
 from trencadis.core.cost import Cost, cost
 from trencadis.core.devices import target_of
-from trencadis.core.plan import Plan, plan, refusals, taken
-from trencadis.core.problem import Form, Problem
+from trencadis.core.execute import execute
+from trencadis.core.jax_compat import newly_manual_axes
+from trencadis.core.plan import Plan, Refusal, answers, plan
+from trencadis.core.problem import Problem
 from trencadis.core.split import part_of
 from trencadis.core.target import Target
-from trencadis.core.tiling import Pins, Tiling
+from trencadis.core.tiling import Overrides
+from trencadis.gemm import xla as gemm_xla
+from trencadis.gemm.autodiff import gemm_p
+from trencadis.gemm.problem import GemmProblem
 from trencadis.quant.qarray import from_qarray, is_qarray
 from trencadis.quant.scaled import Scaled
 
-SMALL = 1 << 16  # bytes of an array that is not worth a word
-FUSED = ("halves", "ordered")  # functions that count as one operation, whatever they consist of
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What one backend says: the tile it would take, or the reason why it cannot; and why it was chosen, if it was."""
-
-    backend: str
-    tiling: Tiling | None = None
-    reason: str | None = None
-    because: str | None = None
-    note: str | None = None  # how it would do it, where that is worth a word
-
-    def __str__(self) -> str:
-        if self.reason is not None:
-            return f"{self.backend:<10} no   {self.reason}"
-        chosen, note = f" <- {self.because}" if self.because else "", f"; {self.note}" if self.note else ""
-        return f"{self.backend:<10} yes  tile {self.tiling}{chosen}{note}"
+SMALL = 1 << 16  # bytes of an array that is too small to be reported as a copy
+FUSED = ("hi_lo", "permute_k")  # functions that count as one operation, whatever they consist of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One of forward, d lhs and d rhs: the problem it is and the plan for it, or why there is none."""
+    """One grouped product of a call: the problem it is, its plan, and what every backend says; or why there is none."""
 
     name: str
-    problem: Problem | None = None
     plan: Plan | None = None
-    backends: tuple[Verdict, ...] = ()
-    copies: tuple[str, ...] = ()  # what is made of operands and results beside the kernel
-    reason: str | None = None
+    backends: tuple[Plan | Refusal, ...] = ()  # in the order of preference
+    copies: tuple[str, ...] = ()  # large arrays that are made of operands and results beside the kernel
+    cost: Cost | None = None
+    reason: str = ""  # why there is no product
+
+    @property
+    def problem(self) -> Problem | None:
+        """The problem that the call asks; None if there is no product."""
+        return None if self.plan is None else self.plan.asked
+
+    @property
+    def refusals(self) -> dict[str, Refusal]:
+        """The refusals of backends, by their names."""
+        return {each.backend: each for each in self.backends if isinstance(each, Refusal)}
 
     def __str__(self) -> str:
-        if self.problem is None:
+        if self.plan is None:
             return f"{self.name:<10} none: {self.reason}"
-        copies = "".join(f"\n{'':<10} besides: {copy}" for copy in self.copies)
-        return f"{self.name:<10} {self.problem}\n{'':<10} {self.plan}{copies}"
+        lines = [f"{self.name:<10} {self.plan.asked}", f"{'':<10} {self.plan}"]
+        lines += [f"{'':<10} {note}" for note in self.plan.notes]
+        return "\n".join(lines + [f"{'':<10} besides: {copy}" for copy in self.copies])
 
-    def news(self, forward: Pass) -> str:
-        """The refusals of this pass that the forward pass does not have."""
-        known = {(v.backend, v.reason) for v in forward.backends}
-        new = [v for v in self.backends if v.reason is not None and (v.backend, v.reason) not in known]
-        return "".join(f"\n{'':<10} not {v.backend}: {v.reason}" for v in new)
+    def news(self, known: dict[str, Refusal]) -> str:
+        """The refusals of this pass that another does not have, as lines of text."""
+        new = [each for name, each in self.refusals.items() if known.get(name) != each]
+        return "".join(f"\n{'':<10} not {each.backend}: {each.reason}" for each in new)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Why:
-    """The answer of `why`; prints itself.
+    """The answer of `why`: the grouped products of a call and their plans. It prints itself.
 
     >>> answer = why(jnp.ones((4, 2)), jnp.ones((1, 2, 3)), jnp.array([4]), target="cpu")
-    >>> [verdict.reason for verdict in answer.backends if verdict.backend == "reference"]
-    [None]
+    >>> answer.passes[0].plan.backend, sorted(answer.passes[0].refusals)
+    ('xla', ['gpu', 'tpu'])
     """
 
-    problem: Problem
     target: Target
-    cost: Cost
-    passes: tuple[Pass, ...]  # forward, d lhs, d rhs
+    passes: tuple[Pass, ...]  # forward, d lhs, d rhs; of a function, all its products, then those of its gradient
 
     @property
-    def backends(self) -> tuple[Verdict, ...]:
-        """What each backend says of the problem, in the order of preference."""
-        return self.passes[0].backends
+    def problem(self) -> Problem:
+        """The problem of the first product."""
+        assert self.passes and self.passes[0].problem is not None
+        return self.passes[0].problem
+
+    @property
+    def cost(self) -> Cost:
+        """The cost of the first product."""
+        assert self.passes and self.passes[0].cost is not None
+        return self.passes[0].cost
+
+    @property
+    def backends(self) -> tuple[Plan | Refusal, ...]:
+        """What each backend says of the first product, in the order of preference."""
+        return self.passes[0].backends if self.passes else ()
 
     def __str__(self) -> str:
-        backends = "\n".join(map(str, self.backends))
-        passes = "\n".join(f"{each}{each.news(self.passes[0])}" for each in self.passes)
+        if not self.passes:
+            return f"target       {self.target}\nthere is no grouped product in this function"
+        if self.passes[0].name != "forward":
+            known: dict[str, Refusal] = {}
+            return "\n".join([f"target       {self.target}", *(f"{each}{each.news(known)}" for each in self.passes)])
+        first = self.passes[0]
+        backends = "\n".join(_verdict(each, first.plan) for each in self.backends)
+        passes = "\n".join(f"{each}{each.news(first.refusals)}" for each in self.passes)
         return "\n".join([
             f"problem      {self.problem}",
             f"target       {self.target}",
@@ -108,30 +123,31 @@ class Why:
     __repr__ = __str__
 
 
+def _verdict(answer: Plan | Refusal, chosen: Plan | None) -> str:
+    if isinstance(answer, Refusal):
+        return f"{answer.backend:<10} no   {answer.reason}"
+    mark = " <- chosen" if chosen is not None and answer.backend == chosen.backend else ""
+    return f"{answer.backend:<10} yes  tile {answer.tiling}{mark}"
+
+
 def why(
-    lhs: Any,
-    rhs: Any,
-    group_sizes: Any,
-    preferred_element_type: Any = jnp.float32,
-    *,
-    transpose_rhs: bool = False,
-    transpose_lhs: bool = False,
-    target: Target | jax.Device | str | None = None,
+    fn_or_lhs: Callable[..., Any] | Any, *args: Any, target: Target | jax.Device | str | None = None, **options: Any
 ) -> Why:
-    """What a call would do and why, without making it.
+    """Say what a call would run and why, without running it.
+
+    `why(fn, *args)` traces any function and explains each grouped product in it, those of its gradient included:
+    sharded arguments, quantized operands, bias, activation, tiling, windows and `grouped_gemm` count as they will.
+    `why(lhs, rhs, group_sizes)` explains one `grouped_matmul` (rhs of rank 3) or `transposed_grouped_matmul` (rank 2).
 
     Args:
-      lhs: as for the operation, quantized or not; `jax.ShapeDtypeStruct` may stand for arrays.
-      rhs: of rank 3 for `grouped_matmul`, of rank 2 for `transposed_grouped_matmul`.
-      group_sizes: an array or a `jax.ShapeDtypeStruct`; with values, the cost is that of the rows really there.
-      preferred_element_type: the dtype of the result.
-      transpose_rhs: as in `grouped_matmul`.
-      transpose_lhs: as in `transposed_grouped_matmul`.
+      fn_or_lhs: a function; or lhs as for the operation, where `jax.ShapeDtypeStruct` may stand for any array.
+      *args: the arguments of the function; or rhs, group_sizes and optionally the dtype of the result.
       target: what to plan for: a `Target`, a device, "cpu", "cuda", "rocm", "tpu", a TPU generation such as "v6e", or
-        a GPU such as "h200"; by default the default device.
+        a GPU such as "h200"; by default the devices of the arguments, or the default device.
+      **options: the other arguments of the function, or of the operation.
 
     Returns:
-      A `Why`: print it, or read its problem, cost, backends and passes.
+      A `Why`: print it, or read its passes, each with a problem, a plan and the refusals of other backends.
 
     >>> x, w = jax.ShapeDtypeStruct((64, 8), jnp.bfloat16), jax.ShapeDtypeStruct((4, 8, 16), jnp.bfloat16)
     >>> answer = why(x, w, jnp.array([16, 0, 40, 8]), target="cpu")
@@ -139,84 +155,166 @@ def why(
     rows m=64 k=8 n=16 g=4: bfloat16 x bfloat16 -> float32
     >>> print(*(f"{each.name}: {each.problem.form.value}" for each in answer.passes), sep=", ")
     forward: rows, d lhs: rows, d rhs: contraction
+    >>> sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    >>> layer = lambda x, w, s: jax.nn.silu(grouped_matmul(x, w, s, x.dtype))
+    >>> print(*(each.name for each in why(layer, x, w, sizes, target="cpu").passes), sep=", ")
+    product 1, gradient 1, gradient 2
     """
-    target = target_of(target)
-    operands = tuple(_abstract(name, x) for name, x in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes)))
-    rank = len(operands[1].shape)
-    if rank not in (2, 3):
-        raise ValueError(
-            f"rhs: want 3 dimensions (grouped_matmul) or 2 (transposed_grouped_matmul); got shape {operands[1].shape}"
-        )
-    other, flag = ("transpose_lhs", transpose_lhs) if rank == 3 else ("transpose_rhs", transpose_rhs)
-    if what.checked_flag(other, flag):
-        raise ValueError(f"{other}: want rhs of rank {5 - rank}; got rhs of shape {operands[1].shape}")
-
-    def call(lhs: Any, rhs: Any, sizes: Any) -> jax.Array:
-        if rank == 3:
-            return grouped_matmul(lhs, rhs, sizes, preferred_element_type, transpose_rhs=transpose_rhs)
-        return transposed_grouped_matmul(lhs, rhs, sizes, preferred_element_type, transpose_lhs=transpose_lhs)
-
-    forward = _grouped(jax.make_jaxpr(call)(*operands).jaxpr)
-    asked = _whole(forward[0][0], operands, preferred_element_type)
-    passes = [_pass("forward", forward[0], target), *(_derivative(call, i, operands, target) for i in (0, 1))]
-    return Why(
-        problem=asked,
-        target=target,
-        cost=cost(asked, _known_sizes(group_sizes, asked), (_bytes(operands[0]), _bytes(operands[1]))),
-        passes=tuple(passes),
-    )
+    if callable(fn_or_lhs):
+        return _function(fn_or_lhs, args, options, target)
+    return _operation((fn_or_lhs, *args), options, target)
 
 
-def _abstract(name: str, x: Any) -> Any:
-    """An array without its numbers; of a quantized one, all its leaves."""
-    if is_qarray(x):
-        x = from_qarray(name, x)
-    elif not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        x = what.as_array(name, x)
-    kept = jax.dtypes.canonicalize_dtype
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, kept(leaf.dtype)), x)
+# ---------------------------------------------------------------------------------------------------------------------
+# Any function
 
 
-def _whole(problem: Problem, operands: tuple[Any, ...], out: Any) -> Problem:
-    """The problem that was asked, where quantized operands made another of it: of a part of k, or of wider values."""
-    lhs, rhs, _ = operands
-    if not isinstance(lhs, Scaled) and not isinstance(rhs, Scaled):
-        return problem
-    k = lhs.shape[1] if problem.form is Form.ROWS else problem.k
-    return problem.replace(k=k, lhs=lhs.dtype, rhs=rhs.dtype, out=what.result_dtype(out))
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """A grouped product in a traced program."""
+
+    problem: Problem | GemmProblem
+    overrides: Overrides
+    partitioned: bool  # whether XLA will split it over devices
 
 
-def _bytes(x: Any) -> int:
-    return int(x.nbytes if isinstance(x, Scaled) else x.size * x.dtype.itemsize)
+def _function(fn: Callable[..., Any], args: Any, options: dict[str, Any], target: Any) -> Why:
+    leaves, tree = jax.tree.flatten((args, options))
+    given = [i for i, leaf in enumerate(leaves) if _traced(leaf)]
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    seen = _target(shardings, target)
+    arrays = [_struct(leaves[i]) for i in given]
+
+    def call(*arrays: Any) -> list[Any]:
+        filled = dict(zip(given, arrays, strict=True))
+        args, options = jax.tree.unflatten(tree, [filled.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return [x for x in jax.tree.leaves(fn(*args, **options)) if hasattr(x, "dtype")]
+
+    traced = jax.make_jaxpr(call)(*arrays).jaxpr
+    split = any(map(_spread, shardings)) or _spread_mesh(jax.sharding.get_abstract_mesh(), ()) or _spreads(traced)
+    forward = list(_products(traced, split))
+    passes = [_pass(f"product {i + 1}", each, seen) for i, each in enumerate(forward)]
+    return Why(target=seen, passes=(*passes, *_gradient(call, arrays, split, seen)))
 
 
-def _known_sizes(group_sizes: Any, asked: Problem) -> list[int] | None:
-    """The sizes of the local groups, checked, where they are known."""
-    if isinstance(group_sizes, jax.ShapeDtypeStruct):
-        return None
-    sizes = what.concrete(group_sizes)
-    if sizes is None:
-        return None
-    what.check_sizes(sizes, asked.m)
-    return [int(size) for size in sizes[: asked.local_groups]]
+def _gradient(call: Callable[..., Any], arrays: list[Any], split: bool, target: Target) -> Iterator[Pass]:
+    """The products that the gradient with respect to all float arguments adds to those of the call itself."""
+    inexact = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
+    def primal(*arrays: Any) -> Any:
+        def of(*floats: Any) -> Any:
+            filled = dict(zip(inexact, floats, strict=True))
+            outs = call(*(filled.get(i, x) for i, x in enumerate(arrays)))
+            return [x for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-def _pass(name: str, found: tuple[Problem, Pins], target: Target) -> Pass:
-    problem, pins = found
-    if problem.epilogue.blocks and not taken(problem, target, pins):
-        problem = part_of(problem, problem.epilogue.blocks)
-    chosen = plan(problem, target, pins)
-    verdicts = tuple(_verdicts(problem, target, chosen))
-    return Pass(name=name, problem=problem, plan=chosen, backends=verdicts, copies=tuple(_copies(problem, chosen)))
+        return jax.vjp(of, *(arrays[i] for i in inexact))
 
+    def pull(*arrays: Any) -> Any:
+        outs, pullback = primal(*arrays)
+        return pullback([jnp.ones_like(x) for x in outs])
 
-def _copies(problem: Problem, chosen: Plan) -> Iterator[str]:
-    """The large arrays that a backend with kernels makes before its kernel and after it."""
-    if chosen.backend not in INTERPRETED:
+    try:
+        before = list(_products(jax.make_jaxpr(lambda *x: primal(*x)[0])(*arrays).jaxpr, split))
+        after = list(_products(jax.make_jaxpr(pull)(*arrays).jaxpr, split))
+    except Exception as error:  # not every function has a gradient; what JAX says is the answer
+        yield Pass(name="gradient", reason=f"{type(error).__name__}: {str(error).splitlines()[0]}")
         return
-    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in problem.operands]
-    run = functools.partial(BACKENDS[chosen.backend].run, problem, chosen)
-    for equation in _plain(jax.make_jaxpr(run)(*operands).jaxpr):
+    for i, each in enumerate(after[len(before) :]):
+        yield _pass(f"gradient {i + 1}", each, target)
+
+
+def _traced(x: Any) -> bool:
+    """Whether an argument is traced: an array whose numbers do not decide what runs, or has none.
+
+    Integers that are known stay known, as in the call itself: shapes may depend on them.
+    """
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        return False
+    known = isinstance(x, (np.ndarray, np.generic, jax.Array)) and not isinstance(x, jax.core.Tracer)
+    return not known or jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _struct(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def _target(shardings: list[Any], target: Any) -> Target:
+    """The target that was asked for, or that of the devices on which the arguments are."""
+    if target is None:
+        sets = [getattr(sharding, "device_set", ()) for sharding in shardings if sharding is not None]
+        target = next((device for devices in sets for device in devices), None)
+    return target_of(target)
+
+
+def _spread(sharding: Any) -> bool:
+    """Whether an array is on several devices."""
+    return sharding is not None and getattr(sharding, "num_devices", 1) > 1
+
+
+def _spread_mesh(mesh: Any, manual: Any) -> bool:
+    """Whether a mesh has several devices along axes that are not manual."""
+    return any(size > 1 for name, size in mesh.shape.items() if name not in manual)
+
+
+def _products(jaxpr: Any, partitioned: bool, manual: frozenset[Any] = frozenset()) -> Iterator[_Found]:
+    """The grouped products of a traced program, in order; inside `shard_map`, over which axes the program is manual."""
+    for equation in jaxpr.eqns:
+        params = equation.params
+        if equation.primitive is grouped_p:
+            yield _Found(params["problem"], params["overrides"], partitioned)
+        elif equation.primitive is gemm_p:
+            yield _Found(params["problem"], Overrides(), partitioned)
+        inside, axes = partitioned, manual
+        if equation.primitive.name == "shard_map":
+            axes = manual | newly_manual_axes(params)
+            inside = _spread_mesh(params["mesh"], axes)
+        for inner in _inner(params):
+            yield from _products(inner, inside, axes)
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Any]:
+    """The traced programs among the parameters of an equation."""
+    for value in params.values():
+        for inner in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def _spreads(jaxpr: Any) -> bool:
+    """Whether a traced program is for several devices, as a sharding or a `shard_map` anywhere in it says."""
+    for equation in jaxpr.eqns:
+        params = equation.params
+        shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()), params.get("sharding"))
+        mesh = params["mesh"] if equation.primitive.name == "shard_map" else None
+        if any(map(_spread, shardings)) or (mesh is not None and _spread_mesh(mesh, ())):
+            return True
+        if any(map(_spreads, _inner(params))):
+            return True
+    return False
+
+
+def _pass(name: str, found: _Found, target: Target, sizes: list[int] | None = None, stored: Any = None) -> Pass:
+    """The explanation of a product."""
+    target = dataclasses.replace(target, partitioned=target.partitioned or found.partitioned)
+    if isinstance(found.problem, GemmProblem):
+        return Pass(name=name, plan=gemm_xla.plan(found.problem, target))
+    chosen = plan(found.problem, target, found.overrides)
+    if chosen.split:
+        said = answers(part_of(found.problem), target, found.overrides.untiled)
+    else:
+        said = answers(found.problem, target, found.overrides)
+    copies = tuple(_copies(chosen))
+    price = cost(found.problem, sizes, stored)
+    return Pass(name=name, plan=chosen, backends=tuple(said.values()), copies=copies, cost=price)
+
+
+def _copies(chosen: Plan) -> Iterator[str]:
+    """The large arrays that are made before a kernel and after it."""
+    if chosen.backend not in {name for names in KERNELS.values() for name in names}:
+        return
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in chosen.asked.operands]
+    for equation in _plain(jax.make_jaxpr(functools.partial(execute, chosen))(*operands).jaxpr):
         source, made = equation.invars[0].aval, equation.outvars[0].aval
         size = made.size * made.dtype.itemsize
         if size >= SMALL:
@@ -236,18 +334,66 @@ def _plain(jaxpr: Any) -> Iterator[Any]:
             yield equation
 
 
-def _verdicts(problem: Problem, target: Target, chosen: Plan) -> Iterator[Verdict]:
-    for name, reason in refusals(problem, target).items():
-        yield Verdict(
-            backend=name,
-            reason=reason,
-            tiling=BACKENDS[name].tiling(problem, target) if reason is None else None,
-            because=chosen.because if name == chosen.backend else None,
-            note=NOTES[name](problem, target) if reason is None and name in NOTES else None,
+# ---------------------------------------------------------------------------------------------------------------------
+# One operation
+
+
+def _operation(arrays: tuple[Any, ...], options: dict[str, Any], target: Any) -> Why:
+    """The answer for one grouped matmul of the rank that rhs says."""
+    if not 3 <= len(arrays) <= 4:
+        raise TypeError(
+            f"why: want a function and its arguments, or lhs, rhs and group_sizes; got {len(arrays)} arrays"
         )
+    *operands, out = (*arrays, jnp.float32)[:4]
+    lhs, rhs, sizes = (_abstract(n, x) for n, x in zip(("lhs", "rhs", "group_sizes"), operands, strict=True))
+    rank = len(rhs.shape)
+    if rank not in (2, 3):
+        raise ValueError(
+            f"rhs: want 3 dimensions (grouped_matmul) or 2 (transposed_grouped_matmul); got shape {rhs.shape}"
+        )
+    other = "transpose_lhs" if rank == 3 else "transpose_rhs"
+    if arguments.checked_flag(other, options.pop(other, False)):
+        raise ValueError(f"{other}: want rhs of rank {5 - rank}; got rhs of shape {rhs.shape}")
+    out = options.pop("preferred_element_type", out)
+    call = functools.partial(grouped_matmul if rank == 3 else transposed_grouped_matmul, **options)
+
+    def product(lhs: Any, rhs: Any, sizes: Any) -> jax.Array:
+        return call(lhs, rhs, sizes, out)
+
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(tuple(operands))]
+    seen, split = _target(shardings, target), any(map(_spread, shardings))
+    found = next(_products(jax.make_jaxpr(product)(lhs, rhs, sizes).jaxpr, split))
+    known = _known_sizes(operands[2], options.get("group_offset"), found.problem)
+    forward = _pass("forward", found, seen, known, (_bytes(lhs), _bytes(rhs)))
+    pulled = (_derivative(product, i, (lhs, rhs, sizes), split, seen) for i in (0, 1))
+    return Why(target=seen, passes=(forward, *pulled))
 
 
-def _derivative(call: Any, which: int, operands: tuple[Any, ...], target: Target) -> Pass:
+def _abstract(name: str, x: Any) -> Any:
+    """An array without its numbers; of a quantized one, all its leaves."""
+    if is_qarray(x):
+        x = from_qarray(name, x)
+    elif not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        x = arguments.as_array(name, x)
+    return jax.tree.map(_struct, x)
+
+
+def _bytes(x: Any) -> int:
+    return int(x.nbytes if isinstance(x, Scaled) else x.size * x.dtype.itemsize)
+
+
+def _known_sizes(group_sizes: Any, group_offset: Any, asked: Problem | GemmProblem) -> list[int] | None:
+    """The sizes of the local groups, checked, where they are known."""
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in (group_sizes, group_offset)):
+        return None
+    sizes, first = arguments.concrete(group_sizes), arguments.concrete(arguments.first_group(group_offset))
+    if sizes is None or first is None or isinstance(asked, GemmProblem):
+        return None
+    arguments.check_sizes(sizes, asked.m)
+    return [int(size) for size in np.asarray(sizes)[int(first) :][: asked.local_groups]]
+
+
+def _derivative(call: Callable[..., Any], which: int, operands: Any, split: bool, target: Target) -> Pass:
     """The pass that gives the cotangent of lhs (0) or rhs (1)."""
     name = ("d lhs", "d rhs")[which]
     if isinstance(operands[which], Scaled):
@@ -263,18 +409,5 @@ def _derivative(call: Any, which: int, operands: tuple[Any, ...], target: Target
         _, pullback = jax.vjp(lambda x: call(*given[:which], x, *given[which + 1 :], sizes), given[which])
         return pullback(cotangent)
 
-    traced = _grouped(jax.make_jaxpr(pull)(*operands, out).jaxpr)
+    traced = list(_products(jax.make_jaxpr(pull)(*operands, out).jaxpr, split))
     return _pass(name, traced[-1], target)  # the first is the forward pass, which vjp runs as well
-
-
-def _grouped(jaxpr: Any) -> list[tuple[Problem, Pins]]:
-    """The problem and the pins of every grouped matmul in a traced program, in order."""
-    found = []
-    for equation in jaxpr.eqns:
-        if equation.primitive is grouped_p:
-            found.append((equation.params["problem"], equation.params["pins"]))
-        for inner in equation.params.values():
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                found += _grouped(inner)
-    return found

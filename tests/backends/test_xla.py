@@ -1,4 +1,4 @@
-"""The tiles of the XLA backend: they cover a group at about the price of its rows, and nothing is copied whole."""
+"""The row tiles of the XLA backend cover a group at about the cost of its rows, and no whole operand is copied."""
 
 import functools
 
@@ -9,8 +9,8 @@ import oracle
 import pytest
 
 import trencadis as tr
-from trencadis.api.matmul import problem_of
 from trencadis.backends import xla
+from trencadis.core.arguments import problem_of
 from trencadis.core.plan import plan
 from trencadis.core.target import Target
 
@@ -20,10 +20,10 @@ CPU = Target(platform="cpu")
 
 
 def steps(size, heights):
-    """The tiles a group of this many rows is cut into."""
+    """The heights of the tiles into which a group of this many rows is cut."""
     tiles = []
-    for height, least in heights:
-        while size >= least:
+    for height, min_rows in heights:
+        while size >= min_rows:
             tiles.append(height)
             size -= height
     return tiles
@@ -43,21 +43,44 @@ def test_row_tiles_cover_a_group_and_little_more(dtype, transpose_rhs, k):
     assert sum(steps(1000, heights)) < 1.1 * 1000 + 64
 
 
-@pytest.mark.parametrize("m, tallest", [(1, 256), (3, 256), (4096, 1), (4096, 5), (4096, 10**6), (300, 256)])
-def test_tiles_obey_the_tiling_and_fit_the_array(m, tallest):
+@pytest.mark.parametrize("m, block_m", [(1, 256), (3, 256), (4096, 1), (4096, 5), (4096, 10**6), (300, 256)])
+def test_tiles_are_no_taller_than_the_tiling_and_the_array(m, block_m):
     problem = problem_of((m, 8), (2, 8, 8))
-    for kind in (jnp.dtype("float32"), jnp.dtype("bfloat16")):
-        heights = [height for height, _ in xla._row_heights(problem, tallest, kind)]
-        assert 1 <= min(heights) <= max(heights) <= min(m, tallest)
-    summed = xla._sum_heights(problem_of((8, m), (m, 8), groups=2), tallest)
+    for dtype in (jnp.dtype("float32"), jnp.dtype("bfloat16")):
+        heights = [height for height, _ in xla._row_heights(problem, block_m, dtype)]
+        assert 1 <= min(heights) <= max(heights) <= min(m, block_m)
+    summed = xla._sum_heights(problem_of((8, m), (m, 8), groups=2), block_m)
     assert summed == sorted(set(summed))
-    assert summed[-1] == min(m, tallest)
+    assert summed[-1] == min(m, block_m)
+
+
+@pytest.mark.parametrize("rhs", [(4, 8, 8), (400, 8)], ids=["rows", "contraction"])
+def test_row_tiles_are_those_of_the_loops(rhs, monkeypatch):
+    """What pictures are drawn from: the loops compute the same tiles, and no others, when they run."""
+    problem = problem_of((400, 8) if len(rhs) == 3 else (8, 400), rhs, groups=4)
+    sizes, seen, between = np.array([37, 0, 300, 60]), [], xla._between
+
+    def noted(row, height, start, end):
+        def note(row, start, end):
+            seen.append((range(row, row + height), range(start, min(end, start + height))))
+
+        jax.debug.callback(lambda *values: note(*map(int, values)), row, start, end)
+        return between(row, height, start, end)
+
+    monkeypatch.setattr(xla, "_between", noted)
+    operands = jnp.ones((400, 8) if len(rhs) == 3 else (8, 400)), jnp.ones(rhs)
+    xla.run(plan(problem, CPU), *operands, jnp.asarray(sizes)[None], jnp.zeros(1, jnp.int32))
+    jax.effects_barrier()
+    layout = plan(problem, CPU).layout
+    tiles = [t for start, end in oracle.bounds(sizes, 400) for t in xla.row_tiles(problem, layout, start, end)]
+    assert sorted(map(str, seen)) == sorted(str(tuple(tile)) for tile in tiles)
+    assert [row for tile in tiles for row in tile.owned] == list(range(397))
 
 
 @pytest.mark.parametrize("sizes", [[1, 0, 255, 256, 257, 1000, 31, 2], [1802, 0, 0, 0, 0, 0, 0, 0], [0] * 8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_groups_around_every_tile_height(sizes, dtype, rng):
-    """Sizes that need one tile, several, and every height."""
+    """Sizes that need one tile, several tiles, and tiles of every height."""
     m, k, n = 1802, 5, 3
     x, w, y = (jnp.asarray(rng.normal(size=s), dtype) for s in ((m, k), (8, k, n), (m, n)))
     out = tr.grouped_matmul(x, w, np.array(sizes), backend="xla")
@@ -71,7 +94,7 @@ def test_groups_around_every_tile_height(sizes, dtype, rng):
 @pytest.mark.parametrize("g", [1, 64])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_temporaries_are_a_few_matrices(g, dtype):
-    """No array of the size of lhs or rhs is made on the way, and nothing that grows with the groups."""
+    """No temporary has the size of lhs or rhs, and none grows with the number of groups."""
     m, k, n = 2048, 128, 128
     x, w, y = (jax.ShapeDtypeStruct(s, dtype) for s in ((m, k), (g, k, n), (m, n)))
     sizes = jax.ShapeDtypeStruct((g,), jnp.int32)
@@ -89,12 +112,12 @@ def test_plan_names_the_tallest_tile():
 
 
 def test_operands_are_converted_only_where_the_machine_needs_it():
-    def kind(dtype, platform):
+    def operand(dtype, platform):
         return xla._operand_dtype(problem_of((8, 8), (2, 8, 8), dtype=dtype), Target(platform=platform))
 
-    assert kind("bfloat16", "tpu") == kind("bfloat16", "cuda") == jnp.bfloat16
-    assert kind("float16", "cuda") == jnp.float16
-    assert kind("float16", "cpu") == kind("float8_e4m3fn", "cpu") == kind("float32", "tpu") == jnp.float32
-    assert kind("int8", "cpu") == kind("int4", "cpu") == jnp.int8
+    assert operand("bfloat16", "tpu") == operand("bfloat16", "cuda") == jnp.bfloat16
+    assert operand("float16", "cuda") == jnp.float16
+    assert operand("float16", "cpu") == operand("float8_e4m3fn", "cpu") == operand("float32", "tpu") == jnp.float32
+    assert operand("int8", "cpu") == operand("int4", "cpu") == jnp.int8
     mixed = problem_of((8, 8), (2, 8, 8), dtype="bfloat16").replace(rhs=np.dtype("float32"))
     assert xla._operand_dtype(mixed, Target(platform="tpu")) == jnp.float32

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import importlib
+import inspect
 import json
 import pathlib
+import runpy
 import subprocess
 import sys
 
@@ -14,11 +17,11 @@ import pytest
 
 from trencadis import inspect as tpu
 from trencadis.cli import doctor
-from trencadis.cli import inspect_command as compiling
+from trencadis.cli import inspect as compiling
 from trencadis.cli import main as cli
-from trencadis.cli.show_command import tensor
+from trencadis.cli.show import Show, tensor
 from trencadis.cli.sizes import random_sizes
-from trencadis.viz import show
+from trencadis.viz import show, show_gemm
 
 pytestmark = pytest.mark.core
 
@@ -36,31 +39,47 @@ def trencadis(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "line", ["show 3 0 5 --tile 4", "show 3,0,5 --tile 4", "show --tile 4 3,0 5", "show 3,0,5 --tile 4 --m 8"]
+    "line",
+    ["3 0 5 --target h200", "3,0,5 --target h200", "--target h200 3,0 5", "3,0,5 --target=h200 -m 8 -k 1024 -n 1024"],
 )
 def test_show(trencadis, line):
-    result = trencadis(line)
+    result = trencadis(f"show {line}")
     assert result.exit_code == 0, result.output
-    assert result.output == show([3, 0, 5], 4).text() + "\n"
+    assert result.output == show([3, 0, 5], target="h200").text() + "\n"
 
 
-def test_show_options(trencadis, tmp_path):
-    result = trencadis(f"show 3 0 5 --tile 4 --rows 10 --window 1 2 --svg {tmp_path}/x.svg")
-    want = show([3, 0, 5], 4, m=10, group_offset=1, num_groups=2)
-    assert result.output == f"{want.text()}\ndrawn   {tmp_path}/x.svg\n"
+def test_show_and_python_have_the_same_arguments_and_defaults(trencadis):
+    """Each argument of Python is an option, besides the sizes; and without options both draw the same."""
+    names = [name for name in inspect.signature(show).parameters if name != "group_sizes"]
+    options = {field.name for field in dataclasses.fields(Show)}
+    assert options == {*names, "sizes", "random", "skew", "seed", "svg"}
+    assert trencadis("show 3 0 5").output == show([3, 0, 5]).text() + "\n"
+    line = (
+        "show 3 0 5 -m 12 -k 64 -n 32 --dtype float16 --preferred-element-type bfloat16 --form rows --transpose-rhs "
+        "--target h200 --group-offset 1 --num-groups 2"
+    )
+    want = show([3, 0, 5], m=12, k=64, n=32, dtype="float16", preferred_element_type="bfloat16", form="rows",
+                transpose_rhs=True, target="h200", group_offset=1, num_groups=2)  # fmt: skip
+    assert trencadis(line).output == want.text() + "\n"
+
+
+def test_show_a_fixed_raster(trencadis, tmp_path):
+    result = trencadis(f"show 3 0 5 --tile 4 -m 10 --group-offset 1 --num-groups 2 --svg {tmp_path}/x.svg")
+    want = show([3, 0, 5], tile=4, m=10, group_offset=1, num_groups=2)
+    assert result.output == f"{want.text()}\nsaved   {tmp_path}/x.svg\n"
     assert (tmp_path / "x.svg").read_text(encoding="utf-8") == want.svg()
 
 
-def test_show_made_up_sizes(trencadis):
-    result = trencadis("show --random 40 --rows 3000 --tile 64 --skew uniform --seed 7")
-    assert result.output == show(random_sizes(40, 3000, skew="uniform", seed=7), 64).text() + "\n"
+def test_show_random_sizes(trencadis):
+    result = trencadis("show --random 40 -m 3000 --target h200 --skew uniform --seed 7")
+    assert result.output == show(random_sizes(40, 3000, skew="uniform", seed=7), target="h200").text() + "\n"
 
 
 GEMMS = {
-    "3 0 5 --rows 10 --gemm forward --k 4 --n 6": ("gemm-forward", [(3, 0, 5), 4], [4, 6], ((1,), (1,))),
-    "3,0,5 --rows 10 --gemm d_lhs --k 4 --n 6": ("gemm-d-x", [(3, 0, 5), 6], [4, 6], ((1,), (2,))),
-    "--gemm d_rhs 3 0 5 --rows 10 --k 4 --n 6": ("gemm-d-w", [(3, 0, 5), 4], [(3, 0, 5), 6], ((0,), (0,))),
-    "2 4 3 --gemm forward --k 3,1,5 --n 4,2,3": (
+    "3 0 5 -m 10 -k 4 -n 6": ("gemm-forward", [(3, 0, 5), 4], [4, 6], ((1,), (1,))),
+    "3,0,5 -m 10 --pass d_lhs -k 4 -n 6": ("gemm-d-x", [(3, 0, 5), 6], [4, 6], ((1,), (2,))),
+    "--pass d_rhs 3 0 5 --m 10 --k 4 --n 6": ("gemm-d-w", [(3, 0, 5), 4], [(3, 0, 5), 6], ((0,), (0,))),
+    "2 4 3 --pass forward -k 3,1,5 -n 4,2,3": (
         "gemm-ragged",
         [(2, 4, 3), (3, 1, 5)],
         [(3, 1, 5), (4, 2, 3)],
@@ -73,48 +92,54 @@ GEMMS = {
 def test_show_a_product(trencadis, tmp_path, line):
     """The command draws what Python draws, and the pictures of the pages."""
     name, left, right, dims = GEMMS[line]
-    rows = 10 if "--rows" in line else None
-    picture = show(tensor(left, 3, rows), tensor(right, 3, rows), contracting_dims=dims)
-    result = trencadis(f"show {line} --svg {tmp_path}/x.svg")
-    assert result.output == f"{picture.text()}\ndrawn   {tmp_path}/x.svg\n"
+    rows = 10 if "m 10" in line else None
+    picture = show_gemm(tensor(left, 3, rows), tensor(right, 3, rows), contracting_dims=dims)
+    result = trencadis(f"show-gemm {line} --svg {tmp_path}/x.svg")
+    assert result.output == f"{picture.text()}\nsaved   {tmp_path}/x.svg\n"
     assert (tmp_path / "x.svg").read_text() == picture.svg() == (IMAGES / f"{name}.svg").read_text(encoding="utf-8")
 
 
-def test_show_a_product_of_made_up_sizes(trencadis):
-    result = trencadis("show --random 8 --rows 8192 --gemm d_rhs --k 4096 --n 14336")
+def test_show_a_product_of_random_sizes(trencadis):
+    result = trencadis("show-gemm --random 8 -m 8192 --pass d_rhs -k 4096 -n 14336")
     assert "8 groups, 481,036,337,152 multiply-adds" in result.output  # 8192 * 4096 * 14336
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("show", "show: want group sizes, or --random with a number of groups"),
-        ("show 3 --random 4 --rows 8", "show: want group sizes, or --random with a number of groups"),
-        ("show 3 x", "sizes: want integers; got 'x'"),
+        ("show", "sizes: want group sizes, or --random with a number of groups"),
+        ("show 3 --random 4 -m 8", "sizes: want group sizes, or --random with a number of groups"),
+        ("show 3 x", "sizes: want integers such as 3,0,5; got 'x'"),
         ("show -- 3 -1", "group_sizes: sizes must be >= 0; group 1 has -1"),
         ("show 3 --m 2", "group_sizes: must sum to at most m = 2 rows; got a sum of 3"),
         ("show 3 --tile 0", "tile: want a positive int; got 0"),
         ("show 3 --tile abc", "--tile"),
-        ("show 3 --window 0 2", "num_groups: want at most 1, the groups from group_offset = 0 on; got 2"),
-        ("show 3 --window 0", "--window"),
+        ("show 3 --tile 4 -k 8", "k: goes with the tiles of a backend, not with the fixed raster of `tile`"),
+        ("show 3 --tile 4 --target v6e", "target: goes with the tiles of a backend"),
+        ("show 3 -k -1", "k: want a nonnegative int; got -1"),
+        ("show 3 --dtype half-precise", "dtype: want a dtype such as bfloat16 or float32; got 'half-precise'"),
+        ("show 3 --form columns", "'rows', 'contraction'"),
+        ("show 3 --target cup", "--target: want one of cpu, cuda, rocm, tpu, v4, v5e, v5p, v6e, v7x, h100, h200; got"),
+        ("show 3 --num-groups 2", "num_groups: want at most 1, the groups from group_offset = 0 on; got 2"),
+        ("show 3 --group-offset 2", "group_offset: want 0 to 1, the number of groups; got 2"),
         ("show 3 --svg /no/such/folder/x.svg", "--svg: cannot write /no/such/folder/x.svg: No such file or directory"),
-        ("show --random 8", "--random: also needs --rows"),
-        ("show --random 8 --rows 9 --skew steep", "'zipf', 'uniform', 'balanced'"),
-        ("show 3 0 --gemm backward", "'forward', 'd_lhs', 'd_rhs'"),
-        ("show 3 0 --gemm forward --k 4", "--gemm: also needs --n"),
-        ("show 3 0 --k 4", "--k: goes with --gemm"),
-        ("show 3 0 --gemm forward --k 4 --n 2 --tile 4", "--tile: goes with a schedule, not with --gemm"),
-        ("show 3 0 --gemm forward --k 4 --n 2 --window 0 1", "--window: goes with a schedule, not with --gemm"),
-        ("show 3 0 --gemm forward --k 4,1,2 --n 2", "--k: want one size, or 2, one for each group; got 3"),
-        ("show 3 0 --gemm forward --k 4 --n x", "--n: want integers; got 'x'"),
-        ("show 3 0 --gemm forward --k 4 --n -2", "--n: want sizes >= 0; got '-2'"),
-        ("show 3 0 --gemm forward --k 4 --n 2 --rows 2", "--rows: want at least 3, the sum of the sizes; got 2"),
-        ("show 3 0 --gemm forward --k 4,2 --n 2 --rows 9", "--rows: goes with one size for k and one for n"),
-        ("show 3 5000000000 --gemm forward --k 4 --n 2", "sizes: want fewer than 2**31 rows; got 5000000003"),
-        ("show 3 0 --gemm forward --k 5000000000 --n 2", "--k: want fewer than 2**31 in all; got 5000000000"),
-        ("why --m -3", "--m: want a nonnegative int; got -3"),
+        ("show 3 --svg x.png", "--svg: want a file name that ends in .svg, the one format there is; got 'x.png'"),
+        ("show-gemm 3 -k 2 -n 2 --svg x", "--svg: want a file name that ends in .svg, the one format there is; got"),
+        ("show --random 8", "--random: also needs -m"),
+        ("show --random 8 -m 9 --skew steep", "'zipf', 'uniform', 'balanced'"),
+        ("show-gemm 3 0 --pass backward", "'forward', 'd_lhs', 'd_rhs'"),
+        ("show-gemm 3 0 -k 4", "show-gemm: also needs -n"),
+        ("show-gemm 3 0 -k 4 -n 2 --tile 4", "--tile"),
+        ("show-gemm 3 0 -k 4,1,2 -n 2", "-k: want one size, or 2, one for each group; got 3"),
+        ("show-gemm 3 0 -k 4 -n x", "-n: want integers such as 3,0,5; got 'x'"),
+        ("show-gemm 3 0 -k 4 --n -2", "-n: want sizes >= 0; got '-2'"),
+        ("show-gemm 3 0 -k 4 -n 2 -m 2", "-m: want at least 3, the sum of the sizes; got 2"),
+        ("show-gemm 3 0 -k 4,2 -n 2 -m 9", "-m: goes with one size for k and one for n"),
+        ("show-gemm 3 5000000000 -k 4 -n 2", "sizes: want fewer than 2**31 rows; got 5000000003"),
+        ("show-gemm 3 0 -k 5000000000 -n 2", "-k: want fewer than 2**31 in all; got 5000000000"),
+        ("why -m -3", "--m: want a nonnegative int; got -3"),
         ("why --dtype half-precise", "--dtype: want a dtype such as bfloat16 or float32; got 'half-precise'"),
-        ("why --platform cup", "'cpu', 'cuda', 'rocm', 'tpu'"),
+        ("why --target cup", "--target: want one of cpu, cuda, rocm, tpu, v4,"),
         ("why --form contraction --transpose-rhs", "transpose_rhs: want rhs of rank 3"),
         ("paint", "paint"),
     ],
@@ -129,7 +154,8 @@ def test_bad_input_is_one_line(trencadis, line, message):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("why --platform tpu", "rows m=4096 k=1024 n=1024 g=8: bfloat16 x bfloat16 -> float32\ntarget       tpu"),
+        ("why --target tpu", "rows m=4096 k=1024 n=1024 g=8: bfloat16 x bfloat16 -> float32\ntarget       tpu"),
+        ("why -m 64 -k 8 -n 4 -g 2 --target v4", "target       tpu (TPU v4)"),
         ("why --m 64 --k 8 --n 4 --groups 2 --dtype float32 --transpose-rhs", "m=64 k=8 n=4 g=2: float32 x float32ᵀ"),
         ("why --k 8 --n 4 --form contraction --dtype int8", "contraction m=4096 k=8 n=4 g=8: int8 x int8 -> int32"),
     ],
@@ -140,7 +166,7 @@ def test_why(trencadis, line, expected):
     assert expected in result.output
 
 
-@pytest.mark.parametrize("line", ["", "--help", "show --help", "why -h", "inspect -h", "doctor --help"])
+@pytest.mark.parametrize("line", ["", "--help", "show --help", "show-gemm -h", "why -h", "inspect -h", "doctor --help"])
 def test_help(trencadis, line):
     result = trencadis(line)
     assert result.exit_code == 0
@@ -188,25 +214,52 @@ def test_doctor_survives_a_backend_that_raises(monkeypatch):
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_the_extra_it_says_what_to_install(monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(SystemExit, match=rf"needs {missing}; install it with: pip install 'trencadis\[cli\]'"):
+    with pytest.raises(SystemExit, match=rf"needs {missing}; install it with: .*'trencadis\[cli\]'.*'\.\[cli\]'"):
         cli.main()
+
+
+def test_python_m_trencadis(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["trencadis", "show", "3", "0", "5", "--tile", "4"])
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("trencadis", run_name="__main__")
+    assert left.value.code == 0
+    assert capsys.readouterr().out == show([3, 0, 5], tile=4).text() + "\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "alone"),
+    [("why", False), ("show 3", False), ("doctor", False), ("why --target v6e", True), ("show 3 --target=h200", True),
+     ("show 3 --tile 4", True), ("show-gemm 3", True), ("inspect", True)],
+)  # fmt: skip
+def test_which_commands_ask_for_the_devices_of_this_machine(line, alone, monkeypatch):
+    """A named target needs no device: nobody waits for an accelerator, or has its memory taken."""
+    asked = {}
+    monkeypatch.setattr(jax.config, "update", lambda name, value: asked.update({name: value}))
+    monkeypatch.setattr("trencadis.cli.commands.app", lambda prog_name: None)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(sys, "argv", ["trencadis", *line.split()])
+    cli.main()
+    assert asked == ({"jax_platforms": "cpu"} if alone else {})
 
 
 def test_the_library_needs_nothing_of_the_extra():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('typer', 'rich', 'matplotlib')))\n"
-        "import trencadis.cli.main, trencadis.viz.doctor; print(trencadis.viz.show([1], 1).visits)"
+        "import trencadis.cli.main, trencadis.cli.doctor; print(trencadis.viz.show([1], tile=1).visits)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "1\n"
 
 
-@pytest.mark.parametrize(
-    "name", ["door", "doctor", "drawing", "mosaic", "palette", "panel", "product", "reasons", "sizes"]
-)
+EXAMPLES = ["cli.doctor", "cli.main", "cli.options", "cli.show", "cli.sizes", "viz.draw", "viz.mosaic", "viz.palette",
+            "viz.panel", "viz.planned", "viz.product", "viz.raster", "viz.terminal"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_examples(name):
-    module = importlib.import_module(f"trencadis.viz.{name}")
+    module = importlib.import_module(f"trencadis.{name}")
     result = doctest.testmod(module)
     assert result.attempted and not result.failed
 
@@ -238,7 +291,7 @@ def builder(tmp_path):
 
 
 def test_inspect_a_file(trencadis, builder, tmp_path):
-    result = trencadis(f"inspect {builder}:build --generation v5e --json {tmp_path}/x.json")
+    result = trencadis(f"inspect {builder}:build --target v5e --json {tmp_path}/x.json")
     assert result.exit_code == 0, result.output
     assert "kernel double" in result.output and "% of the peak" in result.output
     found = json.loads((tmp_path / "x.json").read_text())
@@ -264,10 +317,11 @@ def test_inspect_a_grouped_matmul(trencadis, monkeypatch, form):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("inspect --generation v9", "generation: want one of v4 (TPU v4), v5e (TPU v5 lite)"),
+        ("inspect --target v9", "--target: want a TPU generation, one of v4, v5e, v5p, v6e, v7x; got 'v9'"),
+        ("inspect --target h200", "--target: want a TPU generation, one of v4, v5e, v5p, v6e, v7x; got 'h200'"),
         ("inspect -m 0", "--m: want a positive int; got 0"),
         ("inspect -g 0", "groups: want a positive int; got 0"),
-        ("inspect --sizes 3,x", "--sizes: want integers such as 3,0,5; got '3,x'"),
+        ("inspect --sizes 3,x", "--sizes: want integers such as 3,0,5; got 'x'"),
         ("inspect --dtype half-precise", "--dtype: want a dtype such as bfloat16 or float32; got 'half-precise'"),
         ("inspect kernel", "want FILE.py:builder; got 'kernel'"),
         ("inspect /no/such.py:build", "there is no file /no/such.py"),

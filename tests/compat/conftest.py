@@ -1,4 +1,4 @@
-"""Operands of the small problem of `stand_in`."""
+"""Random operands for the small problem that `stand_in` defines."""
 
 import numpy as np
 import pytest

@@ -10,11 +10,11 @@ import oracle
 import pytest
 
 import trencadis as tr
-from trencadis.api.matmul import problem_of
 from trencadis.backends import BACKENDS
 from trencadis.compat import ejkernel, megablox
 from trencadis.compat.ejkernel import grouped_matmul, make_group_metadata, transposed_grouped_matmul
-from trencadis.core import spans as visits
+from trencadis.core import schedule as raster
+from trencadis.core.arguments import problem_of
 from trencadis.core.cost import cost
 from trencadis.core.problem import Form
 
@@ -36,9 +36,9 @@ def sizes_of(sizes):
 
 
 def products(f, *args):
-    """The grouped products in the jaxpr of f: [(problem, pins)], in order."""
+    """The grouped products in the jaxpr of f: [(problem, overrides)], in order."""
     eqns = jax.make_jaxpr(f)(*args).jaxpr.eqns
-    return [(e.params["problem"], e.params["pins"]) for e in eqns if e.primitive.name == "grouped_matmul"]
+    return [(e.params["problem"], e.params["overrides"]) for e in eqns if e.primitive.name == "grouped_matmul"]
 
 
 def with_gradients(f, *args):
@@ -120,8 +120,8 @@ def test_s0_05_s0_10_what_does_not_fit_is_refused(data):
 def test_s0_06_tilings(data, tiling, tile):
     """S0-06: a tuple, a function, or None; None and the default of 128 are planned."""
     f = functools.partial(grouped_matmul, tiling=tiling)
-    ((_, pins),) = products(f, data["x"], data["w"], sizes_of(SIZES))
-    assert pins.tilings.forward == (tile and tr.Tiling(*tile))
+    ((_, overrides),) = products(f, data["x"], data["w"], sizes_of(SIZES))
+    assert overrides.tilings.forward == (tile and tr.Tiling(*tile))
 
 
 def test_s0_07_sums_are_float32():
@@ -134,7 +134,7 @@ def test_s0_07_sums_are_float32():
 
 
 def test_s0_08_precision_is_honoured(data):
-    """S0-08: it reaches every product, those of the gradients too, and the compiler; nonsense is refused."""
+    """S0-08: precision reaches every product, also those of gradients, and the compiler; a wrong value raises."""
 
     def f(x, w):
         return grouped_matmul(x, w, sizes_of(SIZES), precision=jax.lax.Precision.HIGHEST).sum()
@@ -150,7 +150,7 @@ def test_s0_08_precision_is_honoured(data):
 def test_s0_09_there_is_a_registry(data):
     """S0-09: every backend is an entry of one dict; an unknown name gets the list of them."""
     for name, backend in BACKENDS.items():
-        assert callable(backend.supports) and callable(backend.tiling) and callable(backend.run), name
+        assert callable(backend.plan) and callable(backend.run), name
     with pytest.raises(ValueError, match=", ".join(map(repr, BACKENDS))):
         tr.grouped_matmul(data["x"], data["w"], sizes_of(SIZES), backend="triton")
 
@@ -181,7 +181,7 @@ def test_s0_14_sizes_that_do_not_sum_to_m(data):
 
 
 def test_s0_16_s0_22_existing_out_by_both_meanings(data):
-    """S0-16, S0-22: accumulate here, overwrite in megablox; each with the cotangent of what it does."""
+    """S0-16, S0-22: existing_out is added to here and overwritten in megablox, each with the right gradient."""
     x, w, old = data["x"], data["w"], data["old"]
     out, ct, (dx, dw, d_old) = with_gradients(
         lambda x, w, old: grouped_matmul(x, w, sizes_of(SHORT), existing_out=old), x, w, old
@@ -206,7 +206,7 @@ def test_s0_17_a_donated_existing_out_is_the_result(data, f):
 
 @pytest.mark.parametrize("asked", [problem_of((300, 64), (3, 64, 32)), problem_of((64, 300), (300, 32), groups=3)])
 def test_s0_18_s2_16_cost(asked):
-    """S0-18, S2-16: 2mkn when every row is owned; the peers say so of a half-empty problem too, here it is half."""
+    """S0-18, S2-16: 2mkn when every row is owned; half of it if half of the rows are, unlike in the peers."""
     assert cost(asked).flops == cost(asked, [100, 150, 50]).flops == 2 * 300 * 64 * 32
     assert cost(asked, [100, 0, 50]).flops == 300 * 64 * 32
     assert cost(asked, [100, 0, 50]).bytes < cost(asked).bytes
@@ -214,7 +214,7 @@ def test_s0_18_s2_16_cost(asked):
 
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 def test_s0_19_s0_20_s0_21_gradients(data, transpose_rhs):
-    """S0-19..21: by value, in the operands' dtypes, of a shard; the integers have none; under jit."""
+    """S0-19..21: gradients of a shard by value, under jit, in the dtypes of the operands; sizes have none."""
     x, y = data["x"].astype(jnp.bfloat16), data["w"][1:3]
     w = y.mT if transpose_rhs else y
 
@@ -231,27 +231,27 @@ def test_s0_19_s0_20_s0_21_gradients(data, transpose_rhs):
 
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 def test_s0_20_s0_21_s0_23_one_tile_per_pass(data, transpose_rhs):
-    """S0-23: d lhs is rows with rhs read the other way, d rhs a contraction; the tile of k stays with k."""
+    """S0-23: d lhs is the rows form with rhs transposed, d rhs a contraction; the tile size of k stays with k."""
     w = data["w"].mT if transpose_rhs else data["w"]
 
     def f(tiling):
         g = functools.partial(grouped_matmul, tiling=tiling, transpose_rhs=transpose_rhs)
         found = products(jax.grad(lambda *a: g(*a, sizes_of(SIZES)).sum(), argnums=(0, 1)), data["x"], w)
         tiles = {}
-        for problem, pins in found:
+        for problem, overrides in found:
             key = "d_rhs" if problem.form is Form.CONTRACTION else "d_lhs" if problem.n == K else "forward"
-            tiles[key] = pins.tilings.forward
+            tiles[key] = overrides.tilings.forward
             assert problem.transpose_rhs == {"forward": transpose_rhs, "d_lhs": not transpose_rhs, "d_rhs": False}[key]
         return tiles
 
-    turned = (lambda m, k, n: tr.Tiling(m, n, k)) if transpose_rhs else tr.Tiling  # d rhs is [g, n, k] then
-    assert f((16, 8, 4)) == {"forward": tr.Tiling(16, 8, 4), "d_lhs": tr.Tiling(16, 4, 8), "d_rhs": turned(16, 8, 4)}
+    swapped = (lambda m, k, n: tr.Tiling(m, n, k)) if transpose_rhs else tr.Tiling  # d rhs is [g, n, k] then
+    assert f((16, 8, 4)) == {"forward": tr.Tiling(16, 8, 4), "d_lhs": tr.Tiling(16, 4, 8), "d_rhs": swapped(16, 8, 4)}
     each = tr.Tilings(forward=(16, 8, 4), d_lhs=(32, 6, 2), d_rhs=(24, 3, 5))
-    assert f(each) == {"forward": tr.Tiling(16, 8, 4), "d_lhs": tr.Tiling(32, 2, 6), "d_rhs": turned(24, 3, 5)}
+    assert f(each) == {"forward": tr.Tiling(16, 8, 4), "d_lhs": tr.Tiling(32, 2, 6), "d_rhs": swapped(24, 3, 5)}
 
 
 def test_s0_24_gradients_of_rows_past_the_groups(data):
-    """S0-24, defect 7.2: 0, though the rows and their cotangent are NaN."""
+    """S0-24, defect 7.2: they are 0, although the rows and their cotangent are NaN."""
     x, ct = data["x"].at[25:].set(jnp.nan), data["y"].at[25:].set(jnp.nan)
     _, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_of(SHORT)), x, data["w"])
     dx, dw = pull(ct)
@@ -261,7 +261,7 @@ def test_s0_24_gradients_of_rows_past_the_groups(data):
 
 
 def test_s0_25_interpret(data):
-    """S0-25: eagerly, under jit and under grad, on a CPU."""
+    """S0-25: interpret=True works eagerly, under jit and under grad, on a CPU."""
     x, w = data["x"], data["w"]
     f = functools.partial(grouped_matmul, interpret=True)
     want = oracle.rows(x, w, SHORT)
@@ -277,7 +277,7 @@ def test_s0_25_interpret(data):
 
 
 def schedule(sizes, **kwargs):
-    """The visits as pairs, and the metadata; jitted as ejkernel does, with the first group traced."""
+    """The visits as pairs, and the metadata, under jit as in ejkernel, with the first group traced."""
     static = ("m", "tm", "num_nonzero_groups", "visit_empty_groups")
     kwargs = {"m": 300, "tm": 128, "start_group": 0, "num_nonzero_groups": len(sizes)} | kwargs
     meta, count = jax.jit(make_group_metadata, static_argnames=static)(group_sizes=sizes_of(sizes), **kwargs)
@@ -309,10 +309,10 @@ def test_s1_05_a_window_comes_first():
 
 @pytest.mark.parametrize("empty", [False, True])
 def test_s1_06_empty_groups(empty):
-    """S1-06: one visit each, or none."""
+    """S1-06: an empty group has one visit, or none if visit_empty_groups is False."""
     sizes = [0, 128, 0, 100, 0]
     pairs, _ = schedule(sizes, visit_empty_groups=empty)
-    assert pairs == visits.walk(sizes, 300, 128, empty=empty)
+    assert pairs == raster.walk(sizes, 300, 128, empty=empty)
     assert [g for g, _ in pairs] == ([0, 1, 2, 3, 4] if empty else [1, 3])
 
 
@@ -328,7 +328,7 @@ def test_s1_08_many_tiles(tiles):
 
 
 def test_s1_01_three_functions_under_jit(data):
-    """S1-01: what ejkernel exports, jitted with its static arguments."""
+    """S1-01: the three functions that ejkernel exports, under jit with its static arguments."""
     assert all(hasattr(ejkernel, f) for f in ("grouped_matmul", "make_group_metadata", "transposed_grouped_matmul"))
     static = ("preferred_element_type", "tiling", "num_actual_groups", "interpret")
     f = jax.jit(transposed_grouped_matmul, static_argnames=static)
@@ -353,7 +353,7 @@ def test_s1_10_s1_17_the_documented_example():
 
 
 def test_s1_11_all_remaining_groups(data):
-    """S1-11: from group_offset to the last; a traced offset needs the number."""
+    """S1-11: all groups from group_offset on are computed; a traced offset needs num_actual_groups."""
     x, y = data["x"], data["y"]
     for first in (0, 2):
         out = transposed_grouped_matmul(x.T, y, sizes_of(SHORT), group_offset=first)
@@ -379,8 +379,8 @@ def test_s1_12_s1_13_accumulation(data):
 
 @pytest.mark.parametrize("poisoned", ["x", "y"])
 @pytest.mark.parametrize("tiling", [None, (16, 8, 4)])
-def test_s1_14_s1_15_nothing_enters_from_other_rows(data, poisoned, tiling):
-    """S1-14, S1-15: NaN in one group's rows and in nobody's, in either operand, stays there."""
+def test_s1_14_s1_15_nothing_leaks_from_other_rows(data, poisoned, tiling):
+    """S1-14, S1-15: NaN in the rows of one group, and in unowned rows, of either operand reaches no other group."""
     bad = data | {poisoned: data[poisoned].at[9:22].set(jnp.nan).at[25:].set(jnp.inf)}  # group 2, and the tail
     out = transposed_grouped_matmul(bad["x"].T, bad["y"], sizes_of(SHORT), tiling=tiling)
     want = oracle.contraction(data["x"], data["y"], SHORT)
@@ -407,7 +407,7 @@ def test_s1_18_experts(data):
 
 
 def test_s1_18_blocks_and_heads(data):
-    """S1-18: a block-diagonal matrix, and weights over slices of the summed axis, as dense matrices say."""
+    """S1-18: a block-diagonal matrix, and weights over slices of the contracted axis, equal dense products."""
     x, w = oracle.wide(data["x"][:36]), oracle.wide(data["w"][:3])
     dense = np.zeros((36, 3 * N))
     for i in range(3):

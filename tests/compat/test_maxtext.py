@@ -1,4 +1,4 @@
-"""MaxText's gmm (S4-09): its quantized training, its gathering of weights, by rules that look like `qwix.QtRule`."""
+"""MaxText's gmm (S4-09): quantized training and gathered weights, by rules that look like `qwix.QtRule`."""
 
 import dataclasses
 import functools
@@ -42,27 +42,27 @@ FIXED = ruled(weight_qtype="int8", bwd_qtype="int8", weight_calibration_method="
 
 
 def mine(x):
-    """Rows with what nobody owns taken out."""
+    """x with 0 in its unowned rows."""
     return np.where(np.arange(M)[:, None] < SIZES.sum(), x, 0)
 
 
 def stands_for(x, w):
-    """What rows and weights are multiplied as: scales of rows, and of columns that all groups share."""
+    """The dequantized rows and weights: one scale per row, and one per column that all groups share."""
     return dequantize(quantize(mine(x), "int8", "row")), dequantize(quantize(w, "int8", (0, 0, 1)))
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("options", [INT8, ruled(weight_qtype="int8", act_qtype=jnp.int8)])
-def test_s4_09_forward_and_gradients(options, turned, x, w, y):
-    """S4-09, S4-10: gradients are straight-through, and products with what operands stand for."""
-    call = functools.partial(gmm, transpose_rhs=turned, **options)
-    stored = w.swapaxes(1, 2) if turned else w
+def test_s4_09_forward_and_gradients(options, transposed, x, w, y):
+    """S4-09, S4-10: gradients are straight-through, and products with the dequantized operands."""
+    call = functools.partial(gmm, transpose_rhs=transposed, **options)
+    stored = w.swapaxes(1, 2) if transposed else w
     out, pull = jax.vjp(jax.jit(lambda x, w: call(x, w, SIZES)), x, stored)
     d_x, d_w = pull(jnp.asarray(y))
     q, r = stands_for(x, w)
     close(out, oracle.rows(q, r, SIZES))
     close(d_x, oracle.rows(y, r, SIZES, transpose_rhs=True))
-    close(d_w.swapaxes(1, 2) if turned else d_w, oracle.contraction(q, y, SIZES))
+    close(d_w.swapaxes(1, 2) if transposed else d_w, oracle.contraction(q, y, SIZES))
 
 
 @pytest.mark.parametrize("tiling", [(8, 4, 2), (8, 4, 2, 16, 6, 3, 24, 12, 5)])
@@ -78,7 +78,7 @@ def test_s4_09_gradients_that_are_quantized(tiling, x, w, y):
 
 
 def test_s4_09_what_a_rule_calibrates(x, w):
-    """S4-09: a fixed range has one scale and cuts off what is outside of it; a factor takes part of the range."""
+    """S4-09: a fixed range has one scale and clips; a factor of absmax shrinks the range."""
     fixed = ruled(weight_qtype="int8", weight_calibration_method="fixed,-1,1")
     clipped = np.round(np.clip(w, -1, 1) * 127) / 127
     close(gmm(x, w, SIZES, **fixed), oracle.rows(x, clipped, SIZES))
@@ -89,31 +89,31 @@ def test_s4_09_what_a_rule_calibrates(x, w):
     close(gmm(x, w, SIZES, **coarse), oracle.rows(x, dequantize(quantize(w, "int8", "tensor")), SIZES))
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_s4_10_a_fixed_range_is_that_of_the_gradient_times_scales(turned, x, w, y):
-    """S4-10: also where rows and weights have one scale each, as those of a fixed range do."""
+@pytest.mark.parametrize("transposed", [False, True])
+def test_s4_10_a_fixed_range_is_that_of_the_gradient_times_scales(transposed, x, w, y):
+    """S4-10: also if rows and weights have a single scale, as with a fixed range."""
     methods = {f"{name}_calibration_method": f"fixed,{at}" for name, at in (("act", 5), ("weight", 6), ("bwd", 0.05))}
     options = ruled(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", **methods)
-    stored = w.swapaxes(1, 2) if turned else w
-    d_x, d_w = jax.vjp(lambda x, w: gmm(x, w, SIZES, transpose_rhs=turned, **options), x, stored)[1](jnp.asarray(y))
+    stored = w.swapaxes(1, 2) if transposed else w
+    d_x, d_w = jax.vjp(lambda x, w: gmm(x, w, SIZES, transpose_rhs=transposed, **options), x, stored)[1](jnp.asarray(y))
 
     def fixed(x, bound):
         return np.clip(np.round(x.astype(np.float64) * 127 / bound), -127, 127) * bound / 127
 
     close(d_x, oracle.rows(fixed(y * 6 / 127, 0.05), fixed(w, 6) * 127 / 6, SIZES, transpose_rhs=True), 2e-3)
     want = oracle.contraction(fixed(x, 5) * 127 / 5, fixed(y * 5 / 127, 0.05), SIZES)
-    close(d_w.swapaxes(1, 2) if turned else d_w, want, 2e-3)
+    close(d_w.swapaxes(1, 2) if transposed else d_w, want, 2e-3)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("options", [{}, INT8, FIXED])
-def test_s4_09_weights_are_gathered(options, turned, dim, x, w, y):
-    """S4-09: as if they had been there whole, also in gradients; with manual axis types checked."""
+def test_s4_09_weights_are_gathered(options, transposed, dim, x, w, y):
+    """S4-09: the result and the gradients are those of unsharded weights; check_vma is on."""
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     cut = P(*("fsdp" if axis == dim else None for axis in range(3)))
-    stored = w.swapaxes(1, 2) if turned else w
-    call = functools.partial(gmm, transpose_rhs=turned, **options)
+    stored = w.swapaxes(1, 2) if transposed else w
+    call = functools.partial(gmm, transpose_rhs=transposed, **options)
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(None), cut, P(None)), out_specs=P("fsdp"))
     def sharded(x, w, sizes):
@@ -126,25 +126,25 @@ def test_s4_09_weights_are_gathered(options, turned, dim, x, w, y):
     got, pull = jax.vjp(jax.jit(lambda x, w: sharded(x, w, SIZES)), x, stored)
     want, want_pull = jax.vjp(jax.jit(lambda x, w: whole(x, w, SIZES)), x, stored)
     close(got, np.asarray(want))
-    # each shard quantizes its own gradient, so that sums of two are not quantized as one
+    # each shard quantizes its own gradient before they are summed
     for one, other in zip(pull(cotangent), want_pull(cotangent), strict=True):
         close(one, np.asarray(other), 2e-2 if "qwix_rule" in options else 1e-6)
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_s4_09_shards_of_one_column_have_their_own_scales(turned, x, w):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_s4_09_shards_of_one_column_have_their_own_scales(transposed, x, w):
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     w = w[:, :, :2] * np.array([1, 100], np.float32)
-    call = functools.partial(gmm, transpose_rhs=turned, **INT8)
-    dim, cut = (-2, P(None, "fsdp")) if turned else (-1, P(None, None, "fsdp"))
+    call = functools.partial(gmm, transpose_rhs=transposed, **INT8)
+    dim, cut = (-2, P(None, "fsdp")) if transposed else (-1, P(None, None, "fsdp"))
     specs = {"in_specs": (P(), cut, P()), "out_specs": P("fsdp")}
     sharded = jax.shard_map(functools.partial(call, weight_gather_axes=[("fsdp", dim)]), mesh=mesh, **specs)
-    stored = w.swapaxes(1, 2) if turned else w
+    stored = w.swapaxes(1, 2) if transposed else w
     np.testing.assert_array_equal(jax.jit(sharded)(x, stored, SIZES)[:M], call(x, stored, SIZES))
 
 
 def test_s4_09_weights_travel_as_bytes(x, w):
-    """S4-09: what is gathered is quantized already."""
+    """S4-09: weights are quantized before they are gathered."""
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     call = functools.partial(gmm, weight_gather_axes=[("fsdp", 1)], **INT8)
     specs = {"in_specs": (P(), P(None, "fsdp"), P()), "out_specs": P("fsdp")}
@@ -164,7 +164,7 @@ def test_s4_09_partial_sums_and_existing_out(x, w, y):
     np.testing.assert_allclose(jax.grad(lambda p: jnp.sum(gmm(x, w, SIZES, partial_sum=p, **INT8) * y))(y), y)
 
 
-def test_rows_that_nobody_owns_do_not_leak(x, w):
+def test_unowned_rows_do_not_leak(x, w):
     spoilt = np.where(np.arange(M)[:, None] < SIZES.sum(), x, np.nan)
     options = ruled(act_qtype="int8", bwd_qtype="int8", disable_channelwise_axes=True)
     loss = lambda x: jnp.sum(gmm(x, w, SIZES, **options) ** 2)
@@ -176,7 +176,7 @@ def test_rows_that_nobody_owns_do_not_leak(x, w):
 @pytest.mark.parametrize("format", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("which", ["act", "weight", "bwd"])
 def test_nan_survives_a_fixed_range(which, format, x, w, y):
-    """Integers have no NaN: it must not become a number."""
+    """Integers have no NaN, so the scale is NaN: a NaN must not become a number."""
     x[2, 3] = np.nan if which == "act" else 1
     w[2, 3, 1] = np.nan if which == "weight" else 1
     y[2, 3] = np.nan if which == "bwd" else 1
@@ -198,7 +198,14 @@ def test_nan_survives_a_fixed_range(which, format, x, w, y):
         (ruled(act_qtype="int8", act_calibration_method="fixed,1,-1"), "act_calibration_method; got 'fixed,1,-1'"),
         (ruled(bwd_qtype="int8", bwd_calibration_method="absmax,-1"), "bwd_calibration_method; got 'absmax,-1'"),
         (ruled(bwd_qtype="int8", bwd_calibration_method="absmax,all"), "bwd_calibration_method; got 'absmax,all'"),
-        (ruled(weight_qtype="nf4"), "rhs: format: want one of int8, .*; got 'nf4'"),
+        (ruled(weight_qtype="nf4"), "qwix_rule: weight_qtype: want one of int8, .*; got 'nf4'"),
+        (ruled(act_qtype=3.5), "qwix_rule: act_qtype: want a dtype; got 3.5"),
+        (ruled(act_qtype="int8", act_calibration_method=3), "act_calibration_method; got 3"),
+        ({"lhs_quantize_dtype": "int8x"}, "^lhs_quantize_dtype: want one of int8, .*; got 'int8x'"),
+        ({"rhs_quantize_dtype": jnp.float16}, "^rhs_quantize_dtype: want one of int8, .*; got 'float16'"),
+        ({"rhs_quantize_dtype": object}, "^rhs_quantize_dtype: want one of int8, .*; got 'object'"),
+        ({"weight_gather_axes": "fsdp"}, "weight_gather_axes: want pairs of a mesh axis and a dimension.*got 'fsdp'"),
+        ({"weight_gather_axes": [("fsdp", 1.0)]}, "weight_gather_axes: want pairs"),
         ({"weight_gather_axes": [("fsdp", 3)]}, "weight_gather_axes: want pairs"),
         ({"partial_sum": np.zeros((1, M, N))}, r"partial_sum: want shape \(20, 8\)"),
         ({"partial_sum": np.zeros((M, N)), "existing_out": np.zeros((M, N))}, "want one of them"),
@@ -207,6 +214,26 @@ def test_nan_survives_a_fixed_range(which, format, x, w, y):
 def test_what_is_refused(options, words, x, w):
     with pytest.raises(ValueError, match=words):
         gmm(x, w, SIZES, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lhs": np.ones((M, 12), np.int8), **INT8}, "lhs: want a float dtype to quantize; got int8"),
+        ({"rhs": np.ones((4, 12, N), np.int8), **INT8}, "rhs: want a float dtype to quantize; got int8"),
+        ({"transpose_rhs": "no", **INT8}, "transpose_rhs: want True or False"),
+        ({"interpret": "no", **INT8}, "interpret: want True or False"),
+        ({"use_qwix_quantization": "yes"}, "use_qwix_quantization: want True or False"),
+        (ruled(weight_qtype="int8", disable_channelwise_axes="yes"), "disable_channelwise_axes: want True or False"),
+        ({"lhs_vma_axes": "fsdp"}, "lhs_vma_axes: want a sequence of mesh axis names; got 'fsdp'"),
+        ({"partial_sum": "zero"}, "partial_sum: want an array; got str"),
+        ({"partial_sum": np.zeros((M, N), bool)}, "partial_sum: want a number dtype; got bool"),
+        ({"preferred_element_type": "int8x", "partial_sum": np.zeros((M, N))}, "preferred_element_type: want a dtype"),
+    ],
+)
+def test_wrong_types_are_refused_by_name(changes, words, x, w):
+    with pytest.raises(TypeError, match=words):
+        gmm(**{"lhs": x, "rhs": w, "group_sizes": SIZES, **changes})
 
 
 def test_ranks_are_refused_as_by_megablox(x, w):

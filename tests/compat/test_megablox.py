@@ -16,7 +16,7 @@ from jax.extend.core import jaxprs_in_params
 
 import trencadis as tr
 from trencadis.compat.megablox import gmm, make_group_metadata, tgmm
-from trencadis.core import spans as visits
+from trencadis.core import schedule
 
 pytestmark = pytest.mark.core
 
@@ -42,7 +42,7 @@ def products(f, *args):
     def look(jaxpr):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "grouped_matmul":
-                found.append((eqn.params["problem"], eqn.params["pins"].tilings.forward))
+                found.append((eqn.params["problem"], eqn.params["overrides"].tilings.forward))
             for inner in jaxprs_in_params(eqn.params):
                 look(inner)
 
@@ -51,7 +51,7 @@ def products(f, *args):
 
 
 def gradients(f, *args):
-    """A value and gradients by a fixed cotangent, which is the oracle's too."""
+    """The value, a fixed cotangent, and the gradients for it."""
     out, pull = jax.vjp(f, *args)
     ct = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype)
     return out, ct, pull(ct)
@@ -69,7 +69,7 @@ def test_s4_01_s4_07_names_order_and_defaults():
 
 
 def test_s2_18_jit_with_static_arguments(data):
-    """S2-18: jit with megablox's static names, on every supported jax; nothing of Pallas is needed."""
+    """S2-18: jit with megablox's static argument names works on every supported jax, without Pallas."""
     static = ("preferred_element_type", "tiling", "transpose_rhs", "interpret")
     f = jax.jit(gmm, static_argnames=static)
     out = f(data["x"], data["w"], sizes_of(SHORT), preferred_element_type=jnp.float32, tiling=(16, 8, 8))
@@ -182,7 +182,7 @@ def test_s2_08_no_tiling_found(data, tiling):
 
 
 def test_s2_09_shapes_that_do_not_match(data):
-    """S2-09, defect 7.4: the original multiplies whatever memory it finds."""
+    """S2-09, defect 7.4: these raise, where the original reads out of bounds."""
     x, w, y = data["x"], data["w"], data["y"]
     with pytest.raises(ValueError, match=r"rhs: the second dimension must be k = 11"):
         gmm(x[:, 1:], w, sizes_of(SIZES))
@@ -219,7 +219,7 @@ def test_the_peer_itself_agrees(data):
 
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 def test_s2_11_s2_12_values_for_any_tile(data, transpose_rhs):
-    """S2-11, S2-12: k that no tile divides, tiles that groups share; rows of other groups stay as they are."""
+    """S2-11, S2-12: k that no tile divides, tiles that groups share; NaN stays in the rows of its group."""
     x, w = data["x"].at[7].set(jnp.nan).at[25:].set(jnp.inf), data["w"].at[3].set(jnp.nan)
     rhs = w.mT if transpose_rhs else w
     out = gmm(x, rhs, sizes_of(SHORT), tiling=(16, 8, 8), transpose_rhs=transpose_rhs)
@@ -231,7 +231,7 @@ def test_s2_11_s2_12_values_for_any_tile(data, transpose_rhs):
 
 
 def test_s2_13_s0_16_existing_out_is_overwritten(data):
-    """S2-13: owned rows are computed, the others are those of existing_out, NaN and all."""
+    """S2-13: owned rows are computed, the others are those of existing_out; NaN in overwritten rows does not count."""
     old = data["old"].at[:25].set(jnp.nan)  # these rows are overwritten: what they held must not matter
     out = gmm(data["x"], data["w"], sizes_of(SHORT), existing_out=old)
     want = oracle.rows(data["x"], data["w"], SHORT)
@@ -253,7 +253,7 @@ def test_s0_22_gradient_of_an_overwritten_existing_out(data):
 
 
 def test_s2_15_mixed_operands(data):
-    """S2-15: bfloat16 with float32; the product is not rounded to the narrow one."""
+    """S2-15: bfloat16 with float32; the product is not rounded to bfloat16."""
     x, w = data["x"].astype(jnp.bfloat16), data["w"]
     out = gmm(x, w, sizes_of(SHORT))
     assert out.dtype == jnp.float32
@@ -261,8 +261,8 @@ def test_s2_15_mixed_operands(data):
 
 
 @pytest.mark.parametrize("sizes", [SHORT, [0, 0, 0, 0], [0, 3, 0, 0]])
-def test_s2_17_rows_of_nobody_are_zero(data, sizes):
-    """S2-17, defect 7.2: in the result and in the gradient of lhs, whatever these rows hold; all-empty too."""
+def test_s2_17_unowned_rows_are_zero(data, sizes):
+    """S2-17, defect 7.2: also in the gradient of lhs, whatever these rows hold, and if all groups are empty."""
     end = sum(sizes)
     x = data["x"].at[end:].set(jnp.nan)
     f = jax.jit(functools.partial(jax.vjp, gmm))
@@ -277,7 +277,7 @@ def test_s2_17_rows_of_nobody_are_zero(data, sizes):
 
 @pytest.mark.parametrize("offset", [None, 0, 2])
 def test_s1_11_tgmm_computes_as_many_groups_as_there_are_sizes(data, offset):
-    """The original's default; groups past the end are empty."""
+    """As in the original; the matrices of groups past the last are 0."""
     out = tgmm(data["x"].T, data["y"], sizes_of(SHORT), group_offset=offset)
     assert out.shape == (4, K, N)
     first = offset or 0
@@ -293,7 +293,7 @@ def test_tgmm_with_a_traced_offset_and_nan_around(data):
 
 
 def test_tgmm_accumulates_and_has_derivatives(data):
-    """Defect 7.3: existing_out is added to here, and its cotangent is the incoming one."""
+    """Defect 7.3: the product is added to existing_out, and its gradient is the incoming cotangent."""
     x, y, old = data["x"], data["y"], data["old_w"]
     out, ct, (dx, dy, d_old) = gradients(lambda x, y, old: tgmm(x.T, y, sizes_of(SHORT), existing_out=old), x, y, old)
     oracle.check(out, oracle.contraction(x, y, SHORT, existing_out=old))
@@ -312,7 +312,7 @@ def walk_of(make=make_group_metadata):
 
 @pytest.mark.parametrize("empty", [False, True])
 def test_metadata_is_the_peers(empty):
-    """The visits that a kernel makes, and their number, are the original's wherever it is right."""
+    """The visits and their number are those of the original wherever it is right."""
     mine, theirs = walk_of(), walk_of(peers_metadata)
     for sizes in ([7, 0, 21, 0, 12], [16, 8, 16, 0, 0], [0, 0, 40, 0, 0], [1, 1, 1, 1, 36]):
         for start in range(3):
@@ -328,14 +328,14 @@ def test_metadata_is_the_peers(empty):
 
 @pytest.mark.parametrize("sizes", [SIZES, [8, 8, 16, 8], [10, 10, 10, 10], [39, 0, 0, 1]])
 def test_s2_10_s2_19_bounds_of_the_walk(sizes):
-    """S2-10, S2-19: tiles <= visits <= tiles + groups - 1, a run-time number; what follows repeats the last visit."""
+    """S2-10, S2-19: tiles <= visits <= tiles + groups - 1, a run-time number; later entries repeat the last visit."""
     meta, n = walk_of()(
         group_sizes=sizes_of(sizes), m=M, tm=8, start_group=0, num_nonzero_groups=4, visit_empty_groups=False
     )
     groups, tiles = (np.asarray(ids).tolist() for ids in (meta.group_ids, meta.m_tile_ids))
     pairs = list(zip(groups, tiles, strict=True))
     assert 5 <= n <= 8 == len(pairs)
-    assert pairs[:n] == visits.walk(sizes, M, 8)
+    assert pairs[:n] == schedule.walk(sizes, M, 8)
     assert set(pairs[n:]) <= {pairs[n - 1]}
 
 
@@ -348,7 +348,7 @@ def test_s2_14_group_ids_are_those_of_all_groups():
 
 
 def test_s2_20_metadata_has_names_and_no_gradient_transposes(data):
-    """S2-20: a named tuple, and d rhs of a transposed rhs comes out transposed, with no transposition after it."""
+    """S2-20: a named tuple, and d rhs of a transposed rhs is computed transposed, without a transpose operation."""
     meta, _ = walk_of()(group_sizes=sizes_of(SIZES), m=M, tm=8, start_group=0, num_nonzero_groups=4)
     offsets, group_ids, tile_ids = meta
     assert offsets is meta.group_offsets and group_ids is meta.group_ids and tile_ids is meta.m_tile_ids
@@ -362,7 +362,7 @@ def test_s2_20_metadata_has_names_and_no_gradient_transposes(data):
 
 @pytest.mark.parametrize("transpose_rhs, shards", [(False, 4), (True, 2)])
 def test_s2_21_shards_chained_by_existing_out(data, transpose_rhs, shards):
-    """S2-21: shard by shard into one result; gradients of lhs add up, those of rhs are laid end to end."""
+    """S2-21: shard by shard into one result; gradients of lhs are summed, those of rhs concatenated."""
     x, w, ct = data["x"], data["w"].mT if transpose_rhs else data["w"], data["y"]
     per = 4 // shards
     f = jax.jit(functools.partial(gmm, transpose_rhs=transpose_rhs))
@@ -399,12 +399,12 @@ def passes(data, tiling, **kwargs):
 
 
 def test_s4_09_nine_numbers_are_three_tiles(data):
-    """S4-09: each pass gets its own three, in the order of its own call, as MaxText slices them."""
+    """S4-09: each pass gets its own three sizes, in the order of its own call, as in MaxText."""
     assert passes(data, NINE) == (NINE[:3], NINE[3:6], NINE[6:])
 
 
 def test_s4_09_three_numbers_stay_with_their_dimensions(data):
-    """S4-09, S0-23: MaxText's backward dies of three numbers; in d lhs the tile of k is again the tile of k."""
+    """S4-09, S0-23: MaxText's backward pass fails with three numbers; in d lhs the tile size of k stays with k."""
     assert passes(data, (8, 4, 2)) == ((8, 4, 2), (8, 2, 4), (8, 4, 2))
 
 
@@ -427,7 +427,7 @@ def test_s4_09_gradients_with_nine_numbers_and_no_interpret(data):
 
 
 @pytest.mark.parametrize("tiling", [(8, 8), (8, 8, 0), (1, 2, 3, 4, 5, 6), "auto"])
-def test_a_tiling_that_is_none(data, tiling):
+def test_a_tiling_that_is_not_valid(data, tiling):
     with pytest.raises(ValueError, match="tiling"):
         gmm(data["x"], data["w"], sizes_of(SIZES), tiling=tiling)
     with pytest.raises(ValueError, match="tiling"):
@@ -435,7 +435,7 @@ def test_a_tiling_that_is_none(data, tiling):
 
 
 def test_interpret_and_second_order(data):
-    """Interpreting gives the same; the derivative of a derivative exists (defect: none of the peers has it)."""
+    """interpret=True gives the same numbers; second derivatives exist, which no peer has."""
     x, w = data["x"], data["w"]
     np.testing.assert_allclose(gmm(x, w, sizes_of(SHORT), interpret=True), gmm(x, w, sizes_of(SHORT)), atol=1e-5)
     f = jax.grad(lambda x, w: (gmm(x, w, sizes_of(SHORT)) ** 2).sum())

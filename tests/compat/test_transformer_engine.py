@@ -32,7 +32,7 @@ SHAPES = [(5, 32, 128, 64), (5, 32, 64, 128), (5, 64, 32, 128)]  # groups, rows 
 DTYPES = [jnp.bfloat16, jnp.float16]
 
 
-def data(shape, dtype, rng, flipped=False):
+def data(shape, dtype, rng, transposed=False):
     """Rows in groups of uneven sizes, one of them empty."""
     groups, eighths, n, k = shape
     m = 8 * eighths
@@ -42,21 +42,21 @@ def data(shape, dtype, rng, flipped=False):
     assert sizes.sum() == m and len(sizes) == groups and (sizes == 0).any()
     x, w, b, c = (
         jnp.asarray(rng.normal(size=s), dtype)
-        for s in ((m, k), (groups, n, k) if flipped else (groups, k, n), (groups, n), (m, n))
+        for s in ((m, k), (groups, n, k) if transposed else (groups, k, n), (groups, n), (m, n))
     )
     return x, w, b, c, jnp.asarray(sizes)
 
 
-@pytest.mark.parametrize("flipped", [False, True], ids=["NN", "NT"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["NN", "NT"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_grouped_gemm(shape, dtype, flipped, rng):
-    x, w, _, _, sizes = data(shape, dtype, rng, flipped)
+def test_grouped_gemm(shape, dtype, transposed, rng):
+    x, w, _, _, sizes = data(shape, dtype, rng, transposed)
     lhs = GroupedNoScaleTensor(x, None, sizes, None, x.shape)
     rhs = GroupedNoScaleTensor(w, None, jnp.zeros((0,), jnp.int32), None, w.shape)
-    out = jax.jit(lambda lhs, rhs: grouped_gemm(lhs, rhs, contracting_dims=((1,), (2 if flipped else 1,))))(lhs, rhs)
+    out = jax.jit(lambda lhs, rhs: grouped_gemm(lhs, rhs, contracting_dims=((1,), (2 if transposed else 1,))))(lhs, rhs)
     assert out.dtype == dtype
-    oracle.check(out, oracle.rows(x, w, sizes, transpose_rhs=flipped))
+    oracle.check(out, oracle.rows(x, w, sizes, transpose_rhs=transposed))
 
 
 @jax.jit
@@ -81,7 +81,7 @@ def test_grouped_dense(shape, dtype, rng):
 
 
 def test_wgrad_is_the_same_call(rng):
-    """S3-03, S3-04; sizes that do not sum to m (T-01) leave the rest to nobody, and poison there stays there (T-03)."""
+    """S3-03, S3-04; sizes that do not sum to m (T-01) leave unowned rows, and NaN there does not leak (T-03)."""
     x, _, _, c, sizes = data(SHAPES[0], jnp.bfloat16, rng)
     sizes = sizes.at[-1].add(-8)
     x, c = x.at[-8:].set(jnp.nan), c.at[-8:].set(jnp.nan)
@@ -92,7 +92,7 @@ def test_wgrad_is_the_same_call(rng):
 
 
 def test_arguments_that_the_original_ignores_or_refuses_are_honoured(rng):
-    """T-06: group_offset, precision, a bias, vmap; and gradients have the dtypes of what they belong to."""
+    """T-06: group_offset, precision, a bias, vmap; and gradients have the dtypes of their operands."""
     x, w, b, c, sizes = data((4, 3, 16, 8), jnp.bfloat16, rng)
     out, back = jax.vjp(lambda x, w, b: grouped_dense(x, w, sizes, bias=b, preferred_element_type=jnp.float32), x, w, b)
     assert out.dtype == jnp.float32
@@ -109,7 +109,7 @@ def test_arguments_that_the_original_ignores_or_refuses_are_honoured(rng):
 
 
 def test_sums_that_bfloat16_cannot_hold():
-    """T-08: the gradient of a bias over 512 rows, each of which is lost beside the sum of the others."""
+    """T-08: the gradient of a bias over 512 rows, where a bfloat16 sum would stop at 256."""
     ones, sizes = jnp.ones((520, 1), jnp.bfloat16), jnp.array([512, 8])
     np.testing.assert_array_equal(grouped_dbias(ones, sizes)[:, 0], [512, 8])
     layer = lambda b: grouped_dense(ones, jnp.ones((2, 1, 1), jnp.bfloat16), sizes, bias=b).astype(jnp.float32).sum()
@@ -133,7 +133,7 @@ def test_all_four_logical_dims_of_operands(rng):
 # Scales
 
 MODES = list(ScalingMode)[1:]
-OFF = {"float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3}  # a number's own error, of the largest that shares its scale
+ERROR = {"float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3}  # rounding error, relative to the largest magnitude of a block
 
 
 def quantizer(mode, dtype=jnp.float8_e4m3fn, layout=QuantizeLayout.ROWWISE, groups=4):
@@ -144,7 +144,7 @@ def quantizer(mode, dtype=jnp.float8_e4m3fn, layout=QuantizeLayout.ROWWISE, grou
     ("mode", "ragged"), [*((mode, True) for mode in MODES), (MODES[1], False)], ids=lambda x: getattr(x, "name", str(x))
 )
 def test_grouped_quantize(mode, ragged, rng):
-    """T-04, T-05: both layouts, three axes, sizes of no multiple; jitted, there and back; what is nobody's stays out."""
+    """T-04, T-05: both layouts, three axes, sizes of any values; under jit, and back; unowned rows count in no scale."""
     x = rng.normal(size=(75, 3, 40) if ragged else (4, 35, 3, 40)).astype(np.float32)
     sizes, groups = (np.array([33, 0, 7, 30], np.int32), 4) if ragged else (None, 4)
     x *= np.repeat([1, 10, 1e3, 0.1, 1e9], [33, 0, 7, 30, 5]).reshape(-1, 1, 1) if ragged else 1
@@ -168,7 +168,7 @@ def test_grouped_quantize(mode, ragged, rng):
         assert not ragged or not np.asarray(made.data[70:]).any()
         for start, end in starts:
             one, two = np.asarray(made.data)[start:end], x[start:end]
-            assert np.abs(one - two).max(initial=0) <= OFF["float8_e4m3fn"] * np.abs(two).max(initial=0)
+            assert np.abs(one - two).max(initial=0) <= ERROR["float8_e4m3fn"] * np.abs(two).max(initial=0)
     if mode.is_tensor_scaling():
         want = [np.abs(x[a:b]).max(initial=0) for a, b in starts]
         np.testing.assert_array_equal(both.rowwise_tensor.amax, np.float32(want))
@@ -179,7 +179,7 @@ def test_grouped_quantize(mode, ragged, rng):
 
 
 def test_delayed_scaling_looks_back(rng):
-    """The scale of a call is that of the calls before; largest numbers are kept, group by group."""
+    """The scale of a call comes from earlier calls; the largest magnitude of each group is recorded."""
     q, sizes = quantizer(ScalingMode.DELAYED_TENSOR_SCALING, groups=2), jnp.array([1, 2])
     for i, most in enumerate([4.0, 2.0, 8.0]):
         made = grouped_quantize(jnp.array([[most], [0.0], [0.0], [99.0]]), q, sizes)
@@ -190,7 +190,7 @@ def test_delayed_scaling_looks_back(rng):
 
 @pytest.mark.parametrize("mode", MODES[1:], ids=lambda mode: mode.name)
 def test_grouped_gemm_of_scaled_tensors(mode, rng):
-    """R-08: scaled by scaled, and scaled by not, in all three passes; that is the product of what they stand for."""
+    """R-08: scaled x scaled and scaled x plain, in all three passes, equal the products of the dequantized tensors."""
     x, w, _, c, sizes = data((4, 5, 32, 64), jnp.float32, rng)
     sizes = sizes.at[-1].add(-3)
     x, c = x.at[-3:].set(jnp.nan), c.at[-3:].set(jnp.nan)
@@ -217,7 +217,7 @@ def test_grouped_gemm_of_scaled_tensors(mode, rng):
 
 @pytest.mark.parametrize("mode", MODES[:2], ids=lambda mode: mode.name)
 def test_grouped_dense_with_quantizers(mode, rng):
-    """Values and gradients are near the exact ones; that of the bias has no scales; that of the set is the next set."""
+    """Values and gradients are near the exact ones; d bias is exact; the gradient of the set is the next set."""
     x, w, b, c, sizes = data((4, 5, 32, 64), jnp.bfloat16, rng)
     quantizers = QuantizerFactory.create_set(scaling_mode=mode, n_groups=4)
 
@@ -245,7 +245,7 @@ def test_grouped_dense_with_quantizers(mode, rng):
 
 
 def test_without_a_quantizer_nothing_is_scaled():
-    """R-13, R-12: and a tensor that has sizes is not given them again."""
+    """R-13, R-12: without a quantizer a tensor comes back unchanged, with its own sizes."""
     x = GroupedNoScaleTensor(jnp.ones((4, 2)), None, jnp.array([1, 3]), None, (4, 2))
     assert grouped_quantize(x, None) is x and grouped_dequantize(x) is x
     assert QuantizerFactory.create_set(scaling_mode=ScalingMode.NO_SCALING) == noop_quantizer_set
@@ -254,7 +254,7 @@ def test_without_a_quantizer_nothing_is_scaled():
 
 
 def scaled(x, **changes):
-    """X as if it had been quantized, by groups."""
+    """x as a tensor with scales, one per group."""
     given = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "scale_inv": jnp.ones(2), **changes}
     return GroupedScaledTensor1x(
         data=x.data.ravel(), amax=None, first_dims=x.first_dims, last_dims=None, dq_dtype=jnp.float32, _dq_func=None,
@@ -263,6 +263,7 @@ def scaled(x, **changes):
 
 
 MX = ScalingMode.MXFP8_1D_SCALING
+TWO = QuantizerFactory.create_set(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, n_groups=2)
 SET = QuantizerFactory.create_set(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, n_groups=3)
 
 
@@ -288,11 +289,34 @@ SET = QuantizerFactory.create_set(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALIN
         (lambda x, w: grouped_gemm(w, w), ValueError, "Cannot infer number of gemms"),
         (lambda x, w: grouped_gemm(x, w, quantizer_set="fp8"), TypeError, "quantizer_set: want a QuantizerSet; got str"),
         (lambda x, w: grouped_dense(x.data, w.data, [1, 3], kernel_fsdp_info=("x", 0)), ValueError, "kernel_fsdp_info"),
+        (lambda x, w: grouped_gemm(x, w, "ab", quantizer_set=TWO), ValueError, "contracting_dims: want two sequences of axes; got 'ab'"),
+        (lambda x, w: grouped_gemm(dataclasses.replace(x, original_shape=3.5), w), TypeError, "lhs.original_shape: want a tuple of ints; got 3.5"),
+        (lambda x, w: grouped_gemm(dataclasses.replace(x, first_dims=jnp.array([1.5])), w), TypeError, "lhs.first_dims: want an integer dtype; got float32"),
+        (lambda x, w: grouped_gemm(scaled(x, scaling_mode="mx"), w), TypeError, "lhs.scaling_mode: want a ScalingMode; got 'mx'"),
+        (lambda x, w: grouped_gemm(x, w, quantizer_set=QuantizerSet("fp8")), TypeError, "quantizer_set.x: want None or a GroupedQuantizer; got str"),
+        (lambda x, w: grouped_dense(x.data, w.data, [1, 3], (1, 1), quantizer_set=TWO), ValueError, "contracting_dims: want two sequences"),
+        (lambda x, w: grouped_dense(x.data, w.data, 3, quantizer_set=TWO), ValueError, "group_sizes: want 1 dimension"),
+        (lambda x, w: grouped_dense(x.data, w.data, [1, 4], quantizer_set=TWO), ValueError, "group_sizes: must sum to at most 4"),
+        (lambda x, w: grouped_dense(x.data, w.data, [1, 3], group_offset=1, quantizer_set=TWO), ValueError, r"group_offset: the window \[1, 3\)"),
+        (lambda x, w: grouped_dense(x.data > 0, w.data, [1, 3]), TypeError, "x: want a number dtype; got bool"),
+        (lambda x, w: grouped_dense(x.data, w.data.astype(int), [1, 3], quantizer_set=TWO), TypeError, "kernel: want a float dtype to quantize; got int32"),
+        (lambda x, w: grouped_quantize(x.data, TWO.x, "ab"), TypeError, "group_sizes: want an array; got str"),
+        (lambda x, w: grouped_quantize(x.data, "fp8", [1, 3]), TypeError, "quantizer: want None or a GroupedQuantizer, .*; got str"),
+        (lambda x, w: grouped_quantize(x.data.astype(int), TWO.x, [1, 3]), TypeError, "x: want a float dtype to quantize; got int32"),
+        (lambda x, w: grouped_quantize(x.data, TWO.x, [1, 3], 1.5), ValueError, "flatten_axis: want an axis after the first of 2; got 1.5"),
+        (lambda x, w: grouped_dequantize(x.data), TypeError, "tensor: want one that grouped_quantize makes; got ArrayImpl"),
+        (lambda x, w: grouped_gemm(ScaledTensor2x(scaled(x), scaled(x)), w), TypeError, r"lhs: want a .*; got ScaledTensor2x; choose one by get_tensor"),
+        (lambda x, w: quantizer(MX, "fp8"), TypeError, "q_dtype: want float8_e4m3fn or float8_e5m2; got 'fp8'"),
+        (lambda x, w: quantizer(MX, layout="rows"), TypeError, "q_layout: want a QuantizeLayout; got 'rows'"),
+        (lambda x, w: quantizer(MX, groups=0), ValueError, "n_groups: want a positive int; got 0"),
+        (lambda x, w: QuantizerFactory.create_set(scaling_mode=MX, bwd_dtype="e5", n_groups=2), TypeError, "bwd_dtype: want float8_e4m3fn or float8_e5m2"),
+        (lambda x, w: QuantizerFactory.create_set(scaling_mode="mx"), TypeError, "scaling_mode: want a ScalingMode; got 'mx'"),
+        (lambda x, w: QuantizerFactory.create(0, MX), ValueError, "n_quantizers: want a positive int; got 0"),
         (lambda x, w: grouped_dbias(w.data, x.first_dims), ValueError, "grad: want 2 dimensions"),
     ],
 )  # fmt: skip
 def test_errors(make, error, words):
-    """R-07, R-08, R-16: a shape alone makes nothing ragged, scales are never ignored, nor is anything else asked for."""
+    """R-07, R-08, R-16: scales and other arguments are never ignored, and each error names its argument."""
     x = GroupedNoScaleTensor(jnp.ones((4, 2)), None, jnp.array([1, 3]), None, (4, 2))
     w = GroupedNoScaleTensor(jnp.ones((2, 2, 2)), None, None, None, (2, 2, 2))
     with pytest.raises(error, match=words):

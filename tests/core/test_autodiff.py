@@ -1,5 +1,6 @@
 """The calculus against a dense einsum: every derivative, every transformation, both forms, every backend."""
 
+import contextlib
 import functools
 import itertools
 
@@ -256,7 +257,8 @@ def test_export_for_other_platforms(xwy):
     x, w, _ = xwy
     f = jax.jit(jax.value_and_grad(lambda x, w, s: jnp.sum(jnp.sin(tr.grouped_matmul(x, w, s))), (0, 1)))
     for platforms in (["tpu"], ["cuda"], ["cpu", "cuda", "tpu"]):
-        exported = jax.export.export(f, platforms=platforms)(x, w, SIZES)
+        with contextlib.nullcontext() if platforms == ["tpu"] else pytest.warns(tr.PerformanceWarning, match="Hopper"):
+            exported = jax.export.export(f, platforms=platforms)(x, w, SIZES)
         assert exported.platforms == tuple(platforms)
     again = jax.export.deserialize(exported.serialize())
     close(again.call(x, w, SIZES), f(x, w, SIZES))
@@ -270,7 +272,7 @@ def test_each_pass_gets_its_own_tiling(xwy):
     def passes(tiling):
         f = jax.grad(lambda x, w: jnp.sum(tr.grouped_matmul(x, w, SIZES, tiling=tiling) ** 2), (0, 1))
         eqns = [e for e in jax.make_jaxpr(f)(x, w).eqns if e.primitive is grouped_p]
-        return [(e.params["problem"].form.value, e.params["pins"].tilings.forward) for e in eqns]
+        return [(e.params["problem"].form.value, e.params["overrides"].tilings.forward) for e in eqns]
 
     for tiling in (tr.Tiling(8, 2, 3), (8, 2, 3), lambda m, k, n: (8, 2, 3) if (m, k, n) == (M, K, N) else None):
         assert sorted(passes(tiling), key=str) == sorted(

@@ -1,8 +1,8 @@
-"""Cost counts the work that is there."""
+"""Flops and bytes are counted for owned rows and nonempty groups."""
 
 import pytest
 
-from trencadis.api.matmul import problem_of
+from trencadis.core.arguments import problem_of
 from trencadis.core.cost import cost
 
 pytestmark = pytest.mark.core

@@ -1,4 +1,4 @@
-"""debug_checks: what is silently clamped becomes an error that names the group."""
+"""debug_checks: sizes that are silently clamped become errors that name the group; and jax_debug_nans."""
 
 import functools
 
@@ -10,6 +10,7 @@ from jax.experimental import checkify
 
 import trencadis as tr
 from trencadis import GroupedTensor
+from trencadis.compat import megablox
 
 pytestmark = pytest.mark.core
 
@@ -72,7 +73,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("sizes, words", [([-1, 2], "group 0 has size -1"), ([0, 9], "group 1 ends past m = 4")])
-def test_the_other_doors_check_too(sizes, words):
+def test_the_other_entry_points_check_too(sizes, words):
     for call in OTHERS:
         with tr.debug_checks():
             error, _ = checkify.checkify(call)(jnp.array(sizes))
@@ -145,7 +146,7 @@ def checked(f):
     ],
 )
 def test_the_general_form(f, s, t, words):
-    """S3-08: what only the run can tell: sizes of each tensor, room in flat buffers, sizes that two tensors share."""
+    """S3-08: sizes of each tensor, room in flat buffers, and sizes that two tensors must share, checked at run time."""
     with tr.debug_checks():
         error, _ = checked(f)(jnp.array(s), jnp.array(t))
     assert (error.get() is None) if words is None else (words in error.get())
@@ -169,10 +170,34 @@ def test_a_dense_layer_calls_its_sizes_by_their_name():
 
 
 def test_sizes_of_64_bits_are_seen_as_they_are(x64):
-    """A constructor that clamps them keeps their sign."""
+    """A constructor that clamps sizes keeps their sign."""
     f = lambda s: tr.grouped_gemm(
         GroupedTensor.ragged_rows(X, s), GroupedTensor.stacked(W), contracting_dims=((1,), (1,))
     )
     with tr.debug_checks():
         error, _ = checkify.checkify(jax.jit(lambda s: f(s).data))(jnp.array([3, -(2**40), 5]))
     assert "lhs.first_dims: group 1 has size -2147483648" in error.get()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# jax_debug_nans looks at the result of every eager operation
+
+SIZES, SPOILT = np.array([3, 0, 3]), X.at[6:].set(jnp.nan)  # the last two rows are unowned
+
+
+@pytest.mark.parametrize("call", [
+    lambda x, w: tr.grouped_matmul(x, w, SIZES),
+    lambda x, w: tr.grouped_matmul(x, w, SIZES, backend="reference"),
+    lambda x, w: tr.grouped_matmul(x, w, SIZES, bias=jnp.ones((3, 2)), activation=jax.nn.silu),
+    lambda x, w: tr.transposed_grouped_matmul(x, Y, SIZES, transpose_lhs=True) * w,
+    lambda x, w: tr.ragged_dot(x, w, SIZES),
+    lambda x, w: tr.grouped_gemm(rows(x, SIZES), GroupedTensor.stacked(w), contracting_dims=((1,), (1,))).data,
+    lambda x, w: megablox.gmm(x, w, SIZES, existing_out=Y),
+])  # fmt: skip
+def test_nan_in_unowned_rows_is_in_no_result(call):
+    """Neither the values nor the gradients, computed eagerly, raise; and they are those of unowned rows without NaN."""
+    both = jax.value_and_grad(lambda x, w: jnp.sum(call(x, w) ** 2), (0, 1))
+    want = both(X, W)
+    with jax.debug_nans(True):
+        got = both(SPOILT, W)
+    jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trencadis.core.epilogue import Epilogue, Extras, add, check_activation, elementwise, inlined
+from trencadis.core.epilogue import Epilogue, Extras, add, elementwise, inlined, static_activation
 
 pytestmark = pytest.mark.core
 
@@ -42,10 +42,11 @@ def test_inlined_means_the_same(activation):
 
 
 def test_operands_come_in_order():
-    assert Epilogue(bias=F32, accumulate=True).split(("b", "e")) == (None, None, "b", "e")
-    assert Epilogue(accumulate=True).split(("e",)) == Extras(existing="e")
-    assert Epilogue(by_column=True, bias=F32).split(("c", "b")) == Extras(by_column="c", bias="b")
-    assert Epilogue(by_row=True, by_column=True, accumulate=True).split(("r", "c", "e")).given == ["r", "c", "e"]
+    r, c, b, e = map(jnp.float32, range(4))
+    assert Epilogue(bias=F32, accumulate=True).split((b, e)) == (None, None, b, e)
+    assert Epilogue(accumulate=True).split((e,)) == Extras(existing=e)
+    assert Epilogue(by_column=True, bias=F32).split((c, b)) == Extras(by_column=c, bias=b)
+    assert Epilogue(by_row=True, by_column=True, accumulate=True).split((r, c, e)).given == [r, c, e]
 
 
 def test_sums_hold_both():
@@ -57,12 +58,45 @@ def test_elementwise_by_construction():
     z = jnp.arange(6.0).reshape(2, 3)
     np.testing.assert_array_equal(elementwise(lambda x: jnp.where(x > 2, x, -x))(z), jnp.where(z > 2, z, -z))
     with pytest.raises(ValueError, match="one number"):
-        check_activation(jnp.cumsum, F32, F32)
+        static_activation(jnp.cumsum, F32, F32)
 
 
 def test_a_traced_value_inside_keeps_it_out_of_kernels():
-    assert check_activation(jax.nn.gelu, F32, F32)
+    assert static_activation(jax.nn.gelu, F32, F32)
     seen = []
-    jax.jit(lambda b: seen.append(check_activation(lambda z: z * b, F32, F32)) or b)(2.0)
-    jax.grad(lambda b: seen.append(check_activation(lambda z: z * b, F32, F32)) or b)(2.0)
-    assert seen == [False, False]
+    jax.jit(lambda b: seen.append(static_activation(lambda z: z * b, F32, F32)) or b)(2.0)
+    jax.grad(lambda b: seen.append(static_activation(lambda z: z * b, F32, F32)) or b)(2.0)
+    assert seen == [None, None]
+
+
+@pytest.mark.parametrize("value", [jnp.float32, np.float32, lambda x: jnp.array([x]), lambda x: np.array([x])])
+def test_activations_are_equal_only_if_they_compute_the_same(value):
+    """Arrays that a jitted function closes over are not in the text of its jaxpr."""
+
+    def times(number, wrap):
+        held = value(number)
+        return static_activation(wrap(lambda z: (z * held).sum()), F32, F32)
+
+    for wrap in (lambda f: f, jax.jit, lambda f: lambda z: jax.jit(jax.jit(f))(z) + 1, jax.checkpoint):
+        assert times(2.0, wrap) != times(3.0, wrap)
+
+
+def test_python_functions_are_told_apart_even_if_they_look_alike():
+    class Times:
+        def __init__(self, number):
+            self.number = number
+
+        def __call__(self, z):
+            return np.asarray(z * self.number, np.float32)
+
+        def __repr__(self):
+            return "Times"
+
+    def activation(number):
+        return lambda z: jax.pure_callback(
+            Times(number), jax.ShapeDtypeStruct(z.shape, z.dtype), z, vmap_method="expand_dims"
+        )
+
+    assert static_activation(activation(2), F32, F32) != static_activation(activation(3), F32, F32)
+    fresh = (static_activation(lambda z: jax.nn.relu(z) * 0.5, F32, F32) for _ in range(2))
+    assert next(fresh) == next(fresh)

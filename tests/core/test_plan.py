@@ -1,13 +1,18 @@
 """The chooser obeys, or says every reason why not."""
 
+import dataclasses
+import re
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from trencadis import backends
-from trencadis.api.matmul import problem_of
-from trencadis.core.plan import plan, refusals
+from trencadis.core.arguments import problem_of
+from trencadis.core.epilogue import Epilogue
+from trencadis.core.plan import Plan, Refusal, answers, plan
 from trencadis.core.target import Target
-from trencadis.core.tiling import Pins, Tiling, resolve
+from trencadis.core.tiling import Overrides, Tiling, resolve
 
 pytestmark = pytest.mark.core
 
@@ -23,36 +28,85 @@ def test_some_backend_runs_everywhere(platform):
 
 
 def test_a_kernel_is_interpreted_as_it_is_on_its_own_target():
-    chosen = plan(PROBLEM, CPU, Pins(backend="tpu", interpret=True))
+    chosen = plan(PROBLEM, CPU, Overrides(backend="tpu", interpret=True))
     assert (chosen.backend, chosen.target, chosen.interpret) == ("tpu", Target(platform="tpu"), True)
     said = (
         r"'tpu' cannot run .* on cpu \(tpu: it runs on TPU; the target is cpu; "
         r"gpu: it runs on NVIDIA GPUs; the target is cpu; xla: "
     )
     with pytest.raises(ValueError, match=said):
-        plan(PROBLEM, CPU, Pins(backend="tpu"))
+        plan(PROBLEM, CPU, Overrides(backend="tpu"))
 
 
 def test_a_gpu_kernel_is_interpreted_as_on_the_card_that_it_is_measured_on():
-    chosen = plan(PROBLEM, CPU, Pins(backend="gpu", interpret=True))
+    chosen = plan(PROBLEM, CPU, Overrides(backend="gpu", interpret=True))
     want = ("gpu", Target(platform="cuda", kind="NVIDIA H200"), True)
     assert (chosen.backend, chosen.target, chosen.interpret) == want
     with pytest.raises(ValueError, match=r"'gpu' cannot run .* on cpu \(.*gpu: it runs on NVIDIA GPUs"):
-        plan(PROBLEM, CPU, Pins(backend="gpu"))
+        plan(PROBLEM, CPU, Overrides(backend="gpu"))
 
 
-def test_pins_are_obeyed():
-    assert plan(PROBLEM, CPU, Pins(backend="reference")).backend == "reference"
-    assert plan(PROBLEM, CPU, Pins(interpret=True)).backend == "reference"
-    chosen = plan(PROBLEM, CPU, Pins(tilings=resolve((8, 4, 2), 16, 4, 8)))
+def test_overrides_are_obeyed():
+    assert plan(PROBLEM, CPU, Overrides(backend="reference")).backend == "reference"
+    assert plan(PROBLEM, CPU, Overrides(interpret=True)).backend == "reference"
+    chosen = plan(PROBLEM, CPU, Overrides(tilings=resolve((8, 4, 2), 16, 4, 8)))
     assert (chosen.tiling, chosen.backend) == (Tiling(8, 4, 2), "xla")
-    assert "as given" in str(chosen)
+    assert "asked for" in str(chosen)
 
 
 def test_a_refusal_carries_every_reason(monkeypatch):
-    monkeypatch.setattr(backends.reference, "supports", lambda problem, target: "it is Sunday")
+    sunday = Refusal(backend="reference", reason="it is Sunday")
+    monkeypatch.setattr(backends.reference, "plan", lambda problem, target, overrides: sunday)
     tpu, gpu = "it runs on TPU; the target is cpu", "it runs on NVIDIA GPUs; the target is cpu"
-    assert refusals(PROBLEM, CPU) == {"tpu": tpu, "gpu": gpu, "xla": None, "reference": "it is Sunday"}
+    said = answers(PROBLEM, CPU)
+    assert list(said) == list(backends.BACKENDS) and isinstance(said.pop("xla"), Plan)
+    assert {name: each.reason for name, each in said.items()} == {"tpu": tpu, "gpu": gpu, "reference": "it is Sunday"}
     said = rf"cannot run rows .* on cpu \(tpu: {tpu}; gpu: {gpu}; xla: supports it; reference: it is Sunday"
     with pytest.raises(ValueError, match=said):
-        plan(PROBLEM, CPU, Pins(backend="reference"))
+        plan(PROBLEM, CPU, Overrides(backend="reference"))
+
+
+H200, V6E = Target(platform="cuda", kind="NVIDIA H200"), Target(platform="tpu", kind="TPU v6 lite")
+BLOCKS = Epilogue(by_row=True, by_column=True, row_block=128, column_block=(128, 128))
+
+
+def test_a_product_is_split_where_no_backend_takes_its_scales():
+    """Splitting is an outcome of the plan: whole on a Hopper GPU with 8-bit operands, in parts of k elsewhere."""
+    eight = problem_of((256, 512), (4, 512, 256), dtype="int8", out=np.dtype("float32"), epilogue=BLOCKS)
+    assert (plan(eight, H200).backend, plan(eight, H200).split) == ("gpu", 0)
+    assert (plan(eight, V6E).backend, plan(eight, V6E).split) == ("tpu", 128)
+    assert (plan(eight, CPU).backend, plan(eight, CPU).split) == ("xla", 128)
+    weights = Epilogue(by_column=True, column_block=(32, 1))
+    by_column = problem_of((256, 512), (4, 512, 256), dtype="bfloat16", epilogue=weights).replace(rhs=np.dtype("int8"))
+    chosen = plan(by_column, H200)
+    assert (chosen.backend, chosen.split, chosen.problem.k, chosen.asked.k) == ("gpu", 32, 32, 512)
+    assert "split along k into parts of 32" in str(chosen)
+
+
+def test_what_a_kernel_does_not_fuse_is_peeled_off():
+    asked = problem_of((256, 128), (4, 128, 128), dtype="bfloat16")
+    odd = asked.replace(epilogue=Epilogue(bias=np.dtype("float32"), activation=jnp.arctan))
+    for target, name in ((H200, "gpu"), (V6E, "tpu")):
+        chosen = plan(odd, target)
+        assert (chosen.backend, chosen.peeled) == (name, ("arctan",))
+        assert (chosen.problem.out, chosen.problem.epilogue) == (np.float32, Epilogue(bias=np.dtype("float32")))
+        assert plan(asked.replace(epilogue=Epilogue(activation=jnp.tanh)), target).peeled == ()
+    eight = asked.replace(lhs=np.dtype("int8"), rhs=np.dtype("int8"), k=512)
+    steps = dataclasses.replace(BLOCKS, bias=np.dtype("float32"), accumulate=True)
+    assert plan(eight.replace(epilogue=steps), H200).peeled == ("bias", "existing_out")
+
+
+def test_an_activation_may_have_the_name_of_another_step():
+    def bias(z):
+        return jnp.arctan(z)
+
+    asked = problem_of((256, 128), (4, 128, 128), dtype="bfloat16")
+    odd = asked.replace(epilogue=Epilogue(bias=np.dtype("float32"), activation=bias))
+    assert plan(odd, V6E).peeled == ("bias",)  # the activation, and not nothing
+
+
+def test_the_reason_has_figures():
+    big = problem_of((8192, 4096), (8, 4096, 14336), dtype="bfloat16")
+    assert re.match(r"\d+ x \d+ (swap-AB )?tiles, \d+\.\d\d waves of 132 SMs, \d stages", plan(big, H200).because)
+    assert re.match(r"[\d.]+ ms predicted for a v6e, row tiles of [\d, ]+, [\d.]+ of 128 MiB", plan(big, V6E).because)
+    assert "row tiles of 1 to 256 rows" in plan(big.replace(lhs=np.dtype("float32")), CPU).because

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from trencadis.api.matmul import problem_of
+from trencadis.core.arguments import problem_of
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.problem import Form
 

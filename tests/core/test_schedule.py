@@ -1,4 +1,4 @@
-"""The schedule against its slow twin, and against the rows it must cover."""
+"""The fixed-raster schedule against its plain Python version, and against the rows it must cover."""
 
 import functools
 
@@ -12,9 +12,7 @@ import strategies
 from hypothesis import strategies as st
 
 import trencadis as tr
-from trencadis.api.matmul import problem_of
 from trencadis.core.schedule import visits, walk
-from trencadis.core.spans import offsets, owned, spans
 
 pytestmark = pytest.mark.core
 
@@ -29,7 +27,7 @@ def jitted(height, local, empty):
 @pytest.mark.parametrize("height", [1, 7, 16, 64])
 @pytest.mark.parametrize("empty", [False, True])
 @hypothesis.given(sizes=strategies.sizes(M, G), first=st.integers(0, 2))
-def test_equals_its_slow_twin(height, empty, sizes, first):
+def test_equals_plain_python(height, empty, sizes, first):
     for local in (G - 2, 2):
         got = jitted(height, local, empty)(sizes, first)
         assert got.pairs() == walk(sizes, M, height, first=first, local_groups=local, empty=empty)
@@ -80,44 +78,13 @@ def test_metadata_shapes_names_and_padding():
     assert (meta.group_ids.tolist(), meta.m_tile_ids.tolist()) == ([2] * 6, [0, 1, 1, 1, 1, 1])
 
 
-@hypothesis.given(raw=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=G, max_size=G))
-def test_offsets_never_leave_the_rows(raw):
-    """Whatever a traced array holds: ascending, from 0, never past m, and no sum wraps."""
-    for m in (M, 2**30):
-        got = np.asarray(jax.jit(offsets, static_argnums=1)(np.asarray(raw, np.int32), m))
-        want = np.minimum(np.cumsum(np.clip(np.asarray(raw, np.int64), 0, m)), m)
-        np.testing.assert_array_equal(got, [0, *want])
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def spans_and_owned(problem, sizes, first):
-    return spans(problem, sizes, first), owned(problem, sizes, first)
-
-
-@hypothesis.given(
-    sizes=st.lists(strategies.sizes(M, G), min_size=2, max_size=2),
-    first=st.lists(st.integers(0, 3), min_size=2, max_size=2),
-)
-def test_spans_and_owned_rows_of_a_batch(sizes, first):
-    problem = problem_of((M, 2), (3, 2, 2), groups=G).replace(batch=2)
-    s, f = np.stack(sizes), np.asarray(first, np.int32)
-    (starts, ends), mine = jax.tree.map(np.asarray, spans_and_owned(problem, s, f))
-    rows = np.zeros(2 * M, bool)
-    for e in range(2):
-        for i in range(3):
-            a, b = oracle.bounds(s[e], M)[f[e] + i]
-            assert (starts[3 * e + i], ends[3 * e + i]) == (a + e * M, b + e * M)
-            rows[a + e * M : b + e * M] = True
-    np.testing.assert_array_equal(mine, rows)
+@pytest.mark.parametrize("first", [-(2**31), -3, -1, 5, 2**31 - 3, 2**31 - 1])
+def test_a_traced_window_outside_of_the_groups(first):
+    """A window that reaches outside visits only the groups it holds; its end does not overflow int32."""
+    sizes = np.array([9, 0, 3, 20, 1, 4], np.int32)
+    assert jitted(16, 2, True)(sizes, first).pairs() == walk(sizes, M, 16, first=first, local_groups=2, empty=True)
 
 
 def test_prints_itself():
     assert str(visits(jnp.array([3, 0, 5]), 8, 4)) == "3 visits to tiles of 4 rows: (0,0) (2,0) (2,1)"
     jax.jit(lambda s: print(visits(s, 8, 4)) or s)(jnp.array([3, 0, 5]))
-
-
-def test_ends_stop_at_m_however_large_both_are():
-    """Sums of sizes that pass 2**31 before they are clamped."""
-    m = 2**31 - 5
-    sizes = jnp.array([2**30, 2**31 - 1, -3, 2**31 - 1, 7], jnp.int32)
-    assert jax.jit(offsets, static_argnums=1)(sizes, m).tolist() == [0, 2**30, m, m, m, m]

@@ -1,4 +1,4 @@
-"""What a target says of itself."""
+"""The platform, kind and core count of a target are those of its device."""
 
 import jax
 import pytest
@@ -25,7 +25,7 @@ def test_of_devices():
 
 
 def test_cores_of_a_gpu():
-    """Where the device says how many; they are no part of its name."""
+    """The number of cores comes from the device, and is not part of the target's name."""
     assert Target.of(Device("gpu", "NVIDIA H200", "cuda 12", cores=132)).cores == 132
     assert Target.of(Device("gpu", "NVIDIA H200", "cuda 12")).cores is None
     assert Target.of(jax.devices("cpu")[0]).cores is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trencadis.core.tiling import Pins, Tiling, Tilings, resolve
+from trencadis.core.tiling import Overrides, Tiling, Tilings, resolve
 
 pytestmark = pytest.mark.core
 
@@ -20,10 +20,10 @@ def test_spellings():
 
 
 def test_sizes_stay_with_their_dimensions():
-    pins = Pins(tilings=resolve((1, 2, 3), 8, 8, 8))
-    assert pins.derive(pins.tilings.d_lhs, swap=True).tilings.forward == Tiling(1, 3, 2)
-    assert pins.derive(pins.tilings.d_lhs, swap=True).derive(None, swap=True) == pins
-    own = Pins(backend="xla", tilings=Tilings(forward=Tiling(1, 1, 1), d_lhs=Tiling(4, 5, 6)))
+    overrides = Overrides(tilings=resolve((1, 2, 3), 8, 8, 8))
+    assert overrides.derive(overrides.tilings.d_lhs, swap=True).tilings.forward == Tiling(1, 3, 2)
+    assert overrides.derive(overrides.tilings.d_lhs, swap=True).derive(None, swap=True) == overrides
+    own = Overrides(backend="xla", tilings=Tilings(forward=Tiling(1, 1, 1), d_lhs=Tiling(4, 5, 6)))
     derived = own.derive(own.tilings.d_lhs, swap=True)
-    assert derived == Pins(backend="xla", tilings=Tilings(forward=Tiling(4, 6, 5)))
+    assert derived == Overrides(backend="xla", tilings=Tilings(forward=Tiling(4, 6, 5)))
     assert own.derive(own.tilings.d_rhs, swap=False).tilings == Tilings()

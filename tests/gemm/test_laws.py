@@ -11,7 +11,7 @@ import strategies
 from grouped_cases import (  # isort: split
     CASES,
     TOTAL,
-    TURNS,
+    TRANSPOSES,
     UNIFORM,
     G,
     add,
@@ -25,39 +25,39 @@ from grouped_cases import (  # isort: split
     run,
     sizes_of,
     take,
-    turned,
+    transposed,
 )
 
 from hypothesis import strategies as st
 
-from trencadis.gemm import xla as tiles
+from trencadis.gemm import xla
 
 pytestmark = pytest.mark.core
 
 few = hypothesis.settings(max_examples=6)
 every = pytest.mark.parametrize("case", CASES, ids=ids)
 ragged = pytest.mark.parametrize("case", CASES[1:], ids=ids[1:])
-# each combination with a storage of its own: all of them are compared with the loop, and laws need no more
-STORED = {case: TURNS[i % 4] for i, case in enumerate(CASES)}
+# one storage order for each combination: the first law compares all of them with the loop
+STORED = {case: TRANSPOSES[i % 4] for i, case in enumerate(CASES)}
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(tiles, "TILE", 4)
+    monkeypatch.setattr(xla, "TILE", 4)
 
 
-@pytest.mark.parametrize("turns", TURNS, ids=["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("transposes", TRANSPOSES, ids=["nn", "nt", "tn", "tt"])
 @every
 @few
 @hypothesis.given(data=st.data(), seed=strategies.seeds)
-def test_equals_a_loop_over_groups(case, turns, data, seed):
-    """S3-03, S3-05, S3-08: forward and both gradients, m, k and n each by sizes of its own; NaN in what is nobody's."""
+def test_equals_a_loop_over_groups(case, transposes, data, seed):
+    """S3-03, S3-05, S3-08: forward and both gradients; m, k and n have sizes of their own; unowned entries are NaN."""
     sizes = data.draw(sizes_of(case))
     a, b, old, ct = drawn(sizes, seed)
-    out, da, db, d_old = run(case, turns, sizes, a, b, old, ct)
+    out, da, db, d_old = run(case, transposes, sizes, a, b, old, ct)
     check(out, add(product(a, b), old))
-    check(da, product(ct, turned(b)))
-    check(db, product(turned(a), ct))
+    check(da, product(ct, transposed(b)))
+    check(db, product(transposed(a), ct))
     check(d_old, ct)
 
 
@@ -65,12 +65,12 @@ def test_equals_a_loop_over_groups(case, turns, data, seed):
 @few
 @hypothesis.given(data=st.data(), seed=strategies.seeds, order=st.permutations(range(G)))
 def test_permuting_groups_permutes_the_answer(case, data, seed, order):
-    """And its gradients."""
-    sizes, turns = data.draw(sizes_of(case)), STORED[case]
+    """The same holds for the gradients."""
+    sizes, transposes = data.draw(sizes_of(case)), STORED[case]
     given = drawn(sizes, seed)
     move = lambda groups: [groups[i] for i in order]
-    straight = run(case, turns, sizes, *given)
-    moved = run(case, turns, [move(s) for s in sizes], *map(move, given))
+    straight = run(case, transposes, sizes, *given)
+    moved = run(case, transposes, [move(s) for s in sizes], *map(move, given))
     for got, want in zip(moved, straight, strict=True):
         check(got, move(want))
 
@@ -79,11 +79,11 @@ def test_permuting_groups_permutes_the_answer(case, data, seed, order):
 @few
 @hypothesis.given(data=st.data(), seed=strategies.seeds, at=st.integers(0, G - 2))
 def test_splitting_a_group_splits_the_answer(case, data, seed, at):
-    """Of m or n: the same rows or columns. Of k: two sums that add up. The other operand is repeated.
+    """Split m or n: the same rows or columns. Split k: two sums that add up. The other operand is repeated.
 
-    What is split in a tensor splits there, and what is not adds up: in results and in gradients.
+    A tensor that has the split dimension splits along it; the parts of one that has not add up, also in gradients.
     """
-    sizes, turns = data.draw(sizes_of(case, G - 1, TOTAL - 7)), STORED[case]
+    sizes, transposes = data.draw(sizes_of(case, G - 1, TOTAL - 7)), STORED[case]
     which = data.draw(st.sampled_from([i for i in range(3) if case[i]]))
     here = sizes[which][at]
     cut = data.draw(st.integers(0, here))
@@ -102,22 +102,22 @@ def test_splitting_a_group_splits_the_answer(case, data, seed, at):
         return [*groups[:at], one, *groups[at + 2 :]]
 
     tensors = (0, 1), (1, 2), (0, 2), (0, 2)
-    found = run(case, turns, parts, *(split(x, dims) for x, dims in zip((a, b, old, ct), tensors, strict=True)))
+    found = run(case, transposes, parts, *(split(x, dims) for x, dims in zip((a, b, old, ct), tensors, strict=True)))
     check(joined(found[0], (0, 2)), product(a, b))
-    check(joined(found[1], (0, 1)), product(ct, turned(b)))
-    check(joined(found[2], (1, 2)), product(turned(a), ct))
+    check(joined(found[1], (0, 1)), product(ct, transposed(b)))
+    check(joined(found[2], (1, 2)), product(transposed(a), ct))
 
 
 @every
 @few
 @hypothesis.given(data=st.data(), seed=strategies.seeds, scale=st.sampled_from([-2.0, 0.5, 3.0]))
 def test_linear_in_each_operand(case, data, seed, scale):
-    """And in what it is added to; both sides are computed, none is the oracle's."""
-    sizes, turns = data.draw(sizes_of(case)), STORED[case]
+    """Also in `out`; both sides are computed by the library."""
+    sizes, transposes = data.draw(sizes_of(case)), STORED[case]
     one, two = drawn(sizes, seed), drawn(sizes, seed + 1)
     zero = [np.zeros_like(x) for x in one[2]]
     mixed = [add([np.float32(scale) * x for x in x], y) for x, y in zip(one, two, strict=True)]
-    f = lambda a, b, old=zero: run(case, turns, sizes, a, b, old, one[3])[0]
+    f = lambda a, b, old=zero: run(case, transposes, sizes, a, b, old, one[3])[0]
     scaled = lambda groups: [scale * x.astype(np.float64) for x in groups]
     check(f(mixed[0], one[1]), add(scaled(f(one[0], one[1])), f(two[0], one[1])))
     check(f(one[0], mixed[1]), add(scaled(f(one[0], one[1])), f(one[0], two[1])))
@@ -129,9 +129,9 @@ def test_linear_in_each_operand(case, data, seed, scale):
 @hypothesis.given(data=st.data(), seed=strategies.seeds)
 def test_adjoints_agree(case, data, seed):
     """<f(x, w), c> = <x, dx> = <w, dw>."""
-    sizes, turns = data.draw(sizes_of(case)), STORED[case]
+    sizes, transposes = data.draw(sizes_of(case)), STORED[case]
     a, b, old, ct = drawn(sizes, seed)
-    out, da, db, _ = run(case, turns, sizes, a, b, [np.zeros_like(x) for x in old], ct)
+    out, da, db, _ = run(case, transposes, sizes, a, b, [np.zeros_like(x) for x in old], ct)
     inner = lambda xs, ys: sum(np.vdot(x.astype(np.float64), y) for x, y in zip(xs, ys, strict=True))
     scale = max(1.0, abs(inner(out, ct)))
     for x, dx in ((a, da), (b, db)):
@@ -143,22 +143,22 @@ def test_adjoints_agree(case, data, seed):
 @few
 @hypothesis.given(data=st.data(), seed=strategies.seeds, bad=st.integers(0, G - 1))
 def test_poison_stays_in_its_group(case, poison, data, seed, bad):
-    """In all of a group's operands, in its cotangent, and in what is nobody's: others and their gradients are clean."""
-    sizes, turns = data.draw(sizes_of(case)), STORED[case]
+    """NaN and Inf in a group's operands and cotangent, and in unowned entries, reach no other group or its gradient."""
+    sizes, transposes = data.draw(sizes_of(case)), STORED[case]
     given = drawn(sizes, seed)
-    clean = run(case, turns, sizes, *given, fill=0.0)
+    clean = run(case, transposes, sizes, *given, fill=0.0)
     for groups in given:
         groups[bad][:] = poison
-    found = run(case, turns, sizes, *given, fill=poison)
+    found = run(case, transposes, sizes, *given, fill=poison)
     others = lambda groups: groups[:bad] + groups[bad + 1 :]
     for got, want in zip(found, clean, strict=True):
         check(others(got), others(want))
-    if sizes[1][bad] == 0:  # a sum of nothing
+    if sizes[1][bad] == 0:  # the contracted dimension is empty
         np.testing.assert_array_equal(found[0][bad], given[2][bad])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Higher derivatives, batches, and what comes after the product: one program for each combination
+# Higher derivatives, batches and epilogues: one program for each combination
 
 
 @functools.cache
@@ -182,9 +182,9 @@ def second(case):
 @hypothesis.given(data=st.data(), seed=strategies.seeds)
 def test_second_order(case, data, seed):
     """jvp, jvp of grad, and grad of grad."""
-    sizes, turns = data.draw(sizes_of(case)), STORED[case]
+    sizes, transposes = data.draw(sizes_of(case)), STORED[case]
     (a, b, _, c), (da, db, _, _) = drawn(sizes, seed), drawn(sizes, seed + 1)
-    put, get = functools.partial(lay, case, turns, sizes), functools.partial(take, case, turns, sizes)
+    put, get = functools.partial(lay, case, transposes, sizes), functools.partial(take, case, transposes, sizes)
     laid = (put(0, a, 0), put(1, b, 0), put(2, c, 0), put(0, da, 0), put(1, db, 0))
     tangent, hx, hy, rx, ry = second(case)(*laid, *(np.asarray(s) for s in sizes))
     moved = add(product(da, b), product(a, db))
@@ -192,9 +192,9 @@ def test_second_order(case, data, seed):
     slope, curve = times(c, product(a, b)), times(c, moved)
     check(get(2, tangent), moved)
     for found in (hx, rx):
-        check(get(0, found), add(product(curve, turned(b)), product(slope, turned(db))))
+        check(get(0, found), add(product(curve, transposed(b)), product(slope, transposed(db))))
     for found in (hy, ry):
-        check(get(1, found), add(product(turned(a), curve), product(turned(da), slope)))
+        check(get(1, found), add(product(transposed(a), curve), product(transposed(da), slope)))
 
 
 B = 3  # entries of a batch
@@ -203,7 +203,7 @@ BATCHES = {"lhs": (1, None, None), "rhs": (None, -1, None), "sizes": (None, None
 
 @functools.cache
 def batched(case):
-    """Four batches: operands come with their entries along the first axis, and those that are not batched with one."""
+    """Four batches of operands stacked along the first axis; of those that are not batched the first is used."""
 
     def call(x, y, room, sizes):
         f = lambda x, y, sizes: gemm(case, STORED[case], x, y, room, sizes)
@@ -221,19 +221,19 @@ def batched(case):
 @hypothesis.settings(max_examples=3)
 @hypothesis.given(data=st.data(), seed=strategies.seeds)
 def test_vmap_is_a_loop(case, data, seed):
-    """T-06: over lhs, rhs or sizes alone, along any axis, and over all of them; with NaN in what is nobody's."""
-    turns = STORED[case]
+    """T-06: over lhs, rhs or sizes alone, along any axis, and over all of them; with NaN in unowned entries."""
+    transposes = STORED[case]
     many = np.asarray([data.draw(sizes_of(case)) for _ in range(B)])
     entries = [drawn(sizes, seed + i) for i, sizes in enumerate(many)]
     put = lambda which, fill: np.stack(
-        [lay(case, turns, sizes, which, each[which], fill) for sizes, each in zip(many, entries, strict=True)]
+        [lay(case, transposes, sizes, which, each[which], fill) for sizes, each in zip(many, entries, strict=True)]
     )
-    x, y, room = put(0, np.nan), put(1, np.nan), lay(case, turns, many[0], 2, entries[0][2], 7)
+    x, y, room = put(0, np.nan), put(1, np.nan), lay(case, transposes, many[0], 2, entries[0][2], 7)
     found = batched(case)(x, y, room, many)
     for name, axes in BATCHES.items():
         for i in range(B):
             j, k, l = (0 if axis is None else i for axis in axes)
-            want = compiled(case, turns)(x[j], y[k], room, np.zeros_like(room), *many[l])[0]
+            want = compiled(case, transposes)(x[j], y[k], room, np.zeros_like(room), *many[l])[0]
             check([found[name][i]], [np.asarray(want)])
 
 
@@ -253,14 +253,14 @@ def ended(case):
 @every
 @few
 @hypothesis.given(data=st.data(), seed=strategies.seeds)
-def test_what_comes_after_the_product(case, data, seed):
-    """S3-06, T-03: alpha, beta, out and bias by groups, and their gradients; NaN in what is nobody's reaches none."""
-    sizes, turns = data.draw(sizes_of(case)), STORED[case]
+def test_the_epilogue(case, data, seed):
+    """S3-06, T-03: alpha, beta, out and bias by group, and their gradients; NaN in unowned entries reaches none."""
+    sizes, transposes = data.draw(sizes_of(case)), STORED[case]
     a, b, old, ct = drawn(sizes, seed)
     rng = np.random.default_rng(seed)
     alpha, beta = rng.normal(size=(2, G)).astype(np.float32)
     bias = rng.normal(size=(G, UNIFORM[2])).astype(np.float32) * (not case[2])
-    put, get = functools.partial(lay, case, turns, sizes), functools.partial(take, case, turns, sizes)
+    put, get = functools.partial(lay, case, transposes, sizes), functools.partial(take, case, transposes, sizes)
     out, dx, dy, d_old, d_alpha, d_beta, d_bias = ended(case)(
         put(0, a, np.nan),
         put(1, b, np.nan),
@@ -274,8 +274,8 @@ def test_what_comes_after_the_product(case, data, seed):
     scaled = lambda numbers, xs: [s * x.astype(np.float64) for s, x in zip(numbers, xs, strict=True)]
     plus = [np.zeros(1) if case[2] else row for row in bias]
     check(get(2, out, -0.0), add(scaled(alpha, product(a, b)), plus, scaled(beta, old)))
-    check(get(0, dx), scaled(alpha, product(ct, turned(b))))
-    check(get(1, dy), scaled(alpha, product(turned(a), ct)))
+    check(get(0, dx), scaled(alpha, product(ct, transposed(b))))
+    check(get(1, dy), scaled(alpha, product(transposed(a), ct)))
     check(get(2, d_old, np.nan), scaled(beta, ct))
     inner = lambda xs: np.asarray([np.vdot(x.astype(np.float64), c) for x, c in zip(xs, ct, strict=True)])
     check([d_alpha, d_beta], [inner(product(a, b)), inner(old)])

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from trencadis.inspect import bundles
-from trencadis.inspect.bundles import Room, UnknownSchedule, parse, parse_room, programs, read
+from trencadis.inspect.bundles import UnknownSchedule, Vmem, parse, parse_vmem, programs, read
 
 pytestmark = pytest.mark.core
 
@@ -59,15 +59,15 @@ def test_an_error_names_the_line():
         parse("0x0 : {}\n0x1 : { vnop }", PATH)
 
 
-def test_room():
+def test_vmem():
     line = "#allocation{} [shape = 'u8[8]', space={}, size = {}, offset = {}, scoped, tag = '{}']\n"
     text = (
         line.format("1", "vmem", "0x100", "0x400", "input")
         + line.format("2_spill", "vmem", "0x80", "0x500", "spilled vreg")
         + line.format("3", "smem", "0x4000", "0", "prefetched")
     )
-    assert parse_room(text) == Room(bytes=0x580, spill_bytes=0x80)
-    assert parse_room("") == Room()
+    assert parse_vmem(text) == Vmem(bytes=0x580, spill_bytes=0x80)
+    assert parse_vmem("") == Vmem()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Quantized operands at lax's doors: arrays of qwix, their tiles, every order of the axes, and what is refused."""
+"""Arrays of qwix as operands of every entry point: their tiles, every order of the axes, and what is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from trencadis.quant.qarray import from_qarray
 
 pytestmark = pytest.mark.core
 
-M, K, N, SIZES = 16, 32, 24, np.array([6, 0, 7])  # three rows are nobody's
+M, K, N, SIZES = 16, 32, 24, np.array([6, 0, 7])  # the last three rows are unowned
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_ragged_dot_is_that_of_what_the_operands_stand_for(format, left, right, 
     close(jax.jit(tr.ragged_dot)(q, r, SIZES), oracle.rows(meaning(q), meaning(r), SIZES))
 
 
-def turned(a, order):
+def transposed(a, order):
     return jax.tree.map(lambda leaf: leaf.transpose(order), a)
 
 
@@ -59,7 +59,7 @@ def test_rows_with_axes_in_any_order(left, order, x, w):
     q, r = qarray(x, "int8", (1, 0)), qarray(w, "int8", (1, 0, 1))
     numbers = Numbers((([left.index(1)], [order.index(1)]), ([], [])), [left.index(0)], [order.index(0)])
     dot = jax.jit(lambda a, b: tr.ragged_dot_general(a, b, SIZES, numbers))
-    close(dot(turned(q, left), turned(r, order)), oracle.rows(meaning(q), meaning(r), SIZES))
+    close(dot(transposed(q, left), transposed(r, order)), oracle.rows(meaning(q), meaning(r), SIZES))
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -69,7 +69,7 @@ def test_sums_with_axes_in_any_order(order, x, rng):
     q, r = qarray(x, "int8", (1, 16)), qarray(y, "int8", (4, 8))
     numbers = Numbers((([order.index(0)], [order[::-1].index(0)]), ([], [])), [order.index(0)], [])
     dot = jax.jit(
-        lambda a, b, **to: tr.ragged_dot_general(turned(a, order), turned(b, order[::-1]), SIZES, numbers, **to)
+        lambda a, b, **to: tr.ragged_dot_general(transposed(a, order), transposed(b, order[::-1]), SIZES, numbers, **to)
     )
     a, b = (q, r) if order == (0, 1) else (x, r)
     close(dot(a, b), oracle.contraction(meaning(a), meaning(b), SIZES))
@@ -79,7 +79,7 @@ def test_sums_with_axes_in_any_order(order, x, rng):
 
 
 def test_gradients_of_what_is_not_quantized(x, w, rng):
-    """By value, past NaN in rows that are nobody's; what is quantized is a constant, scales too."""
+    """By value, past NaN in unowned rows; what is quantized is a constant, scales too."""
     ct, q, r = rng.normal(size=(M, N)).astype(np.float32), qarray(x, "int8", (1, 16)), qarray(w, "int8", (1, 16, 1))
     x[13:] = np.nan
     dot = lambda a, b: (tr.ragged_dot(a, b, SIZES)[:13] * ct[:13]).sum()
@@ -127,7 +127,7 @@ ODD = {
     "uneven": (lambda q: QArray(q.qvalue, jnp.concatenate([q.scale] * 5, -2)), ValueError, r"divides it, .*; got "),
     "none": (lambda q: QArray(q.qvalue, q.scale[..., :0, :]), ValueError, r"divides it, .*; got "),
 }  # fmt: skip
-DOORS = {
+ENTRY_POINTS = {
     "grouped_matmul": (tr.grouped_matmul, False), "transposed": (tr.transposed_grouped_matmul, True),
     "ragged_dot": (tr.ragged_dot, False), "gmm": (megablox.gmm, False), "tgmm": (megablox.tgmm, True),
     "ejkernel": (ejkernel.grouped_matmul, False), "ejkernel transposed": (ejkernel.transposed_grouped_matmul, True),
@@ -135,9 +135,9 @@ DOORS = {
 
 
 @pytest.mark.parametrize("which", ODD)
-@pytest.mark.parametrize("door", DOORS)
-def test_what_is_not_understood_is_refused_by_name(which, door, x, w):
-    (spoil, error, words), (call, sums) = ODD[which], DOORS[door]
+@pytest.mark.parametrize("entry", ENTRY_POINTS)
+def test_what_is_not_understood_is_refused_by_name(which, entry, x, w):
+    (spoil, error, words), (call, sums) = ODD[which], ENTRY_POINTS[entry]
     lhs, rhs = (x.T, x) if sums else (x, w)
     with pytest.raises(error, match="rhs: .*" + words):
         call(lhs, spoil(qarray(rhs, "int8", (0,) * rhs.ndim)), SIZES)
@@ -150,7 +150,7 @@ def test_what_is_not_understood_is_refused_by_name(which, door, x, w):
     [
         ((2, 8, 4), (2, 3, 4, 5), Numbers((([2], [2]), ([0], [0])), [1], [1]), r"lhs: .* want 2 dimensions, .* \(2, 8"),
         ((8, 4), (3, 4, 5, 6), Numbers((([1], [1]), ([], [])), [0], [0]), r"rhs: .* want 3 dimensions, .* \(3, 4, 5"),
-        ((8, 4), (8, 4, 5), Numbers((([0, 1], [0, 1]), ([], [])), [0], []), "one of them summed"),
+        ((8, 4), (8, 4, 5), Numbers((([0, 1], [0, 1]), ([], [])), [0], []), "one of them contracted"),
         ((8, 4), (8, 4), Numbers((([1], [1]), ([0], [0])), [0], []), "none a batch"),
     ],
 )

@@ -1,39 +1,37 @@
-"""The doors: two operations, and the metadata of their schedule. An argument is explained here, once."""
+"""Two operations, `grouped_matmul` and `transposed_grouped_matmul`, and megablox's schedule metadata.
+
+Every argument of the library that recurs elsewhere is explained here, once.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Integer, Num
+from jax.lax import PrecisionLike
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Int32, Num
 
-from trencadis.backends import INTERPRETED
-from trencadis.core import problem as what
-from trencadis.core.autodiff import activate, run
+from trencadis.core import arguments
 from trencadis.core.debug import check_traced
-from trencadis.core.epilogue import Activation, Epilogue, check_activation
-from trencadis.core.plan import check_backend
-from trencadis.core.problem import Problem
+from trencadis.core.epilogue import Activation
 from trencadis.core.schedule import visits
-from trencadis.core.tiling import Pins, TilingLike, resolve
-from trencadis.quant.product import factored, operand, split_run
-from trencadis.quant.scaled import Scaled
+from trencadis.core.tiling import TilingLike
+from trencadis.quant.operand import Operand, Sizes
+from trencadis.quant.product import Options, Steps, contraction_product, rows_product
 
 
 def grouped_matmul(
-    lhs: Num[Array, "m k"],
-    rhs: Num[Array, "g k n"],
-    group_sizes: Integer[Array, " groups"],
-    preferred_element_type: Any = jnp.float32,
+    lhs: Operand,
+    rhs: Operand,
+    group_sizes: Sizes,
+    preferred_element_type: DTypeLike = jnp.float32,
     tiling: TilingLike = None,
-    group_offset: Any = None,
+    group_offset: ArrayLike | None = None,
     existing_out: Num[Array, "m n"] | None = None,
     transpose_rhs: bool = False,
     interpret: bool = False,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     *,
     bias: Num[Array, "g n"] | None = None,
     activation: Activation | None = None,
@@ -71,57 +69,33 @@ def grouped_matmul(
 
     >>> x = jnp.arange(8.0).reshape(4, 2)
     >>> w = jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
-    >>> grouped_matmul(x, w, jnp.array([1, 2]))  # the last row belongs to nobody
+    >>> grouped_matmul(x, w, jnp.array([1, 2]))  # no group owns the last row
     Array([[ 0.,  1.],
            [20., 30.],
            [40., 50.],
            [ 0.,  0.]], dtype=float32)
     """
-    lhs, rhs, group_sizes = operand("lhs", lhs), operand("rhs", rhs), what.as_sizes(group_sizes)
-    if activation is not None and existing_out is not None:
-        raise ValueError("activation: cannot be given together with existing_out; apply it to the sum yourself")
-    bias = None if bias is None else what.as_array("bias", bias)
-    epilogue = Epilogue(bias=None if bias is None else np.dtype(bias.dtype), accumulate=existing_out is not None)
-    asked = what.rows_problem(
-        lhs, rhs, group_sizes, preferred_element_type, transpose_rhs=what.checked_flag("transpose_rhs", transpose_rhs),
-        epilogue=epilogue, precision=precision,
+    options = Options(tiling=tiling, interpret=interpret, precision=precision, backend=backend)
+    steps = Steps(bias=bias, existing_out=existing_out, activation=activation)
+    return rows_product(
+        lhs, rhs, group_sizes, preferred_element_type, options, steps,
+        transpose_rhs=transpose_rhs, group_offset=group_offset,
     )  # fmt: skip
-    what.check_bias(asked, bias)
-    what.check_existing_out(asked, existing_out)
-    pins = _pins(asked, tiling, interpret, backend)
-    sizes, first = sizes_and_window(asked, group_sizes, group_offset)
-    extras = [jnp.asarray(x) for x in (bias, existing_out) if x is not None]
-    if isinstance(lhs, Scaled) or isinstance(rhs, Scaled):
-        found = factored(asked, lhs, rhs)
-        if found is None:
-            if activation is not None:
-                check_activation(activation, np.float32, asked.out)
-            ends = {"bias": bias, "existing": existing_out, "activation": activation}
-            return split_run(asked, pins, (lhs, rhs, sizes, first), **ends)
-        asked, lhs, rhs, scales = found
-        extras = scales + extras
-    if activation is None:
-        return run(asked, pins, lhs, rhs, sizes, first, *extras)
-    if check_activation(activation, asked.sum, asked.out):
-        asked = asked.replace(epilogue=dataclasses.replace(asked.epilogue, activation=activation))
-        return run(asked, pins, lhs, rhs, sizes, first, *extras)
-    z = run(asked.replace(out=asked.sum), pins, lhs, rhs, sizes, first, *extras)
-    return activate(asked, activation, z, sizes, first)
 
 
 def transposed_grouped_matmul(
-    lhs: Num[Array, "k m"],
-    rhs: Num[Array, "m n"],
-    group_sizes: Integer[Array, " groups"],
-    preferred_element_type: Any = jnp.float32,
+    lhs: Operand,
+    rhs: Operand,
+    group_sizes: Sizes,
+    preferred_element_type: DTypeLike = jnp.float32,
     tiling: TilingLike = None,
-    group_offset: Any = None,
+    group_offset: ArrayLike | None = None,
     num_actual_groups: int | None = None,
     existing_out: Num[Array, "g k n"] | None = None,
     interpret: bool = False,
     *,
     transpose_lhs: bool = False,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     backend: str | None = None,
 ) -> Num[Array, "g k n"]:
     """Multiply consecutive groups of columns by the rows that match: `out[i] = lhs[:, s_i:e_i] @ rhs[s_i:e_i]`.
@@ -152,44 +126,30 @@ def transposed_grouped_matmul(
     >>> transposed_grouped_matmul(x, y, jnp.array([1, 2, 0]), transpose_lhs=True).reshape(3)
     Array([0., 3., 0.], dtype=float32)
     """
-    lhs, rhs, group_sizes = operand("lhs", lhs), operand("rhs", rhs), what.as_sizes(group_sizes)
-    first = what.first_group(group_offset)
-    asked = what.contraction_problem(
-        lhs, rhs, group_sizes, preferred_element_type,
-        transpose_lhs=not what.checked_flag("transpose_lhs", transpose_lhs),
-        local=what.local_groups(num_actual_groups, first, np.shape(group_sizes)[0] if np.ndim(group_sizes) else 0),
-        precision=precision,
-    ).replace(epilogue=Epilogue(accumulate=existing_out is not None))  # fmt: skip
-    what.check_existing_out(asked, existing_out)
-    pins = _pins(asked, tiling, interpret, backend)
-    sizes, first = sizes_and_window(asked, group_sizes, first)
-    extras = [] if existing_out is None else [jnp.asarray(existing_out)]
-    if isinstance(lhs, Scaled) or isinstance(rhs, Scaled):
-        found = factored(asked, lhs, rhs)
-        if found is None:
-            return split_run(asked, pins, (lhs, rhs, sizes, first), existing=existing_out)
-        asked, lhs, rhs, scales = found
-        extras = scales + extras
-    return run(asked, pins, lhs, rhs, sizes, first, *extras)
+    options = Options(tiling=tiling, interpret=interpret, precision=precision, backend=backend)
+    return contraction_product(
+        lhs, rhs, group_sizes, preferred_element_type, options,
+        transpose_lhs=transpose_lhs, window=(group_offset, num_actual_groups), existing_out=existing_out,
+    )  # fmt: skip
 
 
 class GroupMetadata(NamedTuple):
     """The schedule of a kernel over row tiles, as megablox lays it out; all int32."""
 
-    group_offsets: Array  # [groups + 1]: the row at which each group starts; the last is the sum of the sizes
-    group_ids: Array  # [tiles + groups - 1]: the group of each visit
-    m_tile_ids: Array  # [tiles + groups - 1]: the row tile of each visit
+    group_offsets: Int32[Array, " groups+1"]  # the row at which each group starts; the last is the sum of the sizes
+    group_ids: Int32[Array, " tiles+groups-1"]  # the group of each visit
+    m_tile_ids: Int32[Array, " tiles+groups-1"]  # the row tile of each visit
 
 
 def make_group_metadata(
     *,
-    group_sizes: Integer[Array, " groups"],
+    group_sizes: Sizes,
     m: int,
     tm: int,
-    start_group: Any,
+    start_group: ArrayLike,
     num_nonzero_groups: int,
     visit_empty_groups: bool = True,
-) -> tuple[GroupMetadata, Array]:
+) -> tuple[GroupMetadata, Int32[Array, ""]]:
     """The visits of a kernel: which group works on which tile of tm rows, in order. Any m; exact for any m.
 
     Args:
@@ -208,60 +168,16 @@ def make_group_metadata(
     >>> [(int(g), int(t)) for g, t in zip(meta.group_ids, meta.m_tile_ids)], int(visits)
     ([(0, 0), (1, 0), (1, 1), (2, 1), (2, 2)], 5)
     """
-    group_sizes = what.as_sizes(group_sizes)
-    first = what.first_group(start_group)
-    what.check_schedule(group_sizes, m, tm, first, num_nonzero_groups)
-    check_traced(jnp.asarray(group_sizes), first, int(m), int(num_nonzero_groups))
+    sizes = arguments.as_sizes(group_sizes)
+    first = arguments.first_group(start_group)
+    arguments.check_schedule(sizes, m, tm, first, num_nonzero_groups)
+    check_traced(jnp.asarray(sizes), first, int(m), int(num_nonzero_groups))
     walk = visits(
-        group_sizes,
+        sizes,
         int(m),
         int(tm),
         first=first,
         local_groups=int(num_nonzero_groups),
-        empty=what.checked_flag("visit_empty_groups", visit_empty_groups),
+        empty=arguments.checked_flag("visit_empty_groups", visit_empty_groups),
     )
     return GroupMetadata(walk.offsets, walk.group, walk.tile), walk.count
-
-
-def problem_of(
-    lhs: tuple[int, ...], rhs: tuple[int, ...], *, groups: int | None = None, dtype: Any = jnp.float32, **options: Any
-) -> Problem:
-    """The `Problem` of `grouped_matmul` (rhs of rank 3) or `transposed_grouped_matmul` (rank 2) for these shapes.
-
-    For asking the plan about a call without making it; options are fields of `Problem`.
-
-    >>> print(problem_of((16, 4), (2, 4, 8), dtype=jnp.bfloat16))
-    rows m=16 k=4 n=8 g=2: bfloat16 x bfloat16 -> bfloat16
-    """
-    rows = len(rhs) == 3
-    groups = groups if groups is not None else rhs[0]
-    a, b = (jax.ShapeDtypeStruct(shape, dtype) for shape in (lhs, rhs))
-    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
-    if rows:
-        asked = what.rows_problem(a, b, sizes, dtype, transpose_rhs=options.pop("transpose_rhs", False),
-                                  epilogue=Epilogue(), precision=None)  # fmt: skip
-    else:
-        asked = what.contraction_problem(a, b, sizes, dtype, transpose_lhs=True, local=groups, precision=None)
-    return asked.replace(**options)
-
-
-def _pins(asked: Problem, tiling: TilingLike, interpret: bool, backend: str | None) -> Pins:
-    if what.checked_flag("interpret", interpret) and check_backend(backend) not in (None, "reference", *INTERPRETED):
-        raise ValueError(
-            f"interpret: backend {backend!r} has no kernel to interpret; want backend=None, 'reference' or "
-            f"{', '.join(map(repr, INTERPRETED))}"
-        )
-    return Pins(
-        backend=check_backend(backend),
-        interpret=bool(interpret),
-        tilings=resolve(tiling, asked.m, asked.k, asked.n),
-    )
-
-
-def sizes_and_window(asked: Problem, group_sizes: Any, group_offset: Any) -> tuple[Array, Array]:
-    """Checked run-time integers: group_sizes `[1, groups]` and the first group of the window `[1]`."""
-    first = what.first_group(group_offset)
-    what.check_sizes(group_sizes, asked.m)
-    what.check_window(first, asked.local_groups, asked.groups)
-    check_traced(jnp.asarray(group_sizes), first, asked.m, asked.local_groups)
-    return jnp.asarray(group_sizes)[None], jnp.asarray(first)[None]

@@ -1,34 +1,31 @@
-"""Who does the work. `BACKENDS` is in order of preference; a new backend is one entry here."""
+"""The backends, which plan and run grouped products, in the order of preference; a new one is one entry here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 
 from trencadis.backends import gpu, reference, tpu, xla
+from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import CARDS
 from trencadis.core.problem import Problem
 from trencadis.core.target import Target
-from trencadis.core.tiling import Tiling
+from trencadis.core.tiling import Overrides
 
 
 class Backend(Protocol):
-    """What a backend module has."""
+    """The two functions of a backend module: one decides everything, the other executes that decision."""
 
-    def supports(self, problem: Problem, target: Target) -> str | None:
-        """None, or the reason why not."""
+    def plan(self, problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
+        """The whole decision for a problem on a target, or the reason why this backend cannot run it."""
 
-    def tiling(self, problem: Problem, target: Target) -> Tiling:
-        """The tile it prefers."""
-
-    def run(self, problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
-        """The result; operands are lhs, rhs, group_sizes, first group, then those of the epilogue."""
+    def run(self, plan: Plan, *operands: jax.Array) -> jax.Array:
+        """The result of `plan.problem`; operands are lhs, rhs, group sizes, first group, then the epilogue's."""
 
 
 BACKENDS: dict[str, Backend] = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
-# what some backends say of how they would do a problem on a target: a sentence, or None
-NOTES: dict[str, Callable[[Problem, Target], str | None]] = {"tpu": tpu.note}
-# backends whose kernels can be interpreted anywhere, and what they are interpreted as
+# the backends with kernels for a platform: a product there that reaches none of them is slow
+KERNELS: dict[str, tuple[str, ...]] = {"tpu": ("tpu",), "cuda": ("gpu",), "rocm": ("gpu",)}
+# backends whose kernels can be interpreted anywhere, and the device that the interpreter stands for
 INTERPRETED = {"tpu": Target(platform="tpu"), "gpu": Target(platform="cuda", kind=CARDS["h200"].kind)}

@@ -1,4 +1,4 @@
-"""How backends bring operands into the shape, and into the bits, that their loops and kernels take."""
+"""Preparation of operands: the padding, dtypes and bit patterns that the loops and kernels of backends need."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from trencadis.core.problem import Problem
 from trencadis.core.spans import clamped
 
 
-def up(x: int, unit: int) -> int:
-    """The next multiple of the unit.
+def round_up(x: int, unit: int) -> int:
+    """Round x up to a multiple of the unit.
 
-    >>> up(130, 128)
+    >>> round_up(130, 128)
     256
     """
     return -(-x // unit) * unit
 
 
-def filled(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The array with zeros after its own entries, up to a shape.
+def pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Pad the array with zeros at the end of each axis, up to this shape.
 
-    >>> filled(jnp.ones(2), (3,)).tolist()
+    >>> pad_to(jnp.ones(2), (3,)).tolist()
     [1.0, 1.0, 0.0]
     """
     return x if x.shape == shape else jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
 
 
-def whole(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> tuple[Problem, jax.Array, jax.Array]:
-    """A problem whose operands have at least 8 bits, and these: XLA cuts nothing smaller out of an array."""
-    lhs, rhs = (x.astype(jnp.int8) if x.dtype == jnp.int4 else x for x in (lhs, rhs))
-    return problem.replace(lhs=np.dtype(lhs.dtype), rhs=np.dtype(rhs.dtype)), lhs, rhs
+def int4_as_int8(problem: Problem) -> Problem:
+    """The problem with int8 in place of int4 operands, since XLA cannot slice arrays of less than 8 bits."""
+    lhs, rhs = (np.dtype(np.int8) if x == jnp.int4 else x for x in (problem.lhs, problem.rhs))
+    return problem.replace(lhs=lhs, rhs=rhs)
 
 
 def flat_sizes(sizes: jax.Array, m: int) -> jax.Array:
-    """Group sizes [batch, groups] in a row, as int32: int32 ones as they are, since a kernel clamps them by itself."""
+    """Flatten group sizes [batch, groups] to an int32 vector; int32 sizes are not clamped, since kernels do that."""
     return (sizes if sizes.dtype == jnp.int32 else clamped(sizes, m)).reshape(-1)
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """A narrow float array as integers of its width, where a loop would otherwise widen all of it at each update."""
+    """Bitcast a 16-bit float array to uint16 if XLA would otherwise convert all of it at each update in a loop."""
     if SLICES_WIDEN_NARROW_FLOATS and x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating):
         return lax.bitcast_convert_type(x, jnp.uint16)
     return x
 
 
 def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    """What `to_bits` was given."""
+    """Bitcast the result of `to_bits` back to the dtype of the array that it was given."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

@@ -1,4 +1,4 @@
-"""A loop over groups, each a full matmul of every row: slow, plainly right, the oracle of the other backends."""
+"""A loop over groups with a full matmul of all rows for each: slow and simple, the reference for other backends."""
 
 from __future__ import annotations
 
@@ -8,32 +8,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trencadis.backends.prepare import whole
+from trencadis.backends.prepare import int4_as_int8
+from trencadis.core.decision import Plan, Refusal
 from trencadis.core.dtypes import cast
-from trencadis.core.epilogue import IN_PARTS, Extras, add
+from trencadis.core.epilogue import ALONG_K, Extras, add
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import spans
 from trencadis.core.target import Target
-from trencadis.core.tiling import Tiling
+from trencadis.core.tiling import Overrides, Tiling
 
 
-def supports(problem: Problem, target: Target) -> str | None:
-    """Everything, everywhere; a sum whose scales change comes in parts."""
-    del target
-    return IN_PARTS if problem.epilogue.blocks else None
+def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
+    """A plan for any problem on any target, or a refusal if its scales change along k."""
+    if problem.epilogue.along_k:
+        return Refusal(backend="reference", reason=ALONG_K)
+    tiling = overrides.tilings.forward or Tiling(max(problem.m, 1), max(problem.k, 1), max(problem.n, 1))
+    because = f"{problem.spans} full matmuls of all {problem.rows} rows, one for each group"
+    return Plan(asked=problem, problem=problem, target=target, backend="reference", tiling=tiling, because=because)
 
 
-def tiling(problem: Problem, target: Target) -> Tiling:
-    """One tile: the whole problem."""
-    del target
-    return Tiling(max(problem.m, 1), max(problem.k, 1), max(problem.n, 1))
-
-
-def run(problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
-    """For each group: mask, multiply, select."""
-    del plan
+def run(plan: Plan, *operands: jax.Array) -> jax.Array:
+    """The result of a plan's problem: for each group, mask its rows, multiply, and select its part of the result."""
+    problem = int4_as_int8(plan.problem)
     lhs, rhs, group_sizes, first, *extras = operands
-    problem, lhs, rhs = whole(problem, lhs, rhs)
     by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
     starts, ends = spans(problem, group_sizes, first)
     lhs = (lhs.T if problem.transpose_lhs else lhs).astype(problem.acc)  # [rows, k]
@@ -43,18 +40,19 @@ def run(problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
         mine = (row >= starts[i]) & (row < ends[i])
         w = rhs[i % problem.weights].astype(problem.acc)  # [k, n] or [n, k]
         y = jnp.dot(jnp.where(mine, lhs, 0), w.T if problem.transpose_rhs else w, precision=precision)
-        down = None if by_row is None else by_row[:, None]
-        y = problem.epilogue.finish(y, Extras(down, _of(by_column, i), _of(bias, i)), problem.out)
+        row_scale = None if by_row is None else by_row[:, None]
+        y = problem.epilogue.finish(y, Extras(row_scale, _of(by_column, i), _of(bias, i)), problem.out)
         y = y if existing is None else add(existing, y)
         return jnp.where(mine, cast(y, problem.out), out)
 
     def contraction(i: Any, out: jax.Array) -> jax.Array:
         mine = (row >= starts[i]) & (row < ends[i])
-        x, y = jnp.where(mine, lhs, 0), jnp.where(mine, rhs, 0).astype(problem.acc)
-        down = None if by_row is None else by_row[i][:, None]
-        z = problem.epilogue.finish(jnp.dot(x.T, y, precision=precision), Extras(down, _of(by_column, i)), problem.out)
+        x, y = jnp.where(mine, lhs, 0), jnp.where(mine, rhs.astype(problem.acc), 0)  # float8_e8m0fnu has no 0
+        row_scale = None if by_row is None else by_row[i][:, None]
+        z = jnp.dot(x.T, y, precision=precision)
+        z = problem.epilogue.finish(z, Extras(row_scale, _of(by_column, i)), problem.out)
         z = cast(z if existing is None else add(existing[i], z), problem.out)
-        return out.at[i].set(jnp.where(ends[i] > starts[i], z, out[i]))  # scales of an empty group may be anything
+        return out.at[i].set(jnp.where(ends[i] > starts[i], z, out[i]))  # scales of an empty group may be NaN
 
     precision = problem.precision if problem.precision is not None else lax.Precision.HIGHEST
     body = rows if problem.form is Form.ROWS else contraction
@@ -64,6 +62,6 @@ def run(problem: Problem, plan: Any, *operands: jax.Array) -> jax.Array:
     return lax.fori_loop(0, problem.spans, body, out)
 
 
-def _of(x: Any, i: Any) -> Any:
-    """What a group has of something [g, n]: [1, n]."""
+def _of(x: jax.Array | None, i: Any) -> jax.Array | None:
+    """Row i of an array [g, n] as [1, n]; None if there is no array."""
     return None if x is None else x[i][None]

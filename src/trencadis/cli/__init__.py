@@ -1,1 +1,1 @@
-"""The command line: `trencadis show`, `why`, `inspect` and `doctor`."""
+"""The command line: `trencadis show`, `show-gemm`, `why`, `inspect` and `doctor`."""

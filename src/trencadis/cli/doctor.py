@@ -1,4 +1,4 @@
-"""Is this installation well: versions, devices, what each device would use, and one small result checked."""
+"""The command `doctor`: versions, devices, what each device would use, and a check of one small result."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ OPTIONAL = (
     "qwix",
     "typer",
     "rich",
-    "matplotlib",
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
-    """What `diagnose` found; prints itself."""
+    """The findings of `diagnose`, which print as text."""
 
     versions: dict[str, str]
     x64: bool
@@ -42,7 +41,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the self-check passed."""
+        """Whether the self-check found no error."""
         return self.error is None
 
     def __str__(self) -> str:
@@ -64,7 +63,7 @@ class Report:
 
 
 def diagnose() -> Report:
-    """Look at this installation and at its devices.
+    """Report on this installation and its devices, with a self-check.
 
     >>> diagnose().ok
     True
@@ -89,7 +88,7 @@ def diagnose() -> Report:
 
 
 def self_check() -> None:
-    """A grouped matmul of 8 rows, the last of them unowned, and its gradients, against numpy; raises if they differ.
+    """Check a grouped matmul of 8 rows, one of them unowned, and its gradients against numpy; raise if they differ.
 
     >>> self_check()
     """
@@ -113,7 +112,7 @@ def self_check() -> None:
 
 
 def _huge_pages(tunables: str) -> str:
-    """Whether large CPU results are allocated in huge pages. In small ones a weight gradient is mostly page faults.
+    """Whether large CPU results are allocated in huge pages; in small ones a weight gradient is mostly page faults.
 
     >>> _huge_pages("glibc.malloc.hugetlb=1")
     'on'
@@ -137,7 +136,7 @@ def _versions() -> dict[str, str]:
 
 
 def _plans(target: Target) -> list[str]:
-    """What a typical layer of experts gets on the target, in both forms."""
+    """Lines on the plans of a typical layer of experts on a target, in both forms."""
     x, y, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 2048), (8192, 1024), (32, 2048, 1024)))
     sizes = jax.ShapeDtypeStruct((32,), jnp.int32)
     answers = [
@@ -147,7 +146,5 @@ def _plans(target: Target) -> list[str]:
     lines = [f"{target}, for m=8192 k=2048 n=1024 g=32 in bfloat16:"]
     for answer in answers:
         lines.append(f"  {answer.problem.form.value:<12} {answer.passes[0].plan}")
-        lines += [
-            f"  {'':<12} not {each.backend}: {each.reason}" for each in answer.backends if each.reason is not None
-        ]
+        lines += [f"  {'':<12} not {name}: {each.reason}" for name, each in answer.passes[0].refusals.items()]
     return lines

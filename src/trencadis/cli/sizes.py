@@ -1,4 +1,4 @@
-"""Group sizes to look at when there are no real ones."""
+"""Random group sizes, to look at when there are no real ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ SKEWS = ("zipf", "uniform", "balanced")
 
 
 def random_sizes(groups: int, m: int, *, skew: str = "zipf", seed: int = 0) -> list[int]:
-    """Sizes of that many groups that sum to m.
+    """The sizes of that many groups, which sum to m.
 
-    zipf: the i-th most popular group draws rows in proportion to 1 / i, the popular ones anywhere; uniform: each row
-    picks any group; balanced: as equal as they can be.
+    With skew "zipf", the i-th most popular group draws rows in proportion to 1 / i, in a random order of groups; with
+    "uniform", each row picks any group; with "balanced", sizes are as equal as they can be.
 
     >>> random_sizes(4, 10, skew="balanced"), sum(random_sizes(4, 1000))
     ([3, 3, 2, 2], 1000)

@@ -1,44 +1,65 @@
-"""Drop-in modules: other libraries' names, signatures and error texts over this library's operations.
+"""Drop-in modules: the names, signatures and error texts of other libraries over the operations of this one.
 
 - `trencadis.compat.megablox`: `jax.experimental.pallas.ops.tpu.megablox`, and the megablox of MaxText.
 - `trencadis.compat.maxtext`: the same with MaxText's quantized training.
-- `trencadis.compat.ejkernel`: ejkernel's `grouped_matmul` family.
+- `trencadis.compat.ejkernel`: ejkernel's `grouped_matmul` and its companions.
 - `trencadis.compat.transformer_engine`: TransformerEngine's grouped tensors and GEMMs for JAX.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from trencadis.core.tiling import Tiling, Tilings
 
-CUBE = (128, 128, 128)
+if TYPE_CHECKING:
+    from trencadis.compat import ejkernel, maxtext, megablox, transformer_engine
+
+__all__ = ["ejkernel", "maxtext", "megablox", "transformer_engine"]
+
+PeerTiling = Tiling | Tilings | Sequence[int] | Callable[[int, int, int], Any] | None
+
+DEFAULT_TILE = (128, 128, 128)
 
 
-def planned(tiling: Any) -> Any:
-    """None for the peers' default tile, `(128, 128, 128)` or nine times 128; anything else as it is.
+def __getattr__(name: str) -> Any:
+    """Import a drop-in module when it is first used."""
+    if name in __all__:
+        return importlib.import_module(f"trencadis.compat.{name}")
+    raise AttributeError(f"module 'trencadis.compat' has no attribute {name!r}")
 
-    The peers default to it because it always runs, not because anybody wants it: here the default is to plan. For that
-    very tile, pass `trencadis.Tiling(128, 128, 128)`.
+
+def none_if_default(tiling: PeerTiling) -> Any:
+    """None for the peers' default tiling, `(128, 128, 128)` or nine times 128; any other tiling as it is.
+
+    The peers have this default because it always runs, not because it is a good tile: here it means a planned tile.
+    Pass `trencadis.Tiling(128, 128, 128)` to get that very tile.
+
+    >>> none_if_default((128, 128, 128)), none_if_default((128, 128, 256))
+    (None, (128, 128, 256))
     """
-    return None if isinstance(tiling, (tuple, list)) and tuple(tiling) in (CUBE, 3 * CUBE) else tiling
+    if isinstance(tiling, (tuple, list)) and tuple(tiling) in (DEFAULT_TILE, 3 * DEFAULT_TILE):
+        return None
+    return tiling
 
 
-def tilings(tiling: Any) -> Any:
-    """What a peer's `tiling` of a grouped matmul and its two gradients means here.
+def tilings(tiling: PeerTiling) -> Any:
+    """Translate a peer's `tiling` of a grouped matmul and its two gradients to the `tiling` of `grouped_matmul`.
 
     A peer gives each pass a tile in the units of that pass's own call. In the call that computes the gradient of lhs,
-    k and n have changed places; here every tile is in the units of the m, k and n of the forward call.
+    k and n change places; here every tile is in the units of the m, k and n of the forward call.
 
-    - the peers' default: planned tiles.
-    - three numbers: the tile of every pass, each number staying with its dimension.
-    - nine, as MaxText has them: forward, gradient of lhs, gradient of rhs; the middle three come as (m, n, k).
-    - a function: asked for each pass with the m, k and n of that pass's call.
+    - The peers' default: planned tiles.
+    - Three numbers: the tile of every pass; each number stays with its dimension.
+    - Nine numbers, as in MaxText: forward, gradient of lhs, gradient of rhs; the middle three come as (m, n, k).
+    - A function: called for each pass with the m, k and n of that pass's call.
 
     >>> tilings((8, 16, 32, 8, 64, 48, 8, 4, 2))
     Tilings(forward=(8, 16, 32), d_lhs=(8, 48, 64), d_rhs=(8, 4, 2))
     """
-    tiling = planned(tiling)
+    tiling = none_if_default(tiling)
     if callable(tiling):
         return Tilings(forward=tiling, d_lhs=lambda m, k, n: _swapped(_look_up(tiling, m, n, k)), d_rhs=tiling)
     if isinstance(tiling, (tuple, list)) and len(tiling) == 9:
@@ -46,8 +67,11 @@ def tilings(tiling: Any) -> Any:
     return tiling
 
 
-def _look_up(table: Any, m: int, k: int, n: int) -> Any:
-    """A gradient's tile; a table that has none is only asked in earnest by a call that computes gradients."""
+def _look_up(table: Callable[[int, int, int], Any], m: int, k: int, n: int) -> Any:
+    """The tile that a function gives for a gradient, or None if it raises LookupError.
+
+    The tilings of gradients are asked for in every call, and a table without them is right for a call that needs none.
+    """
     try:
         return table(m, k, n)
     except LookupError:
@@ -55,6 +79,7 @@ def _look_up(table: Any, m: int, k: int, n: int) -> Any:
 
 
 def _swapped(tile: Any) -> Any:
+    """The tile with its sizes of k and n exchanged; what is not a tile as it is, for `grouped_matmul` to refuse."""
     if isinstance(tile, Tiling):
         return tile.swapped()
-    return tile if tile is None else (tile[0], tile[2], tile[1])
+    return (tile[0], tile[2], tile[1]) if isinstance(tile, (tuple, list)) and len(tile) == 3 else tile

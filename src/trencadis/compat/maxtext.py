@@ -1,22 +1,23 @@
-"""MaxText's megablox, with its quantized training: `from trencadis.compat.maxtext import gmm`.
+"""MaxText's megablox with its quantized training: `from trencadis.compat.maxtext import gmm`.
 
-`gmm` has the signature of `maxtext.kernels.megablox.gmm`; without its quantization it is that of
-`trencadis.compat.megablox`. With it, rows and weights are quantized on the way, and gradients are those of the numbers,
-computed from the quantized ones: a scale of a column of rhs goes to the gradient of the result before d lhs, and one of
-a row of lhs before d rhs. Where it differs, it does more:
+`gmm` has the signature of `maxtext.kernels.megablox.gmm`. Without quantization it is `trencadis.compat.megablox.gmm`.
+With it, rows and weights are quantized on the way, rounding counts as the identity in gradients, and gradients are
+computed from the quantized values: a scale of a column of rhs is applied to the gradient of the result before d lhs,
+and a scale of a row of lhs before d rhs. Where this module differs from the original, it does more:
 
-- `group_offset`, `transpose_rhs` and nine tiles, or three, count in every combination;
-- weights are gathered over `weight_gather_axes` as numbers of few bits whatever the calibration is, and as they are
-  without quantization, where the original does nothing unless the calibration is fixed;
-- gradients that are quantized have scales of their own for each group in d rhs;
-- what cannot be done, such as scales of tiles or a zero point, raises; the original leaves some of it out.
+- `group_offset`, `transpose_rhs` and three or nine tile sizes work in every combination;
+- weights are gathered over `weight_gather_axes` after quantization, whatever the calibration is, and unquantized if
+  there is no quantization; the original gathers only if the calibration is fixed;
+- the quantized gradient has its own scales for each group in d rhs;
+- what is not supported, such as tiles of scales or a zero point, raises; the original ignores some of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,12 +25,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
-from trencadis.compat import CUBE, megablox, tilings
+from trencadis.compat import DEFAULT_TILE, PeerTiling, megablox, tilings
+from trencadis.core import arguments
 from trencadis.core.jax_compat import varying_axes
 from trencadis.quant import Recipe, Scaled
+from trencadis.quant.formats import format_of
+from trencadis.quant.product import Options
 from trencadis.quant.training import trained
 
-ABSENT = (
+UNSUPPORTED = (
     "tile_size",
     "act_static_scale",
     "bwd_stochastic_rounding",
@@ -37,6 +41,8 @@ ABSENT = (
     "additional_qt_config",
 )
 OPERANDS = ("lhs", "rhs", "grad")
+ROLES = ("act", "weight", "bwd")  # what a `qwix.QtRule` calls these three
+Gathered = tuple[tuple[str, int], ...]  # mesh axes, and the dimensions of rhs that are sharded over them
 
 
 def gmm(
@@ -44,7 +50,7 @@ def gmm(
     rhs: Float[Array, "g k n"],
     group_sizes: Integer[Array, " groups"],
     preferred_element_type: Any = jnp.float32,
-    tiling: Any = 3 * CUBE,
+    tiling: PeerTiling = 3 * DEFAULT_TILE,
     group_offset: Any = None,
     existing_out: Float[Array, "m n"] | None = None,
     transpose_rhs: bool = False,
@@ -61,20 +67,22 @@ def gmm(
     use_gmm_v2: Any = False,
     partial_sum: Float[Array, "m n"] | None = None,
 ) -> Float[Array, "m n"]:
-    """`out[s_i:e_i] = lhs[s_i:e_i] @ rhs[i]`. Arguments not named here are those of `trencadis.compat.megablox.gmm`.
+    """Multiply groups of rows, each by its own matrix: `out[s_i:e_i] = lhs[s_i:e_i] @ rhs[i]`.
+
+    Arguments that are not listed are those of `trencadis.compat.megablox.gmm`.
 
     Args:
-      lhs_quantize_dtype: int8, int4 or a float of 8 bits for rows, with a scale for each.
-      rhs_quantize_dtype: the same for weights, with a scale for each column, shared over the groups.
+      lhs_quantize_dtype: int8, int4 or an 8-bit float to quantize rows to, with one scale per row.
+      rhs_quantize_dtype: the same for weights, with one scale per column, shared by all groups.
       use_qwix_quantization: quantize by `qwix_rule`, or by the rule that qwix has for "gmm" here, and not by the two
         dtypes above.
-      weight_gather_axes: pairs of a mesh axis and a dimension of rhs, which is a shard along it.
+      weight_gather_axes: pairs of a mesh axis and the dimension of rhs that is sharded over it.
       lhs_vma_axes: mesh axes over which the result varies.
-      qwix_rule: a `qwix.QtRule`, or what has its fields. Of them count `weight_qtype`, `act_qtype`, `bwd_qtype`, their
-        calibration methods ("absmax", "absmax,0.9", "fixed,8", "fixed,-8,8"), and `disable_channelwise_axes`.
-      partial_sum: is added to the result; also to rows that no group covers.
-      use_tokamax_backend: a choice of kernels, as are use_manual_quantization and use_gmm_v2; it changes nothing here,
-        nor does rhs_vma_axes, since JAX knows how gradients vary.
+      qwix_rule: a `qwix.QtRule`, or an object with its fields. These count: `weight_qtype`, `act_qtype`, `bwd_qtype`,
+        their calibration methods ("absmax", "absmax,0.9", "fixed,8", "fixed,-8,8"), and `disable_channelwise_axes`.
+      partial_sum: is added to the result, also in unowned rows.
+      use_tokamax_backend: chooses kernels in the original, as do use_manual_quantization and use_gmm_v2; none of them
+        has an effect here, nor has rhs_vma_axes, since JAX knows how gradients vary.
 
     >>> x, w = jnp.array([[127.0, 2.2], [3.0, 0.0]]), jnp.ones((1, 2, 1))
     >>> gmm(x, w, jnp.array([2]), lhs_quantize_dtype=jnp.int8, rhs_quantize_dtype=jnp.int8).ravel()
@@ -83,93 +91,157 @@ def gmm(
     del use_tokamax_backend, rhs_vma_axes, use_manual_quantization, use_gmm_v2
     if partial_sum is not None and existing_out is not None:
         raise ValueError("partial_sum: is added, and existing_out is overwritten; want one of them")
-    gathered = tuple((axis, _dimension(dim)) for axis, dim in weight_gather_axes or ())
-    rule = _rule(use_qwix_quantization, qwix_rule, lhs_quantize_dtype, rhs_quantize_dtype)
+    transposed = arguments.checked_flag("transpose_rhs", transpose_rhs)
+    gathered = _gathered(weight_gather_axes)
+    recipe = _recipe(use_qwix_quantization, qwix_rule, lhs_quantize_dtype, rhs_quantize_dtype, gathered, transposed)
     lhs, rhs, group_sizes = megablox.checked(lhs, rhs, group_sizes, group_offset, rhs_rank=3)
-    for name, each, why in (("lhs", lhs, rule), ("rhs", rhs, rule or gathered)):
-        if why and isinstance(each, Scaled):
-            raise TypeError(f"{name}: is quantized already; want an array to quantize or gather")
-    dtype = preferred_element_type if partial_sum is None else jnp.promote_types(preferred_element_type, jnp.float32)
-    whole = rhs
-    for axis, dim in gathered:  # of weights that are quantized nobody reads it: it stands for what has a gradient
+    _check_operands(lhs, rhs, recipe, gathered)
+    dtype = arguments.result_dtype(preferred_element_type)
+    kept = dtype if partial_sum is None else jnp.promote_types(dtype, jnp.float32)
+    whole = rhs  # with quantized weights nothing reads its values: it is what the gradient belongs to
+    for axis, dim in gathered:
         whole = lax.all_gather(whole, axis, axis=dim, tiled=True)
+    partial_sum = _checked_partial_sum(partial_sum, (lhs.shape[0], whole.shape[1 if transposed else 2]))
     given = (lhs, whole, group_sizes)
-    if rule is None:
-        out = megablox.gmm(*given, dtype, tiling, group_offset, existing_out, transpose_rhs, interpret)
+    if recipe is None:
+        out = megablox.gmm(*given, kept, tiling, group_offset, existing_out, transposed, interpret)
     else:
-        recipe = _recipe(rule, [(axis, 3 - dim if transpose_rhs and dim else dim) for axis, dim in gathered])
+        interpreted = interpret is not None and arguments.checked_flag("interpret", interpret)
         out = trained(
-            recipe, *given, dtype, tiling=tilings(tiling), group_offset=group_offset, transpose_rhs=bool(transpose_rhs),
-            precision=None, backend=None, interpret=bool(interpret),
-            weights=None if recipe.rhs is None else recipe.gather(rhs, transpose_rhs),
+            recipe, *given, kept, Options(tiling=tilings(tiling), interpret=interpreted),
+            transpose_rhs=transposed, group_offset=group_offset,
+            weights=None if recipe.rhs is None else recipe.gather(rhs, transposed),
         )  # fmt: skip
-        out = megablox.overwritten(out, existing_out, *given, group_offset, transpose_rhs)
+        out = megablox.overwritten(out, existing_out, *given, group_offset, transposed)
     if partial_sum is not None:
-        if jnp.shape(partial_sum) != out.shape:
-            raise ValueError(f"partial_sum: want shape {out.shape}, that of the result; got {jnp.shape(partial_sum)}")
-        out = (out + partial_sum).astype(preferred_element_type)
-    missing = tuple(axis for axis in lhs_vma_axes if axis not in varying_axes(out))
+        out = (out + partial_sum).astype(dtype)
+    missing = tuple(axis for axis in _axis_names(lhs_vma_axes) if axis not in varying_axes(out))
     return lax.pcast(out, missing, to="varying") if missing else out
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Recipe(Recipe):
-    """A recipe with methods of calibration, and weights that come in shards."""
+    """A recipe with calibration methods, and with weights that are sharded over mesh axes."""
 
     methods: tuple[tuple[str, float], ...] = ()  # of OPERANDS: "absmax" and a factor, or "fixed" and the bound
-    gathered: tuple[tuple[str, int], ...] = ()  # mesh axes, and the dimensions [g, k, n] of rhs that are cut over them
+    gathered: Gathered = ()  # with the dimensions of rhs as [g, k, n]
 
     def bound(self, name: str, most: Array) -> Array:
+        """The largest magnitudes to calibrate scales for, from those found in lhs, rhs or grad."""
         method, number = self.methods[OPERANDS.index(name)]
-        if method == "fixed" and getattr(self, name)[0].startswith("float8"):  # they have NaN: no need to look for it
+        if method == "fixed" and getattr(self, name)[0].startswith("float8"):  # values hold NaN: no need to look for it
             return jnp.full_like(most, number)
         found = np.float32(number) if method == "fixed" else most * np.float32(number)
-        # Inf stands for NaN, which gets lost in the maxima of some devices; scales of both are NaN
+        # Inf stands for NaN, which the maxima of some devices drop; the scale of either is NaN
         most = jnp.where(jnp.isnan(most), jnp.inf, found)
         for axis, dim in self.gathered if name == "rhs" else ():
-            most = most if self._apart(dim) else lax.pmax(most, axis)
+            most = most if self._has_own_scales(dim) else lax.pmax(most, axis)
         return most
 
-    def gather(self, shard: Array, turned: bool) -> Scaled:
-        """All of rhs, quantized before it is gathered."""
-        r = self.weights(lax.stop_gradient(shard.mT if turned else shard))
+    def gather(self, shard: Array, transposed: bool) -> Scaled:
+        """The whole of rhs, from a shard that is quantized before it is gathered."""
+        r = self.weights(lax.stop_gradient(shard.mT if transposed else shard))
+        assert isinstance(r, Scaled)
         for axis, dim in self.gathered:
             values, scale = lax.all_gather(r.values, axis, axis=dim, tiled=True), r.scale
-            if self._apart(dim):
+            if self._has_own_scales(dim):
                 scale = lax.all_gather(scale, axis, axis=dim, tiled=True)
             sizes = zip(values.shape, scale.shape, r.block, strict=True)
             block = tuple(size if scales == 1 else length for size, scales, length in sizes)
             r = Scaled(values, scale, r.format, block)
-        return r.mT if turned else r
+        return r.mT if transposed else r
 
-    def _apart(self, dim: int) -> bool:
-        """Whether shards of rhs along a dimension have scales of their own, be it a single one."""
-        assert self.rhs is not None
+    def _has_own_scales(self, dim: int) -> bool:
+        """True if each shard of rhs along a dimension has its own scales, be it a single one."""
+        assert isinstance(self.rhs, tuple)
         return dim == 2 and self.rhs[1] != "tensor"
 
 
-def _dimension(dim: Any) -> int:
-    """A dimension of rhs, of which negative ones count from the last."""
-    if dim not in range(-3, 3):
-        raise ValueError(f"weight_gather_axes: want pairs of a mesh axis and a dimension of rhs, 0 to 2; got {dim!r}")
-    return int(dim) % 3
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def _gathered(weight_gather_axes: Any) -> Gathered:
+    """weight_gather_axes with dimensions counted from 0, or an error that names the argument."""
+    try:
+        pairs = [(axis, operator.index(dim)) for axis, dim in weight_gather_axes or ()]
+    except (TypeError, ValueError):
+        pairs = [(None, 0)]
+    if not all(isinstance(axis, str) and -3 <= dim < 3 for axis, dim in pairs):
+        raise ValueError(
+            f"weight_gather_axes: want pairs of a mesh axis and a dimension of rhs, 0 to 2; got {weight_gather_axes!r}"
+        )
+    return tuple((axis, dim % 3) for axis, dim in pairs)
+
+
+def _axis_names(lhs_vma_axes: Any) -> tuple[str, ...]:
+    """lhs_vma_axes as a tuple of names, or an error that names the argument."""
+    names = () if lhs_vma_axes is None else lhs_vma_axes
+    if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"lhs_vma_axes: want a sequence of mesh axis names; got {lhs_vma_axes!r}")
+    return tuple(names)
+
+
+def _check_operands(lhs: Any, rhs: Any, recipe: _Recipe | None, gathered: Gathered) -> None:
+    """Raise for an operand that is to be quantized or gathered and is quantized already, or holds no floats."""
+    for name, x, used in (("lhs", lhs, recipe is not None), ("rhs", rhs, recipe is not None or bool(gathered))):
+        if used and isinstance(x, Scaled):
+            raise TypeError(f"{name}: is quantized already; want an array to quantize or gather")
+        if recipe is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name}: want a float dtype to quantize; got {x.dtype}")
+
+
+def _checked_partial_sum(partial_sum: Any, shape: tuple[int, int]) -> Any:
+    """partial_sum as an array of the shape of the result, or an error that names the argument."""
+    if partial_sum is None:
+        return None
+    partial_sum = arguments.as_array("partial_sum", partial_sum)
+    if partial_sum.shape != shape:
+        raise ValueError(f"partial_sum: want shape {shape}, that of the result; got {partial_sum.shape}")
+    if not jnp.issubdtype(partial_sum.dtype, jnp.number):
+        raise TypeError(f"partial_sum: want a number dtype; got {partial_sum.dtype}")
+    return partial_sum
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From dtypes, or a rule, to a recipe
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Dtypes:
-    """What the two dtypes amount to, as a rule."""
+    """The rule that lhs_quantize_dtype and rhs_quantize_dtype amount to."""
 
     act_qtype: Any
     weight_qtype: Any
     bwd_qtype: Any = None
 
 
-def _rule(named: bool, rule: Any, lhs: Any, rhs: Any) -> Any:
-    """The rule by which a call quantizes, or None."""
-    if not named:
-        if rule is not None:
-            raise ValueError("qwix_rule: counts with use_qwix_quantization=True alone; want that, or no rule")
-        return None if lhs is None and rhs is None else _Dtypes(lhs, rhs)
+def _recipe(by_rule: Any, rule: Any, lhs: Any, rhs: Any, gathered: Gathered, transposed: bool) -> _Recipe | None:
+    """The recipe for a call from its rule, or from its two dtypes; None if nothing is quantized."""
+    names = [f"qwix_rule: {role}_qtype" for role in ROLES]
+    if arguments.checked_flag("use_qwix_quantization", by_rule):
+        rule = _checked_rule(rule)
+    elif rule is not None:
+        raise ValueError("qwix_rule: counts with use_qwix_quantization=True alone; want that, or no rule")
+    elif lhs is None and rhs is None:
+        return None
+    else:
+        rule, names[:2] = _Dtypes(lhs, rhs), ["lhs_quantize_dtype", "rhs_quantize_dtype"]
+    formats = [_format(name, getattr(rule, f"{role}_qtype", None)) for name, role in zip(names, ROLES, strict=True)]
+    methods = [_method(f"{role}_calibration_method", rule) for role in ROLES]
+    coarse = arguments.checked_flag(
+        "qwix_rule: disable_channelwise_axes", getattr(rule, "disable_channelwise_axes", False)
+    )
+    lhs, rhs, grad = (
+        None if format is None else (format, "tensor" if coarse or method[0] == "fixed" else usual)
+        for format, method, usual in zip(formats, methods, ("row", (0, 0, 1), "row"), strict=True)
+    )
+    stored = tuple((axis, 3 - dim if transposed and dim else dim) for axis, dim in gathered)
+    return _Recipe(lhs, rhs, grad, tuple(methods), stored)
+
+
+def _checked_rule(rule: Any) -> Any:
+    """The rule, by default the one that qwix has for "gmm" at this point of the program, or an error."""
     if rule is None:
         try:
             rule = importlib.import_module("qwix.pallas").get_current_rule("gmm")
@@ -177,33 +249,30 @@ def _rule(named: bool, rule: Any, lhs: Any, rhs: Any) -> Any:
             rule = None
     if rule is None or not hasattr(rule, "bwd_qtype"):
         raise ValueError(f"qwix_rule: Expect a QtRule for quantized training; got {rule!r}")
-    for name in ABSENT:
+    for name in UNSUPPORTED:
         if getattr(rule, name, None) is not None:
             raise ValueError(f"qwix_rule: {name} is not supported; got {getattr(rule, name)!r}")
     return rule
 
 
-def _recipe(rule: Any, gathered: Sequence[tuple[str, int]]) -> _Recipe:
-    """A rule as a recipe."""
-    types = [getattr(rule, f"{name}_qtype") for name in ("act", "weight", "bwd")]
-    methods = [_method(f"{name}_calibration_method", rule) for name in ("act", "weight", "bwd")]
-    coarse = getattr(rule, "disable_channelwise_axes", False)
-    lhs, rhs, grad = (
-        None if dtype is None else (_name(dtype), "tensor" if coarse or method[0] == "fixed" else usual)
-        for dtype, method, usual in zip(types, methods, ("row", (0, 0, 1), "row"), strict=True)
-    )
-    return _Recipe(lhs, rhs, grad, tuple(methods), tuple(gathered))
-
-
-def _name(dtype: Any) -> str:
-    """The name of a format; qwix has some that are no dtypes."""
-    return dtype if isinstance(dtype, str) else np.dtype(dtype).name
+def _format(name: str, dtype: Any) -> str | None:
+    """The name of the format for a dtype or a name that qwix has for one; an error names the argument."""
+    if dtype is None:
+        return None
+    try:
+        return format_of(dtype if isinstance(dtype, str) else jnp.dtype(dtype).name).name
+    except (TypeError, ValueError) as error:
+        wanted = (
+            str(error).removeprefix("format: ") if isinstance(error, ValueError) else f"want a dtype; got {dtype!r}"
+        )
+        raise ValueError(f"{name}: {wanted}") from None
 
 
 def _method(name: str, rule: Any) -> tuple[str, float]:
-    """A method of calibration, and its number."""
-    given = getattr(rule, name, None) or "absmax"
-    method, *numbers = given.lower().split(",")
+    """A calibration method of the rule: "absmax" and a factor, or "fixed" and a bound."""
+    given = getattr(rule, name, None)
+    given = "absmax" if given is None else given
+    method, *numbers = given.lower().split(",") if isinstance(given, str) else ("",)
     try:
         found = [float(number) for number in numbers]
     except ValueError:

@@ -1,13 +1,14 @@
 """Megablox, on every platform: `from trencadis.compat.megablox import gmm, tgmm, make_group_metadata`.
 
-Signatures and error texts are those of `jax.experimental.pallas.ops.tpu.megablox`; `gmm` also takes the nine-number
-tiling and the `interpret=None` of MaxText's megablox. Where it differs, it does more:
+The signatures and error texts are those of `jax.experimental.pallas.ops.tpu.megablox`; `gmm` also takes the nine-number
+tiling and the `interpret=None` of MaxText's megablox. Where this module differs, it does more:
 
-- any m, any number dtype, any integer dtype of group_sizes; group_offset may also be an int or have shape `(1,)`;
-- rows that no group covers are 0, in results and in gradients, where the original leaves what was in memory;
-- either operand may be a `trencadis.quant.Scaled` or, as in MaxText's, a `qwix.QArray`, with existing_out too;
-- operands whose k, or whose number of groups, do not match raise;
-- every derivative exists, of `tgmm` too, and the one of existing_out is right.
+- m, the dtypes of the operands and the integer dtype of group_sizes may be any; group_offset may be an int or have
+  shape `(1,)`;
+- unowned rows are 0, in results and in gradients, where the original leaves uninitialized memory;
+- either operand may be a `trencadis.quant.Scaled` or, as in MaxText, a `qwix.QArray`, also with existing_out;
+- operands that do not match in k or in the number of groups raise an error;
+- every derivative exists, also of `tgmm`, and the gradient of existing_out is right.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer, Num
 
-from trencadis.api.matmul import grouped_matmul, problem_of, transposed_grouped_matmul
+from trencadis.api.matmul import grouped_matmul, transposed_grouped_matmul
 from trencadis.api.matmul import make_group_metadata as make_group_metadata
-from trencadis.compat import CUBE, planned, tilings
-from trencadis.core import problem as what
+from trencadis.compat import DEFAULT_TILE, PeerTiling, none_if_default, tilings
+from trencadis.core import arguments
+from trencadis.core.arguments import problem_of
 from trencadis.core.spans import owned
-from trencadis.quant.product import operand
+from trencadis.quant.operand import array_operand
 
 
 def gmm(
@@ -34,19 +36,21 @@ def gmm(
     rhs: Num[Array, "g k n"],
     group_sizes: Integer[Array, " groups"],
     preferred_element_type: Any = jnp.float32,
-    tiling: Any = CUBE,
+    tiling: PeerTiling = DEFAULT_TILE,
     group_offset: Any = None,
     existing_out: Num[Array, "m n"] | None = None,
     transpose_rhs: bool = False,
     interpret: bool | None = False,
 ) -> Num[Array, "m n"]:
-    """`out[s_i:e_i] = lhs[s_i:e_i] @ rhs[i]`. Arguments not named here are those of `trencadis.grouped_matmul`.
+    """Multiply groups of rows, each by its own matrix: `out[s_i:e_i] = lhs[s_i:e_i] @ rhs[i]`.
+
+    Arguments that are not listed are those of `trencadis.grouped_matmul`.
 
     Args:
       tiling: three numbers, nine, or a function, as `trencadis.compat.tilings` reads them. The default means planned
-        tiles. None, or a function that gives None for this call, raises.
-      existing_out: rows that a group of rhs covers are overwritten, the others keep its values (where
-        `trencadis.grouped_matmul` adds). The gradient of an overwritten row is 0.
+        tiles. None, or a function that returns None for this call, raises.
+      existing_out: owned rows are overwritten and the others keep its values (`trencadis.grouped_matmul` adds). The
+        gradient of an overwritten row is 0.
       interpret: None means False.
 
     >>> x, w, old = jnp.ones((3, 2)), jnp.ones((1, 2, 1)), jnp.full((3, 1), 7.0)
@@ -60,7 +64,7 @@ def gmm(
     if callable(tiling):
         tiles = dataclasses.replace(tiles, forward=_found(tiling))
     out = grouped_matmul(
-        lhs, rhs, group_sizes, preferred_element_type, tiles, group_offset,
+        lhs, rhs, group_sizes, preferred_element_type, tiles, 0 if group_offset is None else group_offset,
         transpose_rhs=transpose_rhs, interpret=False if interpret is None else interpret,
     )  # fmt: skip
     return overwritten(out, existing_out, lhs, rhs, group_sizes, group_offset, transpose_rhs)
@@ -71,19 +75,22 @@ def tgmm(
     rhs: Num[Array, "m n"],
     group_sizes: Integer[Array, " groups"],
     preferred_element_type: Any = jnp.float32,
-    tiling: Any = CUBE,
+    tiling: PeerTiling = DEFAULT_TILE,
     group_offset: Any = None,
     num_actual_groups: int | None = None,
     existing_out: Num[Array, "g k n"] | None = None,
     interpret: bool | None = False,
 ) -> Num[Array, "g k n"]:
-    """`out[i] = lhs[:, s_i:e_i] @ rhs[s_i:e_i]`. Arguments not named here: `trencadis.transposed_grouped_matmul`.
+    """Multiply groups of columns by the rows that match: `out[i] = lhs[:, s_i:e_i] @ rhs[s_i:e_i]`.
+
+    Arguments that are not listed are those of `trencadis.transposed_grouped_matmul`.
 
     Args:
-      tiling: three numbers or a function. The default means planned tiles. None, or a function that gives None, raises.
-      num_actual_groups: by default as many as group_sizes has, whatever group_offset is. Groups past the last one are
-        empty, so that their matrices are 0.
-      existing_out: the product is added to it; here megablox accumulates too.
+      tiling: three numbers or a function of (m, k, n). The default means planned tiles. None, or a function that
+        returns None, raises.
+      num_actual_groups: the number of groups to compute; by default as many as group_sizes has, whatever group_offset
+        is. Groups past the last one are empty, so that their matrices are 0.
+      existing_out: the product is added to it, as in megablox.
       interpret: None means False.
 
     >>> tgmm(jnp.ones((1, 3)), jnp.ones((3, 1)), jnp.array([1, 2]), group_offset=1).reshape(2)
@@ -92,12 +99,12 @@ def tgmm(
     _check_existing_dtype(existing_out, preferred_element_type)
     lhs, rhs, group_sizes = checked(lhs, rhs, group_sizes, group_offset, rhs_rank=2)
     groups = group_sizes.shape[0]
-    count = groups if num_actual_groups is None else operator.index(num_actual_groups)
+    count = groups if num_actual_groups is None else _count(num_actual_groups)
     if group_offset is not None or count > groups:
-        pad = np.pad if isinstance(group_sizes, np.ndarray) else jnp.pad  # known sizes stay known
-        group_sizes = pad(group_sizes, (0, max(count, 0)))
+        pad = np.pad if isinstance(group_sizes, np.ndarray) else jnp.pad  # concrete sizes stay concrete under jit
+        group_sizes = pad(group_sizes, (0, count))
     tiling = _nothing if tiling is None else tiling
-    tile = _found(tiling) if callable(tiling) else planned(tiling)
+    tile = _found(tiling) if callable(tiling) else none_if_default(tiling)
     return transposed_grouped_matmul(
         lhs,
         rhs,
@@ -114,24 +121,24 @@ def tgmm(
 def overwritten(
     out: Array, existing_out: Any, lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any, transpose_rhs: bool
 ) -> Array:
-    """What was there, with the rows that a group covers replaced by those of the product."""
+    """existing_out with its owned rows replaced by those of out; out itself if there is no existing_out."""
     if existing_out is None:
         return out
     asked = problem_of(
         lhs.shape, rhs.shape, groups=group_sizes.shape[0], dtype=out.dtype, transpose_rhs=bool(transpose_rhs)
     )
-    what.check_existing_out(asked, existing_out)
-    first = jnp.asarray(what.first_group(group_offset))
+    arguments.check_existing_out(asked, existing_out)
+    first = jnp.asarray(arguments.first_group(group_offset))
     return jnp.where(owned(asked, group_sizes[None], first[None])[:, None], out, existing_out)
 
 
 def _nothing(m: int, k: int, n: int) -> None:
-    """A table of tiles with nothing in it."""
+    """A tiling function that has no tile for any problem."""
     del m, k, n
 
 
 def _found(table: Callable[[int, int, int], Any]) -> Callable[[int, int, int], Any]:
-    """The table, with megablox's error where it has no tile."""
+    """The tiling function, raising megablox's error where it returns None."""
 
     def ask(m: int, k: int, n: int) -> Any:
         tile = table(m, k, n)
@@ -143,8 +150,8 @@ def _found(table: Callable[[int, int, int], Any]) -> Callable[[int, int, int], A
 
 
 def checked(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any, *, rhs_rank: int) -> tuple[Any, Any, Any]:
-    """Operands, refused with megablox's words where it has some; the rest is checked by the operation."""
-    lhs, rhs, group_sizes = operand("lhs", lhs), operand("rhs", rhs), what.as_sizes(group_sizes)
+    """The operands and sizes as arrays; what megablox refuses raises its error, the operation checks the rest."""
+    lhs, rhs, group_sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), arguments.as_sizes(group_sizes)
     shape = jnp.shape(group_offset) if group_offset is not None else ()
     if shape not in ((), (1,)):
         raise ValueError(f"group_offset must be a ()-shaped array. Got: {shape}.")
@@ -159,10 +166,22 @@ def checked(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any, *, rhs_rank
     return lhs, rhs, group_sizes
 
 
+def _count(num_actual_groups: Any) -> int:
+    """num_actual_groups as an int, or an error that names it."""
+    try:
+        count = operator.index(num_actual_groups)
+    except TypeError:
+        count = -1
+    if count < 0 or isinstance(num_actual_groups, bool):
+        raise ValueError(f"num_actual_groups: want None or a nonnegative int; got {num_actual_groups!r}")
+    return count
+
+
 def _check_existing_dtype(existing_out: Any, preferred_element_type: Any) -> None:
+    """Raise megablox's error if existing_out has another dtype than the result."""
     if existing_out is None:
         return
     if not hasattr(existing_out, "dtype"):
         raise TypeError(f"existing_out: want an array; got {type(existing_out).__name__}")
-    if existing_out.dtype != what.result_dtype(preferred_element_type):
+    if existing_out.dtype != arguments.result_dtype(preferred_element_type):
         raise ValueError("Existing output dtype must match preferred_element_type.")

@@ -1,29 +1,38 @@
-"""The calculus: one primitive for both forms, closed under differentiation, transposition and batching.
+"""The autodiff rules: one primitive for both forms, closed under differentiation, transposition and batching.
 
-    rows         out[m, n]    = lhs[m, k] rhs[g, k, n]     d lhs: rows, rhs read the other way    d rhs: contraction
-    contraction  out[g, k, n] = lhs[m, k] rhs[m, n]        d lhs: rows                            d rhs: rows
+    rows         out[m, n]    = lhs[m, k] rhs[g, k, n]     d lhs: rows, with rhs transposed    d rhs: contraction
+    contraction  out[g, k, n] = lhs[m, k] rhs[m, n]        d lhs: rows                         d rhs: rows
 
 Derivatives are defined here, above the backends, so that a backend is never differentiated. The product is bilinear;
-an epilogue is taken apart (`expand`) whenever a transformation has to look inside. A bias is itself a product, of a
-column of ones with `[g, 1, n]`: its gradient is a contraction, summed in the accumulator's dtype over owned rows only.
+an epilogue is expanded into separate operations (`expand`) where a transformation has to look inside. A bias is itself
+a product, of a column of ones with `[g, 1, n]`: its gradient is a contraction, summed in the accumulator's dtype over
+owned rows only.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
+from jax.core import ShapedArray
+from jax.extend.core import Effect, Primitive
 from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
 
-from trencadis.backends import BACKENDS, INTERPRETED
+from trencadis.backends import INTERPRETED
+from trencadis.core import unfused
 from trencadis.core.dtypes import accumulator, cast
-from trencadis.core.epilogue import Activation, Epilogue, activated, add
+from trencadis.core.epilogue import Epilogue, Extras
+from trencadis.core.execute import execute
 from trencadis.core.jax_compat import (
+    IrValue,
+    Value,
     device,
     interpreter_effects,
     lower_plainly,
@@ -32,97 +41,57 @@ from trencadis.core.jax_compat import (
     result_type,
     vary_alike,
 )
-from trencadis.core.plan import plan, taken
+from trencadis.core.plan import plan, warn_if_slow
 from trencadis.core.problem import Form, Problem
-from trencadis.core.spans import clamped, local_group, owned, spans
-from trencadis.core.split import blocked
+from trencadis.core.spans import clamped
+from trencadis.core.split import sum_of_parts
 from trencadis.core.target import Target
-from trencadis.core.tiling import Pins
+from trencadis.core.tiling import Overrides
 
-Array = jax.Array
+Tangent: TypeAlias = Value | ad.Zero  # or a cotangent; symbolic zeros cost nothing
+Linear: TypeAlias = Value | ad.UndefinedPrimal  # undefined where the transpose rule gives a cotangent
 
 grouped_p = Primitive("grouped_matmul")
 
 
-def run(problem: Problem, pins: Pins, *operands: Any) -> Array:
-    """The result of a problem: operands are lhs, rhs, group_sizes [batch, groups], first group [batch], then extras."""
-    return grouped_p.bind(*vary_alike(*map(replicated, operands)), problem=problem, pins=pins)
+def run(problem: Problem, overrides: Overrides, *operands: Value) -> Array:
+    """The result of a problem: operands are lhs, rhs, sizes [batch, groups], first group [batch], then extras."""
+    return grouped_p.bind(*vary_alike(*map(replicated, operands)), problem=problem, overrides=overrides)
 
 
-def expand(problem: Problem, pins: Pins, *operands: Any) -> Array:
-    """The same result with the epilogue taken apart into products and elementwise operations."""
-    if problem.epilogue.blocks:
-        return blocked(problem, lambda inner, *given: run(inner, pins.untiled, *given), *operands)
+def expand(problem: Problem, overrides: Overrides, *operands: Value) -> Array:
+    """The same result with the epilogue expanded into products and elementwise operations."""
     lhs, rhs, sizes, first, *extras = operands
-    by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
-    z = run(problem.replace(out=problem.acc, epilogue=Epilogue()), pins, lhs, rhs, sizes, first)
-    z = _scaled(problem, z, by_row, by_column, sizes, first)
-    return ended(problem, z, bias, existing, sizes, first)
+    given = problem.epilogue.split(tuple(extras))
+    if problem.epilogue.along_k:
+
+        def multiply(part: Problem, *parts: Value) -> Array:
+            return run(part, overrides.untiled, *parts)
+
+        scales = Extras(by_row=given.by_row, by_column=given.by_column).given
+        z = sum_of_parts(problem, multiply, lhs, rhs, sizes, first, *scales)
+    else:
+        z = run(problem.replace(out=problem.acc, epilogue=Epilogue()), overrides, lhs, rhs, sizes, first)
+        z = unfused.scale(problem, z, given, sizes, first)
+    bias = None if given.bias is None else _bias_rows(problem, given.bias, sizes, first, problem.sum)
+    return unfused.finish(problem, z, sizes, first, bias=bias, existing=given.existing)
 
 
-def ended(problem: Problem, z: Array, bias: Any, existing: Any, sizes: Any, first: Any) -> Array:
-    """The result from sums that are scaled: bias, activation and existing_out, one after the other."""
-    if bias is not None:
-        z = add(z, _bias_rows(problem, bias, sizes, first, problem.sum))
-    if problem.epilogue.activation is not None:
-        return activate(problem, problem.epilogue.activation, z, sizes, first)
-    if existing is None:
-        return cast(z, problem.out)
-    total = cast(add(existing, z), problem.out)
-    if problem.form is Form.CONTRACTION:
-        return total
-    return jnp.where(owned(problem, sizes, first)[:, None], total, existing)
-
-
-def _scaled(problem: Problem, z: Array, by_row: Any, by_column: Any, sizes: Any, first: Any) -> Array:
-    """Sums, or their gradients, times their scales; what nobody owns is 0, whatever its scales are."""
-    if by_row is None and by_column is None:
-        return z
-    z = z.astype(accumulator(z.dtype, np.float32))
-    if problem.spans == 0:
-        return jnp.zeros_like(z)
-    if problem.form is Form.CONTRACTION:
-        z = z if by_row is None else z * by_row[:, :, None]
-        z = z if by_column is None else z * by_column[:, None, :]
-        starts, ends = spans(problem, sizes, first)
-        return jnp.where((ends > starts)[:, None, None], z, 0)
-    if by_row is not None:
-        z = z * by_row[:, None]
-    if by_column is not None:
-        z = z * jnp.take(by_column, local_group(problem, sizes, first), axis=0)
-    return jnp.where(owned(problem, sizes, first)[:, None], z, 0)
-
-
-def activate(problem: Problem, activation: Activation, z: Array, sizes: Any, first: Any) -> Array:
-    """The result [rows, n] from sums z: the activation over owned rows, 0 in the others.
-
-    The others hold some owned row's numbers while it runs: it is never asked about a 0 that nobody computed, where its
-    slope may be infinite, and whatever it closes over gets no gradient from there.
-    """
-    mine = owned(problem, sizes, first)[:, None]  # [rows, 1]
-    if problem.rows == 0:
-        return jnp.zeros(problem.out_shape, problem.out)
-    some = jax.lax.stop_gradient(jnp.take(z, jnp.argmax(mine[:, 0]), axis=0))[None]  # [1, n]
-    some = jnp.where(jnp.any(mine), some, jnp.ones_like(some))
-    y = cast(activated(activation, jnp.where(mine, z, some), problem.out), problem.out)
-    return jnp.where(mine, y, jnp.zeros_like(y))
-
-
-def _bias_rows(problem: Problem, bias: Any, sizes: Any, first: Any, out: Any) -> Array:
+def _bias_rows(problem: Problem, bias: Value, sizes: Value, first: Value, out: np.dtype) -> Array:
     ones = _ones(problem, bias)
-    return run(_bias_problem(problem, ones, out), Pins(), ones, bias[:, None, :], sizes, first)
+    return run(_bias_problem(problem, ones, out), Overrides(), ones, bias[:, None, :], sizes, first)
 
 
-def _ones(problem: Problem, other: Any) -> Array:
-    """A column of ones [m, 1], in the dtype of what it is multiplied with if that is summed as wide as it should be."""
+def _ones(problem: Problem, other: Value) -> Array:
+    """A column of ones [m, 1]: in the dtype of the other operand, if products of that are summed in `problem.sum`."""
     dtype = np.dtype(other.dtype)
     return jnp.ones((problem.rows, 1), dtype if accumulator(dtype, dtype) == problem.sum else problem.sum)
 
 
-def _bias_problem(problem: Problem, ones: Array, out: Any) -> Problem:
+def _bias_problem(problem: Problem, ones: Value, out: np.dtype) -> Problem:
     """A bias as a product: a column of ones [m, 1] with [g, 1, n]; at full precision, since it is really a sum.
 
-    It is run without pins: those that the caller set are meant for the product.
+    It runs without overrides: those of the caller are meant for the product itself.
     """
     return problem.replace(
         k=1,
@@ -139,38 +108,39 @@ def _bias_problem(problem: Problem, ones: Array, out: Any) -> Problem:
 # Forward mode
 
 
-def _jvp(primals: Any, tangents: Any, *, problem: Problem, pins: Pins) -> tuple[Array, Any]:
+def _jvp(
+    primals: Sequence[Value], tangents: Sequence[Tangent], *, problem: Problem, overrides: Overrides
+) -> tuple[Array, Tangent]:
     if not jnp.issubdtype(problem.out, jnp.inexact):
-        out = run(problem, pins, *primals)
+        out = run(problem, overrides, *primals)
         return out, _no_tangent(out)
     lhs, rhs, sizes, first, *extras = primals
     d_lhs, d_rhs, _, _, *d_extras = tangents
     d_by_row, d_by_column, d_bias, d_existing = problem.epilogue.split(tuple(d_extras))
-    constants = tangents if problem.epilogue.blocks else (d_by_row, d_by_column)
-    if any(x is not None and type(x) is not ad.Zero for x in constants):
-        return jax.jvp(functools.partial(expand, problem, pins), *_instantiated(primals, tangents))
+    if any(x is not None and not isinstance(x, ad.Zero) for x in (d_by_row, d_by_column)):
+        return jax.jvp(functools.partial(expand, problem, overrides), *_instantiated(primals, tangents))
     scales = problem.epilogue.split(tuple(extras))[:2]
     plain = problem.replace(epilogue=problem.epilogue.scaling)
     after = (sizes, first, *(x for x in scales if x is not None))
-    d_z: list[Array] = []
-    if type(d_lhs) is not ad.Zero:
-        d_z.append(run(plain, pins, d_lhs, rhs, *after))
-    if type(d_rhs) is not ad.Zero:
-        d_z.append(run(plain, pins, lhs, d_rhs, *after))
-    if d_bias is not None and type(d_bias) is not ad.Zero:
+    d_z: list[Value] = []
+    if not isinstance(d_lhs, ad.Zero):
+        d_z.append(run(plain, overrides, d_lhs, rhs, *after))
+    if not isinstance(d_rhs, ad.Zero):
+        d_z.append(run(plain, overrides, lhs, d_rhs, *after))
+    if d_bias is not None and not isinstance(d_bias, ad.Zero):
         d_z.append(_bias_rows(problem, d_bias, sizes, first, problem.out))
-    if d_existing is not None and type(d_existing) is not ad.Zero:
+    if d_existing is not None and not isinstance(d_existing, ad.Zero):
         d_z.append(d_existing)
 
     activation = problem.epilogue.activation
     if activation is None:
-        out = run(problem, pins, *primals)
+        out = run(problem, overrides, *primals)
         return out, functools.reduce(ad.add_jaxvals, d_z) if d_z else _no_tangent(out)
     linear = problem.replace(out=problem.sum, epilogue=dataclasses.replace(problem.epilogue, activation=None))
-    z = run(linear, pins, *primals)
+    z = run(linear, overrides, *primals)
 
     def finish(z: Array) -> Array:
-        return activate(problem, activation, z, sizes, first)
+        return unfused.activate(problem, activation, z, sizes, first)
 
     if not d_z:
         out = finish(z)
@@ -178,12 +148,12 @@ def _jvp(primals: Any, tangents: Any, *, problem: Problem, pins: Pins) -> tuple[
     return jax.jvp(finish, (z,), (functools.reduce(ad.add_jaxvals, d_z).astype(problem.sum),))
 
 
-def _instantiated(primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Tangents as `jax.jvp` takes them."""
+def _instantiated(primals: Sequence[Value], tangents: Sequence[Tangent]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    """Primals and tangents as `jax.jvp` takes them, with arrays for symbolic zeros."""
     return tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
 
 
-def _no_tangent(out: Array) -> Any:
+def _no_tangent(out: Array) -> ad.Zero:
     return ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
@@ -191,45 +161,73 @@ def _no_tangent(out: Array) -> Any:
 # Reverse mode: the adjoint table
 
 
-def _transpose(ct: Any, lhs: Any, rhs: Any, sizes: Any, first: Any, *extras: Any, problem: Problem, pins: Pins) -> Any:
+def _transpose(
+    ct: Tangent,
+    lhs: Linear,
+    rhs: Linear,
+    sizes: Value,
+    first: Value,
+    *extras: Linear,
+    problem: Problem,
+    overrides: Overrides,
+) -> Sequence[Tangent | None]:
     operands = (lhs, rhs, sizes, first, *extras)
-    if type(ct) is ad.Zero:
-        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
+    if isinstance(ct, ad.Zero):
+        return [ad.Zero(x.aval) if isinstance(x, ad.UndefinedPrimal) else None for x in operands]
+    ct = jnp.asarray(ct) if isinstance(ct, np.ndarray) else ct
     if problem.epilogue.activation is not None:
         raise ValueError(f"cannot transpose {problem}: it is not linear")
+    if problem.epilogue.along_k:
+        return _transpose_parts(ct, operands, problem, overrides)
     plain = problem.replace(epilogue=Epilogue())
+    known_lhs, known_rhs = typing.cast("tuple[Value, Value]", (lhs, rhs))  # where a rule reads them
     d_lhs, d_rhs = ADJOINTS[problem.form]
-    by_row, by_column, *_ = problem.epilogue.split(extras)
-    d_product = _scaled(problem, ct, by_row, by_column, sizes, first)  # scales go with the gradient
-    if ct.dtype == jnp.bfloat16:  # which holds them; other narrow floats have no room
+    d_product = unfused.scale(problem, ct, problem.epilogue.split(extras), sizes, first)  # the scales are factors of ct
+    if ct.dtype == jnp.bfloat16:  # its exponents hold the scaled values; other 16-bit floats may underflow
         d_product = d_product.astype(ct.dtype)
     plain = plain.replace(out=np.dtype(d_product.dtype))
 
     def d_bias() -> Array:
         ones = _ones(problem, ct)
-        return _rows_d_rhs(_bias_problem(problem, ones, problem.out), Pins(), ct, ones, sizes, first)[:, 0]
+        return _rows_d_rhs(_bias_problem(problem, ones, problem.out), Overrides(), ct, ones, sizes, first)[:, 0]
 
     d_extras = [d_bias] * (problem.epilogue.bias is not None) + [lambda: ct] * problem.epilogue.accumulate
-    rules = [
-        lambda: d_lhs(plain, pins, d_product, rhs, sizes, first),
-        lambda: d_rhs(plain, pins, d_product, lhs, sizes, first),
+    rules: list[Callable[[], Value | None]] = [
+        lambda: d_lhs(plain, overrides, d_product, known_rhs, sizes, first),
+        lambda: d_rhs(plain, overrides, d_product, known_lhs, sizes, first),
         lambda: None,
         lambda: None,
         *[lambda: None] * (problem.epilogue.by_row + problem.epilogue.by_column),
         *d_extras,
     ]
-    return [rule() if ad.is_undefined_primal(x) else None for x, rule in zip(operands, rules, strict=True)]
+    return [rule() if isinstance(x, ad.UndefinedPrimal) else None for x, rule in zip(operands, rules, strict=True)]
 
 
-def _rows_d_lhs(problem: Problem, pins: Pins, ct: Array, rhs: Array, sizes: Any, first: Any) -> Array:
-    """Ct [m, n] x rhs [g, k, n] -> [m, k]: rows again, with rhs read the other way round."""
+def _transpose_parts(
+    ct: Array, operands: tuple[Linear, ...], problem: Problem, overrides: Overrides
+) -> list[Value | None]:
+    """The cotangents of a product whose scales change along k: those of the sum over its parts."""
+    linear = {i: x.aval for i, x in enumerate(operands) if isinstance(x, ad.UndefinedPrimal)}
+    known = {i: x for i, x in enumerate(operands) if not isinstance(x, ad.UndefinedPrimal)}
+
+    def parts(*given: Value) -> Array:
+        filled = known | dict(zip(linear, given, strict=True))
+        return expand(problem, overrides, *(filled[i] for i in range(len(operands))))
+
+    found = jax.linear_transpose(parts, *linear.values())(ct)
+    by_operand = dict(zip(linear, found, strict=True))
+    return [by_operand.get(i) for i in range(len(operands))]
+
+
+def _rows_d_lhs(problem: Problem, overrides: Overrides, ct: Value, rhs: Value, sizes: Value, first: Value) -> Array:
+    """ct [m, n] x rhs [g, k, n] -> [m, k]: rows again, with rhs transposed."""
     derived = problem.replace(k=problem.n, n=problem.k, lhs=problem.out, out=problem.lhs,
                               transpose_rhs=not problem.transpose_rhs)  # fmt: skip
-    return run(derived, pins.derive(pins.tilings.d_lhs, swap=True), ct, rhs, sizes, first)
+    return run(derived, overrides.derive(overrides.tilings.d_lhs, swap=True), ct, rhs, sizes, first)
 
 
-def _rows_d_rhs(problem: Problem, pins: Pins, ct: Array, lhs: Array, sizes: Any, first: Any) -> Array:
-    """Lhs [m, k] x ct [m, n] -> [g, k, n]: a contraction; entries that share weights add up."""
+def _rows_d_rhs(problem: Problem, overrides: Overrides, ct: Value, lhs: Value, sizes: Value, first: Value) -> Array:
+    """lhs [m, k] x ct [m, n] -> [g, k, n]: a contraction; batch entries that share weights are summed."""
     swap, shared = problem.transpose_rhs, problem.batch // problem.rhs_batch
     a, b = (ct, lhs) if swap else (lhs, ct)
     derived = problem.replace(
@@ -242,28 +240,32 @@ def _rows_d_rhs(problem: Problem, pins: Pins, ct: Array, lhs: Array, sizes: Any,
         transpose_rhs=False,
         rhs_batch=1,
     )
-    out = run(derived, pins.derive(pins.tilings.d_rhs, swap=swap), a, b, sizes, first)
+    out = run(derived, overrides.derive(overrides.tilings.d_rhs, swap=swap), a, b, sizes, first)
     if shared > 1:
         out = cast(out.reshape(shared, problem.weights, *out.shape[1:]).sum(axis=0), problem.rhs)
     return out
 
 
-def _contraction_d_lhs(problem: Problem, pins: Pins, ct: Array, rhs: Array, sizes: Any, first: Any) -> Array:
-    """Rhs [m, n] x ct [g, k, n] -> [m, k]: rows, with ct read as stored the other way round."""
+def _contraction_d_lhs(
+    problem: Problem, overrides: Overrides, ct: Value, rhs: Value, sizes: Value, first: Value
+) -> Array:
+    """rhs [m, n] x ct [g, k, n] -> [m, k]: rows, with ct transposed."""
     derived = _rows_of(problem, k=problem.n, n=problem.k, lhs=problem.rhs, out=problem.lhs, transpose_rhs=True)
-    out = run(derived, pins.derive(pins.tilings.d_lhs, swap=True), rhs, ct, sizes, first)
+    out = run(derived, overrides.derive(overrides.tilings.d_lhs, swap=True), rhs, ct, sizes, first)
     return out.T if problem.transpose_lhs else out
 
 
-def _contraction_d_rhs(problem: Problem, pins: Pins, ct: Array, lhs: Array, sizes: Any, first: Any) -> Array:
-    """Lhs [m, k] x ct [g, k, n] -> [m, n]: rows."""
+def _contraction_d_rhs(
+    problem: Problem, overrides: Overrides, ct: Value, lhs: Value, sizes: Value, first: Value
+) -> Array:
+    """lhs [m, k] x ct [g, k, n] -> [m, n]: rows."""
     derived = _rows_of(problem, lhs=problem.lhs, out=problem.rhs)
     lhs = lhs.T if problem.transpose_lhs else lhs
-    return run(derived, pins.derive(pins.tilings.d_rhs, swap=False), lhs, ct, sizes, first)
+    return run(derived, overrides.derive(overrides.tilings.d_rhs, swap=False), lhs, ct, sizes, first)
 
 
 def _rows_of(problem: Problem, **changes: Any) -> Problem:
-    """The rows problem whose weights are the result of this contraction."""
+    """The rows problem whose weights have the shape and dtype of this contraction's result."""
     return problem.replace(form=Form.ROWS, rhs=problem.out, rhs_batch=problem.batch, transpose_lhs=False, **changes)
 
 
@@ -277,53 +279,59 @@ ADJOINTS = {
 # Batching
 
 
-def _batch(args: Any, dims: Any, *, problem: Problem, pins: Pins) -> tuple[Array, int]:
+def _batch(
+    args: Sequence[Value], dims: Sequence[int | None], *, problem: Problem, overrides: Overrides
+) -> tuple[Array, int]:
     args = tuple(map(replicated, args))
     if problem.epilogue:
-        return jax.vmap(functools.partial(expand, problem, pins), in_axes=tuple(dims))(*args), 0
+        return jax.vmap(functools.partial(expand, problem, overrides), in_axes=tuple(dims))(*args), 0
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     lhs, rhs, sizes, first = (x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True))
     batched = tuple(d is not None for d in dims)
     if problem.form is Form.ROWS and batched == (True, False, False, False):
-        return _fold_rows(problem, pins, lhs, rhs, sizes, first)
+        return _fold_rows(problem, overrides, lhs, rhs, sizes, first)
     if problem.form is Form.CONTRACTION and batched in ((True, False, False, False), (False, True, False, False)):
-        return _fold_columns(problem, pins, lhs, rhs, sizes, first)
+        return _fold_columns(problem, overrides, lhs, rhs, sizes, first)
     shared = problem.form is Form.ROWS and not batched[1]  # all entries meet the same weights: no copies of them
 
-    def everywhere(x: Array, b: bool) -> Array:
+    def everywhere(x: Value, b: bool) -> Value:
         return x if b else jnp.broadcast_to(x, (size, *x.shape))
 
     lhs, sizes, first = (everywhere(x, batched[i]) for i, x in ((0, lhs), (2, sizes), (3, first)))
     rhs = rhs if shared else everywhere(rhs, batched[1])
-    return _lay_end_to_end(problem, pins, size, shared, lhs, rhs, sizes, first)
+    return _lay_end_to_end(problem, overrides, size, shared, lhs, rhs, sizes, first)
 
 
-def _fold_rows(problem: Problem, pins: Pins, lhs: Array, rhs: Array, sizes: Any, first: Any) -> tuple[Array, int]:
+def _fold_rows(
+    problem: Problem, overrides: Overrides, lhs: Value, rhs: Value, sizes: Value, first: Value
+) -> tuple[Array, int]:
     """Only lhs [b, m, k] is batched: b rows for each row, in groups b times as tall, meet each weight once."""
     size = lhs.shape[0]
     rows = jnp.moveaxis(lhs, 0, 1).reshape(problem.rows * size, problem.k)
     taller = clamped(sizes, problem.m) * np.int32(size)
-    out = run(problem.replace(m=problem.m * size), pins, rows, rhs, taller, first)
+    out = run(problem.replace(m=problem.m * size), overrides, rows, rhs, taller, first)
     return out.reshape(problem.rows, size, problem.n), 1
 
 
-def _fold_columns(problem: Problem, pins: Pins, lhs: Array, rhs: Array, sizes: Any, first: Any) -> tuple[Array, int]:
+def _fold_columns(
+    problem: Problem, overrides: Overrides, lhs: Value, rhs: Value, sizes: Value, first: Value
+) -> tuple[Array, int]:
     """A contraction with only one operand batched: the batch is more columns of it, k or n."""
     k, n = problem.k, problem.n
     if rhs.ndim == 3:
         size = rhs.shape[0]
-        wide = jnp.moveaxis(rhs, 0, 1).reshape(problem.rows, size * n)
-        out = run(problem.replace(n=size * n), pins, lhs, wide, sizes, first)
+        wide: Value = jnp.moveaxis(rhs, 0, 1).reshape(problem.rows, size * n)
+        out = run(problem.replace(n=size * n), overrides, lhs, wide, sizes, first)
         return out.reshape(problem.spans, k, size, n), 2
     size = lhs.shape[0]
     stored = (size * k, problem.rows) if problem.transpose_lhs else (problem.rows, size * k)
     wide = (lhs if problem.transpose_lhs else jnp.moveaxis(lhs, 0, 1)).reshape(stored)
-    out = run(problem.replace(k=size * k), pins, wide, rhs, sizes, first)
+    out = run(problem.replace(k=size * k), overrides, wide, rhs, sizes, first)
     return out.reshape(problem.spans, size, k, n), 1
 
 
 def _lay_end_to_end(
-    problem: Problem, pins: Pins, size: int, shared: bool, lhs: Array, rhs: Array, sizes: Array, first: Array
+    problem: Problem, overrides: Overrides, size: int, shared: bool, lhs: Value, rhs: Value, sizes: Value, first: Value
 ) -> tuple[Array, int]:
     """The general case: `size` times as many batch entries, in an order in which weights repeat modulo their number."""
     entries, cycle = problem.batch, problem.rhs_batch
@@ -331,12 +339,12 @@ def _lay_end_to_end(
     # entries that shared weights so far go outside of the new axis, along which the weights differ
     turns = entries // cycle if own_weights else 1
 
-    def lay(x: Array) -> Array:  # [size, entries * per, ...] -> [turns, size, rest, ...] -> [turns * size * rest, ...]
+    def lay(x: Value) -> Array:  # [size, entries * per, ...] -> [turns, size, rest, ...] -> [turns * size * rest, ...]
         _, length, *tail = x.shape
         x = jnp.moveaxis(x.reshape(size, turns, length // turns, *tail), 0, 1)
         return x.reshape(size * length, *tail)
 
-    def unlay(out: Array) -> Array:
+    def unlay(out: Value) -> Array:
         length, *tail = problem.out_shape
         out = jnp.moveaxis(out.reshape(turns, size, length // turns, *tail), 1, 0)
         return out.reshape(size, length, *tail)
@@ -347,42 +355,40 @@ def _lay_end_to_end(
         lhs = lay(lhs)
     if not shared:
         rhs = rhs.reshape(size * rhs.shape[1], *rhs.shape[2:])
-    laid = problem.replace(batch=entries * size, rhs_batch=cycle * size if own_weights else cycle)
-    return unlay(run(laid, pins, lhs, rhs, lay(sizes), lay(first))), 0
+    larger = problem.replace(batch=entries * size, rhs_batch=cycle * size if own_weights else cycle)
+    return unlay(run(larger, overrides, lhs, rhs, lay(sizes), lay(first))), 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Registration
 
 
-def _abstract(*operands: Any, problem: Problem, pins: Pins) -> Any:
-    interpreted = pins.interpret and pins.backend in INTERPRETED
+def _abstract(*operands: ShapedArray, problem: Problem, overrides: Overrides) -> tuple[ShapedArray, set[Effect]]:
+    interpreted = overrides.interpret and overrides.backend in INTERPRETED
     return result_type(operands, problem.out_shape, problem.out), interpreter_effects() if interpreted else set()
 
 
-def _execute(*operands: Any, problem: Problem, pins: Pins, target: Target) -> Array:
-    if problem.epilogue.blocks and not taken(problem, target, pins):
-        part = functools.partial(_execute, pins=pins.untiled, target=target)
-        return blocked(problem, lambda inner, *given: part(*given, problem=inner), *operands)
-    chosen = plan(problem, target, pins)
+def _execute(*operands: Array, problem: Problem, overrides: Overrides, target: Target) -> Array:
+    chosen = plan(problem, target, overrides)
+    warn_if_slow(chosen, overrides)
     with jax.named_scope(f"{problem.form.value}_{chosen.backend}"):
-        return BACKENDS[chosen.backend].run(problem, chosen, *operands)
+        return execute(chosen, *operands)
 
 
-def _lower(context: Any, *operands: Any, platform: str, **params: Any) -> Any:
+def _lower(context: mlir.LoweringRuleContext, *operands: IrValue, platform: str, **params: object) -> Sequence[IrValue]:
     kind, cores = device(context, platform)
     target = Target(platform=platform, kind=kind, cores=cores, partitioned=partitioned(context))
     return lower_plainly(functools.partial(_execute, target=target), context, *operands, **params)
 
 
-@functools.partial(jax.jit, static_argnames=("problem", "pins"))
-def _eager(*operands: Any, problem: Problem, pins: Pins) -> Array:
-    return grouped_p.bind(*operands, problem=problem, pins=pins)
+@functools.partial(jax.jit, static_argnames=("problem", "overrides"))
+def _eager(*operands: Value, problem: Problem, overrides: Overrides) -> Array:
+    return grouped_p.bind(*operands, problem=problem, overrides=overrides)
 
 
-def _impl(*operands: Any, problem: Problem, pins: Pins) -> Array:
+def _impl(*operands: Value, problem: Problem, overrides: Overrides) -> Array:
     with jax.disable_jit(False):  # there is nothing below the primitive to run without jit
-        return _eager(*operands, problem=problem, pins=pins)
+        return _eager(*operands, problem=problem, overrides=overrides)
 
 
 grouped_p.def_impl(_impl)

@@ -1,4 +1,4 @@
-"""The arithmetic of a problem: what it must compute and what it must move, for the rows that are really there."""
+"""The flops and bytes that a problem needs, counted for the owned rows and the groups in use."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trencadis.core.problem import Form, Problem
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Multiply-adds count as two; bytes are those of operands and result, each moved once."""
+    """The flops of a problem, two per multiply-add, and the bytes of its operands and result, each moved once."""
 
     flops: int
     bytes: int
 
     @property
     def intensity(self) -> float:
-        """Flops per byte: below a machine's ratio of the two, the problem is bound by memory."""
+        """Flops per byte; a problem is memory-bound where this is below the machine's own ratio of flops to bytes."""
         return self.flops / max(self.bytes, 1)
 
     def __str__(self) -> str:
@@ -28,7 +28,7 @@ class Cost:
 
 
 def _unit(x: float) -> str:
-    """Three digits and the letter for a power of a thousand."""
+    """x with three digits and the SI prefix for a power of a thousand."""
     for letter in ("", "k", "M", "G", "T"):
         if x < 1000:
             return f"{x:.3g} {letter}"
@@ -36,13 +36,15 @@ def _unit(x: float) -> str:
     return f"{x:.3g} P"
 
 
-def cost(problem: Problem, group_sizes: Sequence[int] | None = None, stored: tuple[int, int] | None = None) -> Cost:
-    """Cost of a problem; with group_sizes, of the owned rows and the groups in use only.
+def cost(
+    problem: Problem, group_sizes: Sequence[int] | np.ndarray | None = None, stored: tuple[int, int] | None = None
+) -> Cost:
+    """The cost of a problem; with group_sizes, the cost of only its owned rows and nonempty groups.
 
-    Quantized operands are more than their values: `stored` are the bytes of lhs and rhs with their scales, of which
-    the rows and groups in use have their share.
+    For quantized operands, `stored` gives the bytes of lhs and rhs together with their scales; the owned rows and the
+    nonempty groups count with their share of these.
 
-    >>> from trencadis.api.matmul import problem_of
+    >>> from trencadis.core.arguments import problem_of
     >>> asked = problem_of((8, 4), (3, 4, 2), groups=3)
     >>> print(cost(asked), "|", cost(asked, [2, 0, 0]))
     128 FLOP, 288 B, 0.444 flop/byte | 32 FLOP, 80 B, 0.4 flop/byte
@@ -58,7 +60,7 @@ def cost(problem: Problem, group_sizes: Sequence[int] | None = None, stored: tup
             math.prod(problem.rhs_shape) * problem.rhs.itemsize,
         )
     lhs = _share(stored[0], rows, problem.rows)
-    if problem.form is Form.ROWS:  # an unowned row costs nothing but its zeros, which are not counted
+    if problem.form is Form.ROWS:  # the zeros of unowned rows are not counted
         rhs, out = _share(stored[1], used, problem.weights), rows * problem.n
     else:
         rhs, out = _share(stored[1], rows, problem.rows), problem.spans * problem.k * problem.n
@@ -66,4 +68,5 @@ def cost(problem: Problem, group_sizes: Sequence[int] | None = None, stored: tup
 
 
 def _share(whole: int, part: int, of: int) -> int:
+    """The bytes of `part` entries out of `of`, if all of them have `whole` bytes."""
     return whole * part // max(of, 1)

@@ -1,16 +1,17 @@
-"""Checks of values that are known only at run time, by `jax.experimental.checkify`; off unless asked for."""
+"""Optional run-time checks of traced group sizes and windows, by `jax.experimental.checkify`."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int32, Integer
 
-# a context that jit's caches see: a function traced without the checks is traced again with them
+# part of jit's cache key: a function that was traced without the checks is traced again with them
 _checking = jax.make_user_context(False)
 
 
@@ -18,8 +19,8 @@ _checking = jax.make_user_context(False)
 def debug_checks() -> Iterator[None]:
     """Check traced group sizes and windows at run time, with errors that name the group.
 
-    Without it a negative size counts as 0 and rows past m are dropped. Of grouped tensors it also tells matrices that a
-    flat buffer has no room for, and sizes that differ in two tensors that have to agree in them. The checks are
+    Without it a negative size counts as 0 and rows past m are dropped. For grouped tensors it also finds matrices that
+    do not fit into a flat buffer, and sizes that differ between two tensors that must have the same. The checks are
     `checkify` checks: transform the function with `checkify.checkify`, and look at the error it returns.
 
     >>> from jax.experimental import checkify
@@ -35,17 +36,17 @@ def debug_checks() -> Iterator[None]:
 
 
 def checking() -> bool:
-    """Whether `debug_checks` is on."""
+    """Whether the caller is inside of `debug_checks`."""
     return bool(_checking.value)
 
 
-def check_traced(group_sizes: Any, first: Any, m: int, local_groups: int) -> None:
-    """The checks of one call: sizes `[g]`, first group `[]`."""
+def check_traced(group_sizes: Integer[Array, " g"], first: ArrayLike, m: int, local_groups: int) -> None:
+    """Check the sizes `[g]` and the first group `[]` of one call at run time, if `debug_checks` is on."""
     groups = group_sizes.shape[0]
     if not checking() or groups == 0:
         return
     first = jnp.asarray(first)
-    bound = jnp.iinfo(group_sizes.dtype)  # a size past m is as wrong as m + 1, which fits into int32
+    bound = jnp.iinfo(group_sizes.dtype)  # clip to int32 without hiding a size that is negative or past m
     sizes = jnp.clip(group_sizes, max(bound.min, -(2**31)), min(bound.max, m + 1)).astype(jnp.int32)
     worst = jnp.argmin(sizes)
     checkify.check(
@@ -64,13 +65,15 @@ def check_traced(group_sizes: Any, first: Any, m: int, local_groups: int) -> Non
     )
 
 
-def fit(sizes: Any, room: int) -> tuple[Any, Any]:
-    """Whether the sizes sum to at most room, and the group where they pass it; negative ones count as 0."""
+def fit(sizes: Int32[Array, " g"], room: int) -> tuple[Bool[Array, ""], Integer[Array, ""]]:
+    """True if the sizes sum to at most room, and the first group that ends past it; negative sizes are 0."""
     most = past(room)
-    ends = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, most - a), jnp.clip(sizes, 0, most))  # cannot wrap
+    ends = jax.lax.associative_scan(
+        lambda a, b: a + jnp.minimum(b, most - a), jnp.clip(sizes, 0, most)
+    )  # cannot overflow
     return ends[-1] <= room, jnp.argmax(ends > room)
 
 
 def past(room: int) -> int:
-    """A size that is as wrong as any past the room, and fits into int32."""
+    """The smallest size that does not fit into room, or the largest int32."""
     return min(room + 1, 2**31 - 1)

@@ -1,8 +1,8 @@
-"""The TPU generations in figures: what a kernel has to work with, and what its instructions cost.
+"""Devices in figures: what TPU generations and GPUs offer a kernel, and what instructions of a TPU cost.
 
-A figure is of one TensorCore, as JAX hands it out as a device: a v4 or v7x chip is two devices, each with its half of
-the chip's memory bandwidth. A v5p chip is one device of two cores; a kernel that does not split its grid over them
-runs on one, which then has the memory to itself.
+The figures of a TPU are those of one TensorCore, as JAX exposes it as a device. A v4 or v7x chip is two devices, each
+with half of the chip's memory bandwidth. A v5p chip is one device with two cores; a kernel that does not split its grid
+over them runs on one core, which then has the whole memory bandwidth.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ class Chip:
     """One generation of TPU; times are in cycles of `clock`."""
 
     name: str  # the generation, e.g. "v5e"
-    kind: str  # what JAX calls the device, e.g. "TPU v5 lite"
-    also: tuple[str, ...] = ()  # other kinds under which JAX knows it
+    kind: str  # JAX's device_kind, e.g. "TPU v5 lite"
+    aliases: tuple[str, ...] = ()  # other kinds under which JAX knows it
     topology: str  # the smallest slice that the compiler knows by name
     # From the Cloud TPU pages and from JAX's own table (jax.experimental.pallas.tpu.get_tpu_info).
-    hbm: float  # bytes a second of memory bandwidth
-    peak_bf16: float  # multiply and add counted apart, a second
+    hbm: float  # memory bandwidth, bytes per second
+    peak_bf16: float  # bfloat16 FLOP per second; a multiply-add counts as two
     vmem: int  # bytes
     cores: int  # TensorCores in the device
-    mxus: int
-    narrow: tuple[str, ...] = ()  # operands of 8 bits that the MXU multiplies, or loads as bfloat16 beside one
-    blind: str | None = "float8_e4m3fn"  # that of them which it loads as a float8 without NaN
-    # The clock at which the fastest schedule that the compiler allows reaches `peak_bf16`; it comes out as published.
+    mxus: int  # MXUs in a TensorCore
+    mxu_8bit_dtypes: tuple[str, ...] = ()  # 8-bit dtypes that the MXU multiplies, or upcasts next to a bfloat16 operand
+    no_nan_dtype: str | None = "float8_e4m3fn"  # 8-bit dtype whose NaN the MXU drops: it loads it as a format without
+    # The clock at which the fastest schedule of the compiler reaches `peak_bf16`; it agrees with published ones.
     clock: float
     # From the static profile that libtpu writes of its own schedules (--xla_jf_dump_static_llo_profile_to).
-    mm: Mapping[str, int] = dataclasses.field(hash=False)  # one vmatmul holds its MXU, by type of operand
-    push: int = 4  # one vmatpush holds the way into its MXU
-    pop: int  # from a vmatmul to the first part of its result
-    pop_gap: int  # from one part to the next
-    pops: int  # parts of a result where a block does not tell
-    dma_in: int  # latency of a copy from HBM, before its bytes count
-    dma_out: int  # and of one to HBM
-    granule: int = 32  # bytes in which copies are counted: what the schedule of a copy of known size shows
-    # Bundles after a branch that run whether it is taken or not: from the schedules themselves.
-    slots: int = 4
+    vmatmul_cycles: Mapping[str, int] = dataclasses.field(hash=False)  # a vmatmul occupies its MXU, by operand type
+    vmatpush_cycles: int = 4  # a vmatpush (load of weights) occupies the path into its MXU
+    vpop_latency: int  # from a vmatmul to the vpop of the first part of its result
+    vpop_interval: int  # from the vpop of one part of a result to the next
+    vpops: int  # parts of a result, for a basic block that does not show it
+    dma_in: int  # latency of a copy from HBM, before its first byte
+    dma_out: int  # latency of a copy to HBM
+    dma_granule: int = 32  # bytes in which the schedule counts the size of a copy
+    # Read off the schedules: bundles after a branch that run whether it is taken or not.
+    delay_slots: int = 4
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """All names under which JAX knows the device."""
-        return (self.kind, *self.also)
+        """All device kinds under which JAX knows this generation."""
+        return (self.kind, *self.aliases)
 
 
-def _mm(bf16: int, f32: int, f8: int) -> Mapping[str, int]:
-    """A product of narrow integers takes as long as one of bfloat16, and has more in it."""
+def _vmatmul_cycles(bf16: int, f32: int, f8: int) -> Mapping[str, int]:
+    """Cycles by operand type; a vmatmul of integers takes as long as one of bfloat16, but holds more numbers."""
     return MappingProxyType({"bf16": bf16, "f32": f32, "s8": bf16, "u8": bf16, "f8": f8, "s4": bf16})
 
 
@@ -67,43 +67,48 @@ CHIPS: dict[str, Chip] = {
     "v4": Chip(
         name="v4", kind="TPU v4", topology="v4:2x2x1",
         hbm=1228e9 / 2, peak_bf16=275e12 / 2, vmem=16 * MIB, cores=1, mxus=4, clock=1.05e9,
-        mm=_mm(8, 8, 16), pop=115, pop_gap=8, pops=1, dma_in=700, dma_out=600, granule=512,
+        vmatmul_cycles=_vmatmul_cycles(8, 8, 16), vpop_latency=115, vpop_interval=8, vpops=1,
+        dma_in=700, dma_out=600, dma_granule=512,
     ),
     "v5e": Chip(
-        name="v5e", kind="TPU v5 lite", also=("TPU v5e",), topology="v5e:2x2",
+        name="v5e", kind="TPU v5 lite", aliases=("TPU v5e",), topology="v5e:2x2",
         hbm=819e9, peak_bf16=197e12, vmem=128 * MIB, cores=1, mxus=4, clock=1.503e9,
-        narrow=("int8", "float8_e4m3fn", "float8_e5m2"),
-        mm=_mm(16, 8, 32), pop=123, pop_gap=8, pops=2, dma_in=1130, dma_out=436,
+        mxu_8bit_dtypes=("int8", "float8_e4m3fn", "float8_e5m2"),
+        vmatmul_cycles=_vmatmul_cycles(16, 8, 32), vpop_latency=123, vpop_interval=8, vpops=2,
+        dma_in=1130, dma_out=436,
     ),
     "v5p": Chip(
-        name="v5p", kind="TPU v5", also=("TPU v5p",), topology="v5p:2x2x1",
+        name="v5p", kind="TPU v5", aliases=("TPU v5p",), topology="v5p:2x2x1",
         hbm=2765e9, peak_bf16=459e12 / 2, vmem=64 * MIB, cores=2, mxus=4, clock=1.751e9,
-        narrow=("int8", "float8_e4m3fn", "float8_e5m2"),
-        mm=_mm(16, 8, 32), pop=123, pop_gap=8, pops=2, dma_in=672, dma_out=630,
+        mxu_8bit_dtypes=("int8", "float8_e4m3fn", "float8_e5m2"),
+        vmatmul_cycles=_vmatmul_cycles(16, 8, 32), vpop_latency=123, vpop_interval=8, vpops=2,
+        dma_in=672, dma_out=630,
     ),
     "v6e": Chip(
-        name="v6e", kind="TPU v6 lite", also=("TPU v6e",), topology="v6e:2x2",
+        name="v6e", kind="TPU v6 lite", aliases=("TPU v6e",), topology="v6e:2x2",
         hbm=1640e9, peak_bf16=918e12, vmem=128 * MIB, cores=1, mxus=2, clock=1.751e9,
-        narrow=("int8", "float8_e4m3fn", "float8_e5m2"),
-        mm=_mm(8, 4, 16), pop=192, pop_gap=2, pops=4, dma_in=545, dma_out=453,
+        mxu_8bit_dtypes=("int8", "float8_e4m3fn", "float8_e5m2"),
+        vmatmul_cycles=_vmatmul_cycles(8, 4, 16), vpop_latency=192, vpop_interval=2, vpops=4,
+        dma_in=545, dma_out=453,
     ),
     "v7x": Chip(
-        name="v7x", kind="TPU7x", also=("TPU v7x", "TPU v7"), topology="tpu7x:2x2x1",
+        name="v7x", kind="TPU7x", aliases=("TPU v7x", "TPU v7"), topology="tpu7x:2x2x1",
         hbm=7380e9 / 2, peak_bf16=2307e12 / 2, vmem=64 * MIB, cores=1, mxus=2, clock=2.2e9,
-        narrow=("float8_e4m3fn", "float8_e5m2"), blind=None,
-        mm=_mm(8, 4, 8), pop=211, pop_gap=1, pops=4, dma_in=700, dma_out=600, slots=6,
+        mxu_8bit_dtypes=("float8_e4m3fn", "float8_e5m2"), no_nan_dtype=None,
+        vmatmul_cycles=_vmatmul_cycles(8, 4, 8), vpop_latency=211, vpop_interval=1, vpops=4,
+        dma_in=700, dma_out=600, delay_slots=6,
     ),
 }  # fmt: skip
 
 
 def chip_of(name: str) -> Chip:
-    """The chip of that generation ("v6e"), or of that kind of device ("TPU v6 lite").
+    """The chip with this name: a generation ("v6e") or a device kind of JAX ("TPU v6 lite").
 
     >>> chip_of("v6e").vmem >> 20, chip_of("TPU v6 lite").name
     (128, 'v6e')
     """
     for chip in CHIPS.values():
-        if name in (chip.name, chip.kind, *chip.also):
+        if name in (chip.name, chip.kind, *chip.aliases):
             return chip
     known = ", ".join(f"{chip.name} ({chip.kind})" for chip in CHIPS.values())
     raise ValueError(f"generation: want one of {known}; got {name!r}")
@@ -111,11 +116,11 @@ def chip_of(name: str) -> Chip:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """One GPU: what a kernel has to work with."""
+    """The figures of one GPU model that kernels are planned by."""
 
-    kind: str  # what JAX calls the device, e.g. "NVIDIA H200"
-    cores: int  # streaming multiprocessors
-    shared: int = 227 << 10  # bytes of shared memory that one thread block can have
+    kind: str  # JAX's device_kind, e.g. "NVIDIA H200"
+    cores: int  # streaming multiprocessors (SMs)
+    shared: int = 227 << 10  # bytes of shared memory that one thread block can use
 
 
 CARDS: dict[str, Card] = {
@@ -123,11 +128,11 @@ CARDS: dict[str, Card] = {
     "h200": Card(kind="NVIDIA H200", cores=132),
 }
 
-_HOPPER = re.compile(r"\bG?H(?:100|200|800|20)\b")  # compute capability 9.0 under its trade names
+_HOPPER = re.compile(r"\bG?H(?:100|200|800|20)\b")  # product names of compute capability 9.0
 
 
 def card_for(target: Target) -> Card | None:
-    """The Hopper GPU a target is; None if it is another, or if it is not known which.
+    """The figures of a target that is a Hopper GPU; None if it is another device, or of unknown kind.
 
     >>> card_for(Target(platform="cuda", kind="NVIDIA H200", cores=132)).cores
     132
@@ -141,7 +146,7 @@ def card_for(target: Target) -> Card | None:
 
 
 def target_of(target: Target | jax.Device | str | None) -> Target:
-    """Any spelling of a target; None is the device on which JAX runs what names no other.
+    """The `Target` that a device, a platform, a TPU generation or a GPU name means; None is JAX's default device.
 
     >>> print(target_of("tpu"), "|", target_of("v6e"), "|", target_of("h200"))
     tpu | tpu (TPU v6 lite) | cuda (NVIDIA H200)

@@ -1,71 +1,100 @@
 """What happens to a finished sum before it is stored: `existing_out + activation(sum * scales + bias)`.
 
-An `Epilogue` is a value of the problem. A backend that can applies it to each tile while the tile is hot; under
-differentiation and `vmap` the calculus takes it apart into bilinear problems and elementwise operations (autodiff.py).
+An `Epilogue` is a static part of the problem. A backend that can applies it to each tile while the tile is in registers
+or on-chip memory; otherwise `core.unfused` computes the same steps with XLA operations.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, Literal, Var
+from jax.typing import ArrayLike, DTypeLike
 
 from trencadis.core.dtypes import accumulator
 
 Activation = Callable[[jax.Array], jax.Array]
 
-IN_PARTS = "scales change along k, and it multiplies each part of the sum by itself"  # why a backend refuses blocks
+ALONG_K = "scales change along k, and it applies only scales that are constant along k"  # a reason to refuse
 CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")  # what does nothing but hold operations
 
 
 class Extras(NamedTuple):
-    """The operands of an epilogue, in their order; None where absent."""
+    """The array operands of an epilogue, in the order in which they are passed; None where there is none."""
 
-    by_row: Any = None  # float32 [m], or [g, k] in a contraction: what rows of the result are multiplied with
-    by_column: Any = None  # float32 [g, n]
-    bias: Any = None  # [g, n]
-    existing: Any = None  # as the result
+    by_row: jax.Array | None = None  # float32 [m], [m, k / block], or [g, k] in a contraction: scales of rows
+    by_column: jax.Array | None = None  # float32 [g, n] or [g, k / block, n / block]: scales of columns
+    bias: jax.Array | None = None  # [g, n]
+    existing: jax.Array | None = None  # of the shape and dtype of the result
 
     @property
-    def given(self) -> list[Any]:
-        """Those there are."""
+    def given(self) -> list[jax.Array]:
+        """The operands that are not None."""
         return [x for x in self if x is not None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
-    """Which steps follow the product."""
+    """The steps that follow the product, each with a static description of its operand."""
 
     by_row: bool = False  # scales of rows follow
     by_column: bool = False  # scales of columns follow
-    blocks: int = 0  # both change along the sum: [m, k / blocks] and [g, k / blocks, n / blocks]
+    row_block: int = 0  # entries of k that share a scale of a row; 0: all of them
+    column_block: tuple[int, int] = (0, 1)  # entries of k and of n that share a scale of a column; 0: all of k
     bias: np.dtype[Any] | None = None  # an operand [g, n] of this dtype follows
     activation: Activation | None = None  # a function of one number
     accumulate: bool = False  # an operand of the result's shape follows; the product is added to it
 
     def __bool__(self) -> bool:
-        return self.scaled or self.bias is not None or self.activation is not None or self.accumulate
+        return bool(self.steps)
 
     @property
     def scaled(self) -> bool:
-        """Whether the product is multiplied with scales."""
+        """Whether the product is multiplied by scales."""
         return self.by_row or self.by_column
 
     @property
-    def scaling(self) -> Epilogue:
-        """That alone."""
-        return Epilogue(by_row=self.by_row, by_column=self.by_column, blocks=self.blocks)
+    def along_k(self) -> bool:
+        """Whether scales change along k, so that no single factor of the finished sum can apply them."""
+        return bool(self.row_block or self.column_block[0])
 
-    def __str__(self) -> str:
-        scales = f"scales of {self.blocks}" if self.blocks else "scales"
+    @property
+    def blocks(self) -> int:
+        """The block length of scales that are 1 x L for lhs and L x L for rhs; 0 for any other granularity."""
+        return self.row_block if self.column_block == (self.row_block, self.row_block) else 0
+
+    @property
+    def part(self) -> int:
+        """The longest part of k in which every scale is constant; 0 if scales do not change along k."""
+        return math.gcd(self.row_block, self.column_block[0])
+
+    @property
+    def scaling(self) -> Epilogue:
+        """An epilogue with only the scales."""
+        return dataclasses.replace(self, bias=None, activation=None, accumulate=False)
+
+    @property
+    def unscaled(self) -> Epilogue:
+        """The epilogue without the scales."""
+        return Epilogue(bias=self.bias, activation=self.activation, accumulate=self.accumulate)
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The names of the steps, in the order in which they are applied."""
+        scales = f"scales per {self.part} of k" if self.along_k else "scales"
         steps = [scales] * self.scaled + ["bias"] * (self.bias is not None)
         if self.activation is not None:
             steps.append(getattr(self.activation, "__name__", type(self.activation).__name__))
-        return " + ".join(steps + ["existing_out"] * self.accumulate)
+        return (*steps, *["existing_out"] * self.accumulate)
+
+    def __str__(self) -> str:
+        return " + ".join(self.steps)
 
     def split(self, extras: tuple[Any, ...]) -> Extras:
         """The operands that follow the four of every problem, by name."""
@@ -73,8 +102,8 @@ class Epilogue:
         given = (self.by_row, self.by_column, self.bias is not None, self.accumulate)
         return Extras(*(next(rest) if there else None for there in given))
 
-    def finish(self, acc: jax.Array, extras: Extras, out: Any) -> jax.Array:
-        """A tile of sums [rows, n] for a result of dtype `out`; scales of rows are [rows, 1], the others [1, n]."""
+    def finish(self, acc: jax.Array, extras: Extras, out: DTypeLike) -> jax.Array:
+        """A tile of sums [rows, n] after scales, bias and activation; scales of rows are [rows, 1], others [1, n]."""
         for scale in (extras.by_row, extras.by_column):
             acc = acc if scale is None else acc.astype(accumulator(acc.dtype, scale.dtype)) * scale
         if extras.bias is not None:
@@ -88,7 +117,7 @@ def add(a: jax.Array, b: jax.Array) -> jax.Array:
     return a.astype(dtype) + b.astype(dtype)
 
 
-def activated(activation: Activation, z: jax.Array, out: Any) -> jax.Array:
+def activated(activation: Activation, z: jax.Array, out: DTypeLike) -> jax.Array:
     """The activation of sums z, which it sees in a dtype that holds the result too: floats for a float result."""
     return elementwise(activation)(z.astype(accumulator(z.dtype, out)))
 
@@ -105,16 +134,16 @@ def inlined(activation: Activation) -> Activation:
     { lambda ; a:f32[]. let b:f32[] = max a 0.0:f32[] in (b,) }
     """
 
-    def evaluate(jaxpr: Any, consts: Any, *args: Any) -> list[Any]:
+    def evaluate(jaxpr: Jaxpr, consts: Sequence[ArrayLike], *args: ArrayLike) -> list[ArrayLike]:
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-        def read(var: Any) -> Any:
+        def read(var: Var | Literal) -> ArrayLike:
             return var.val if hasattr(var, "val") else known[var]
 
         for equation in jaxpr.eqns:
             values = [read(var) for var in equation.invars]
             if equation.primitive.name in CALLS:
-                inner = equation.params.get("call_jaxpr", equation.params.get("jaxpr"))
+                inner = equation.params["call_jaxpr" if "call_jaxpr" in equation.params else "jaxpr"]
                 out = evaluate(inner.jaxpr, inner.consts, *values)
             else:
                 out = equation.primitive.bind(*values, **equation.params)
@@ -130,11 +159,52 @@ def inlined(activation: Activation) -> Activation:
     return apply
 
 
-def check_activation(activation: Any, dtype: Any, result: Any) -> bool:
-    """Whether a kernel may carry this activation; an error if it is not a function of one number.
+def _says_all(jaxpr: Any, consts: Any) -> bool:
+    """Whether the text of a traced function says what it computes: it holds no arrays and calls no Python function.
 
-    One that closes over traced values, or that has no hash, cannot be a static part of the problem: it is applied
-    after the product.
+    Arrays that a jitted function closes over are constants of an inner jaxpr, whose values are not in the text. Rules
+    for derivatives are not in it either, and need not be: autodiff takes those of the very function it is given.
+    """
+    if consts:
+        return False
+    for equation in jaxpr.eqns:
+        if "callback" in equation.primitive.name or any(np.ndim(getattr(x, "val", 0)) for x in equation.invars):
+            return False
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(inner, "jaxpr") and not _says_all(inner.jaxpr, inner.consts):
+                    return False
+                if hasattr(inner, "eqns") and not _says_all(inner, ()):
+                    return False
+    return True
+
+
+class Elementwise:
+    """An activation that equals any other of the same operations, so that a fresh lambda compiles nothing anew."""
+
+    __slots__ = ("__name__", "fn", "key")
+
+    def __init__(self, fn: Activation, key: str) -> None:
+        self.fn, self.key = fn, key
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fn(x)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Elementwise) and other.key == self.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"Elementwise({self.__name__})"
+
+
+def static_activation(activation: object, dtype: DTypeLike, result: DTypeLike) -> Activation | None:
+    """The activation as a hashable part of a problem; an error if it is not a function of one number.
+
+    None if it closes over traced values or has no hash: then it has to be applied after the product.
     """
     if not callable(activation):
         raise TypeError(f"activation: want a function of one number, such as jax.nn.relu; got {activation!r}")
@@ -151,8 +221,11 @@ def check_activation(activation: Any, dtype: Any, result: Any) -> bool:
         raise ValueError(f"activation: want one number out for one number in; got {out.str_short()}")
     if jnp.issubdtype(out.dtype, jnp.complexfloating) and not jnp.issubdtype(result, jnp.complexfloating):
         raise ValueError(f"activation: gives {out.dtype}, which the result's {result} cannot hold")
+    text = str(traced.jaxpr)
+    if " at 0x" not in text and _says_all(traced.jaxpr, traced.consts):
+        return Elementwise(activation, text)
     try:
         hash(activation)
     except TypeError:
-        return False
-    return not any(isinstance(const, jax.core.Tracer) for const in traced.consts)
+        return None
+    return None if any(isinstance(const, jax.core.Tracer) for const in traced.consts) else activation

@@ -10,19 +10,31 @@ import functools
 import inspect
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent import futures
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 from jax import export, lax
 from jax._src.config import _check_vma
+from jax._src.state.types import TransformedRef
 from jax.core import ShapedArray
 from jax.experimental import io_callback
+from jax.extend.core import Effect, Jaxpr
 from jax.interpreters import mlir
+from jax.interpreters.mlir import ir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 from jaxlib.mlir.dialects import stablehlo
+from jaxtyping import Array
+
+T = TypeVar("T")
+IrValue: TypeAlias = ir.Value[ir.Type]  # an operand or result of a lowered operation
+Ref: TypeAlias = Array | TransformedRef  # a reference of a kernel: a tracer, or a view of one
+Value: TypeAlias = Array | np.ndarray  # an argument of a rule or a callback: numpy's where JAX does not convert it
+V = TypeVar("V", bound=Value)
 
 JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
@@ -30,13 +42,13 @@ JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 SLICES_WIDEN_NARROW_FLOATS = JAX < (0, 12)
 
 
-def varying_axes(x: Any) -> frozenset[Any]:
+def varying_axes(x: Value) -> frozenset[Hashable]:
     """The manual mesh axes over which x varies inside `jax.shard_map`; empty outside."""
-    axes: frozenset[Any] = jax.typeof(x).manual_axis_type.varying
+    axes: frozenset[Hashable] = jax.typeof(x).manual_axis_type.varying
     return axes
 
 
-def replicated(x: Any) -> Any:
+def replicated(x: V) -> V:
     """The array with no dimension sharded over an explicit mesh axis; shards are gathered where there are any."""
     sharding = jax.typeof(x).sharding
     if all(axis is None for axis in sharding.spec):
@@ -44,7 +56,7 @@ def replicated(x: Any) -> Any:
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*(None,) * x.ndim)))
 
 
-def vary_alike(*xs: Any) -> tuple[Any, ...]:
+def vary_alike(*xs: V) -> tuple[V, ...]:
     """The arrays, each varying over every manual mesh axis that one of them varies over."""
     axes = [varying_axes(x) for x in xs]
     union = frozenset().union(*axes)
@@ -54,7 +66,7 @@ def vary_alike(*xs: Any) -> tuple[Any, ...]:
     )
 
 
-def result_type(operands: tuple[ShapedArray, ...], shape: tuple[int, ...], dtype: Any) -> ShapedArray:
+def result_type(operands: tuple[ShapedArray, ...], shape: tuple[int, ...], dtype: DTypeLike) -> ShapedArray:
     """The type of a result that varies as its operands do and is sharded over no automatic axis by itself."""
     mesh = operands[0].sharding.mesh
     if mesh.empty:
@@ -68,7 +80,7 @@ def result_type(operands: tuple[ShapedArray, ...], shape: tuple[int, ...], dtype
     )
 
 
-def device(context: Any, platform: str) -> tuple[str | None, int | None]:
+def device(context: mlir.LoweringRuleContext, platform: str) -> tuple[str | None, int | None]:
     """The kind of device that is lowered for and how many cores it has, where JAX knows it.
 
     It is that of the abstract device of the mesh in use, of the devices of the mesh or of the computation, or of the
@@ -91,28 +103,37 @@ def device(context: Any, platform: str) -> tuple[str | None, int | None]:
     return devices[0].device_kind, cores if platform in ("cuda", "rocm") else None
 
 
-def partitioned(context: Any) -> bool:
+def partitioned(context: mlir.LoweringRuleContext) -> bool:
     """Whether what is lowered will be split over devices by XLA: on several of them, and not inside `jax.shard_map`."""
-    axes = context.module_context.axis_context
+    axes: Any = context.module_context.axis_context
     mesh = getattr(axes, "mesh", None)
     if mesh is not None:
         return any(size > 1 for name, size in mesh.shape.items() if name not in axes.manual_axes)
     return getattr(axes, "num_devices", 1) > 1
 
 
+def newly_manual_axes(params: dict[str, Any]) -> frozenset[Hashable]:
+    """The mesh axes that a `shard_map` equation with these parameters makes manual."""
+    axes: frozenset[Hashable] = params["newly_manual_axes"]
+    return axes
+
+
 @functools.cache
-def interpreter_effects() -> set[Any]:
+def interpreter_effects() -> set[Effect]:
     """The effects of a kernel that is interpreted: its memory is on the host, behind ordered callbacks."""
     return set(jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects)
 
 
-def lower_plainly(call: Any, context: Any, *operands: Any, **params: Any) -> Any:
+def lower_plainly(
+    call: Callable[..., Array], context: mlir.LoweringRuleContext, *operands: IrValue, **params: object
+) -> Sequence[IrValue]:
     """The program of a call for a lowering rule, traced without meshes: what it makes is local by then.
 
     A kernel's references, and what it returns, cannot vary over manual axes or be sharded over explicit ones.
     """
+    avals_in: Sequence[Any] = context.avals_in  # the types of arrays
     plain = context.replace(
-        avals_in=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in context.avals_in],
+        avals_in=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in avals_in],
         avals_out=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in context.avals_out],
     )
     with _check_vma(False), without_mesh():
@@ -122,18 +143,18 @@ def lower_plainly(call: Any, context: Any, *operands: Any, **params: Any) -> Any
     return out
 
 
-def apart(call: Any) -> Any:
+def apart(call: Callable[[], T]) -> T:
     """What a call returns when no mesh is set; contexts are a thread's own."""
     with futures.ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(call).result()
 
 
-def without_mesh() -> Any:
+def without_mesh() -> AbstractContextManager[object]:
     """A context in which types carry no sharding."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
-def abstract_device(kind: str, cores: int, platform: str = "tpu") -> Any:
+def abstract_device(kind: str, cores: int, platform: str = "tpu") -> AbstractContextManager[object]:
     """A context in which kernels are traced for a device that is not there: `pltpu.get_tpu_info()` answers for it."""
     options: dict[str, Any] = {"device_kind": kind, "num_cores": cores}
     if "platform" in inspect.signature(jax.sharding.AbstractDevice).parameters:  # since jax 0.11
@@ -143,7 +164,9 @@ def abstract_device(kind: str, cores: int, platform: str = "tpu") -> Any:
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def host_program(exported: Any, module: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+def host_program(
+    exported: export.Exported, module: ir.Module, inputs: Sequence[ShapedArray], outputs: Sequence[ShapedArray]
+) -> Callable[..., tuple[Array, ...]]:
     """An exported program with another module in it, for the CPU: a function of arrays shaped like `inputs`.
 
     What the export knows of shardings it knows argument by argument, in fields that differ between versions of jax.
@@ -167,13 +190,13 @@ def host_program(exported: Any, module: Any, inputs: Sequence[Any], outputs: Seq
     ).call
 
 
-def exportable(cls: Any) -> Any:
+def exportable(cls: type[T]) -> type[T]:
     """A pytree whose static part is numbers and names, as an argument or result of functions that are serialized."""
 
-    def read(text: bytes) -> Any:
+    def read(text: bytes) -> object:
         return _tuples(json.loads(text))
 
-    def write(static: Any) -> bytes:
+    def write(static: object) -> bytes:
         return json.dumps(static).encode()
 
     name = f"trencadis.{cls.__name__}"
@@ -183,11 +206,11 @@ def exportable(cls: Any) -> Any:
     return cls
 
 
-def _tuples(x: Any) -> Any:
+def _tuples(x: object) -> object:
     return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
-def flipped(ref: Any) -> Any:
+def transpose_ref(ref: Ref) -> Ref:
     """The transpose of a matrix in a GPU's shared memory."""
     if JAX >= (0, 11):
         return ref.transpose((1, 0))
@@ -196,7 +219,7 @@ def flipped(ref: Any) -> Any:
     return mosaic_gpu.transpose_ref(ref, (1, 0))
 
 
-def turnable(x: Any) -> Any:
+def for_transposed_store(x: Array) -> Array:
     """Sums in registers, so that they can be stored into the transpose of a matrix in shared memory.
 
     jax >= 0.11 has an instruction for it, if they are left as they are.
@@ -210,7 +233,7 @@ def turnable(x: Any) -> Any:
 
 @functools.cache
 def gpu_interpreter() -> Any:
-    """How a GPU kernel is interpreted: memory that nobody wrote, or that lies outside of an array, holds NaN."""
+    """The parameters of the GPU interpreter: memory that was not written, or is outside of an array, reads as NaN."""
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     if JAX < (0, 11):
@@ -231,7 +254,7 @@ def _teach_gpu_interpreter() -> None:
 
     mlir.register_lowering(layout_cast_p, lambda _, x, **__: [x], platform="cpu")
 
-    def wgmma(*, token: Any, device_id: Any, thread_id: Any, acc_dtype: Any, **refs: Any) -> Any:
+    def wgmma(*, token: Value, device_id: Value, thread_id: Value, acc_dtype: DTypeLike, **refs: Any) -> Value:
         memory = gpu_callbacks._get_shared_memory()
         thread = memory.get_global_thread_id(int(device_id), int(thread_id))
 
@@ -241,7 +264,7 @@ def _teach_gpu_interpreter() -> None:
             key = gpu_callbacks.HostAllocationKey.from_array(refs[f"{name}_allocation_key_as_array"])
             return key, to_range(jax.tree.map(int, transforms[:-1] if flip else transforms)), flip
 
-        def read(key: Any, where: Any, flip: bool) -> Any:
+        def read(key: Any, where: Any, flip: bool) -> np.ndarray:
             value: Any = memory.get_buffer_content(key, where, thread)[0]
             return value.T if flip else value
 
@@ -250,10 +273,10 @@ def _teach_gpu_interpreter() -> None:
         memory.store_buffer_content(*at("acc")[:2], total, thread)
         return token
 
-    def turning(plain: Any) -> Any:
+    def transposable(plain: Callable[..., Any]) -> Callable[..., Any]:
         """A load or a store, of a reference whose last transform may be a transposition; copies name all arguments."""
 
-        def turned(*args: Any, **options: Any) -> Any:
+        def transposing(*args: Any, **options: Any) -> Any:
             transforms = gpu_callbacks._remove_noop_transforms(args[5]) if args else ()
             if not (transforms and hasattr(transforms[-1], "permutation")):
                 return plain(*args, **options)
@@ -261,16 +284,16 @@ def _teach_gpu_interpreter() -> None:
             token, value = plain(*args[:5], transforms[:-1], *stored, **options)
             return token, value.T
 
-        return turned
+        return transposing
 
-    gpu_callbacks._get, gpu_callbacks._swap = turning(gpu_callbacks._get), turning(gpu_callbacks._swap)
+    gpu_callbacks._get, gpu_callbacks._swap = transposable(gpu_callbacks._get), transposable(gpu_callbacks._swap)
     lock = threading.Lock()
 
     @functools.lru_cache(maxsize=32)
-    def compiled(jaxpr: Any) -> Any:
+    def compiled(jaxpr: Jaxpr) -> jax.stages.Wrapped:
         return jax.jit(lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args))
 
-    def run(jaxpr: Any, consts: Any, *args: Any) -> None:
+    def run(jaxpr: Jaxpr, consts: Sequence[ArrayLike], *args: ArrayLike) -> None:
         with lock:
             executable = compiled(jaxpr).trace(consts, *args).lower().compile()
         executable(consts, *args)

@@ -1,74 +1,107 @@
-"""How it will be done: the one place where a backend and a tiling are chosen."""
+"""How a problem will run: the one place where a backend, its layout and a split of the product are chosen."""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
-from trencadis.backends import BACKENDS, INTERPRETED
+from trencadis.backends import BACKENDS, INTERPRETED, KERNELS
+from trencadis.core.decision import PerformanceWarning, Plan, Refusal
 from trencadis.core.problem import Problem
+from trencadis.core.split import part_of
 from trencadis.core.target import Target
-from trencadis.core.tiling import Pins, Tiling
+from trencadis.core.tiling import Overrides
+
+__all__ = ["PerformanceWarning", "Plan", "Refusal", "answers", "check_backend", "plan", "warn_if_slow", "warn_slow"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """A decision, and the reason for it."""
+def plan(problem: Problem, target: Target, overrides: Overrides = Overrides()) -> Plan:
+    """The plan of the first backend that takes the problem, or of the one that the caller asked for.
 
-    target: Target
-    backend: str
-    tiling: Tiling
-    interpret: bool = False
-    because: str
+    Where none takes a problem whose scales change along k, the plan is that of one part of k, and says so in `split`.
 
-    def __str__(self) -> str:
-        return f"{self.backend}, tile {self.tiling}: {self.because}"
-
-
-def plan(problem: Problem, target: Target, pins: Pins = Pins()) -> Plan:
-    """Obey the caller's pins, or take the first backend that supports the problem on the target.
-
-    >>> from trencadis.api.matmul import problem_of
+    >>> from trencadis.core.arguments import problem_of
     >>> print(plan(problem_of((4096, 1024), (8, 1024, 1024), groups=8), Target(platform="cpu")))
-    xla, tile 256·1024·1024: first of xla, reference
+    xla, tile 256·1024·1024: loops over row tiles of 1 to 256 rows that start at each group's first row
     """
-    target = _seen(target, pins)
-    reasons = refusals(problem, target)
-    name, because = pins.backend, "asked for"
-    if name is None and pins.interpret:
-        name, because = "reference", "interpret=True"
-    if name is None:
-        able = [backend for backend, reason in reasons.items() if reason is None]
-        name, because = able[0], f"first of {', '.join(able)}"
-    elif reasons[name] is not None:
-        said = "; ".join(f"{backend}: {reason or 'supports it'}" for backend, reason in reasons.items())
-        raise ValueError(f"backend: {name!r} cannot run {problem} on {target} ({said})")
-    tiling = BACKENDS[name].tiling(problem, target)
-    if pins.tilings.forward is not None:
-        tiling, because = pins.tilings.forward, f"{because}; tiling as given"
-    return Plan(target=target, backend=name, tiling=tiling, interpret=pins.interpret, because=because)
+    target = _seen(target, overrides)
+    found = _first(problem, target, overrides)
+    if found is not None:
+        return found
+    if problem.epilogue.along_k:
+        part = _first(part_of(problem), target, overrides.untiled)
+        if part is not None:
+            return dataclasses.replace(part, asked=problem, split=problem.epilogue.part)
+    given = answers(problem, target, overrides).values()
+    said = "; ".join(f"{each.backend}: {each if isinstance(each, Refusal) else 'supports it'}" for each in given)
+    raise ValueError(f"backend: {_wanted(overrides)!r} cannot run {problem} on {target} ({said})")
 
 
-def taken(problem: Problem, target: Target, pins: Pins) -> bool:
-    """Whether a backend that may be chosen takes the problem as it is, and not in parts."""
-    reasons = refusals(problem, _seen(target, pins))
-    name = "reference" if pins.interpret and pins.backend is None else pins.backend
-    return None in (reasons.values() if name is None else [reasons[name]])
+def _first(problem: Problem, target: Target, overrides: Overrides) -> Plan | None:
+    """The plan of the backend that the caller asked for, or of the first that does not refuse."""
+    name = _wanted(overrides)
+    for backend in BACKENDS if name is None else (name,):
+        answer = BACKENDS[backend].plan(problem, target, overrides)
+        if isinstance(answer, Plan):
+            return dataclasses.replace(answer, because=answer.because + _asked(overrides))
+    return None
 
 
-def _seen(target: Target, pins: Pins) -> Target:
-    """The target as a backend sees it: a kernel is interpreted as it is, wherever that happens."""
-    if pins.interpret and pins.backend in INTERPRETED and target.platform != INTERPRETED[pins.backend].platform:
-        return INTERPRETED[pins.backend]
-    return target
+def answers(problem: Problem, target: Target, overrides: Overrides = Overrides()) -> dict[str, Plan | Refusal]:
+    """What every backend says of a problem, in the order of preference: its plan, or why it refuses."""
+    target = _seen(target, overrides)
+    return {name: backend.plan(problem, target, overrides) for name, backend in BACKENDS.items()}
 
 
-def refusals(problem: Problem, target: Target) -> dict[str, str | None]:
-    """For every backend, in the order of preference: None if it can, else why it cannot."""
-    return {name: backend.supports(problem, target) for name, backend in BACKENDS.items()}
+def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
+    """Issue a `PerformanceWarning` if a product on an accelerator misses its kernels, or needs one for each part of k.
+
+    Nothing is said of a backend that the caller asked for, nor where there is nothing to multiply.
+    """
+    kernels = KERNELS.get(chosen.target.platform, ())
+    if not kernels or overrides.backend is not None or overrides.interpret:
+        return
+    if chosen.backend not in kernels:
+        problem = part_of(chosen.asked) if chosen.split else chosen.asked
+        refusals = [BACKENDS[name].plan(problem, chosen.target, overrides) for name in kernels]
+        for refusal in refusals:
+            if isinstance(refusal, Refusal) and refusal.costly:
+                warn_slow(f"a grouped product runs as XLA loops instead of a kernel: {refusal.reason}", refusal.advice)
+    elif chosen.split:
+        warn_slow(
+            f"a quantized product runs one kernel for each block of {chosen.split} along k, since no kernel takes its "
+            "scales as they are",
+            "quantize with a scale per row of lhs or per column of rhs",
+        )
+
+
+def warn_slow(reason: str, advice: str = "") -> None:
+    """Issue a `PerformanceWarning` with a reason and what the caller can do about it."""
+    hint = "trencadis.why(fn, *args) shows every grouped product of a function and what each runs on"
+    warnings.warn("; ".join(filter(None, (reason, advice, hint))), PerformanceWarning, stacklevel=2)
 
 
 def check_backend(backend: str | None) -> str | None:
-    """A backend's name, or an error that lists them."""
+    """The name of a backend, or None; an error that lists the names for anything else."""
     if backend is None or (isinstance(backend, str) and backend in BACKENDS):
         return backend
     raise ValueError(f"backend: want None or one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
+
+
+def _asked(overrides: Overrides) -> str:
+    """What the caller decided, to be said after the figures of a plan."""
+    backend = "; backend as asked for" if _wanted(overrides) is not None else ""
+    return backend + ("; tile nearest to the one asked for" if overrides.tilings.forward is not None else "")
+
+
+def _wanted(overrides: Overrides) -> str | None:
+    """The backend that the caller asked for, by name or by interpret=True."""
+    return "reference" if overrides.interpret and overrides.backend is None else overrides.backend
+
+
+def _seen(target: Target, overrides: Overrides) -> Target:
+    """The target as a backend sees it: an interpreted kernel is planned for its own device, wherever it runs."""
+    name = overrides.backend
+    if overrides.interpret and name in INTERPRETED and target.platform != INTERPRETED[name].platform:
+        return INTERPRETED[name]
+    return target

@@ -1,7 +1,6 @@
-"""What is asked: the static description of one grouped matmul, and every check of what a caller passed.
+"""The static description of one grouped matmul.
 
-A `Problem` holds no arrays. It is hashable, and it is the static argument of everything below the doors.
-Each function here that checks an argument raises an error which names the argument, what came and what is wanted.
+A `Problem` holds no arrays. It is hashable, and it is the static argument of everything below the entry points.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ import enum
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
 
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Epilogue
@@ -22,18 +22,18 @@ Shape = tuple[int, ...]
 
 
 class Form(enum.Enum):
-    """Which axis is ragged."""
+    """The axis along which groups differ: rows of the result, or the summed rows."""
 
     ROWS = "rows"  # out[r, :] = lhs[r, :] @ rhs[group of r]
     CONTRACTION = "contraction"  # out[i] = sum over the rows r of group i of lhs[r, :, None] * rhs[r, None, :]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Problem:
-    """One grouped matmul, without its numbers.
+    """One grouped matmul without its arrays: form, sizes, dtypes, storage order, epilogue and precision.
 
     Rows reads lhs `[m, k]` and rhs `[g, k, n]` and gives `[m, n]`; contraction reads lhs `[m, k]` and rhs `[m, n]`
-    and gives `[g, k, n]`. With `batch = b` there are b independent problems of this shape laid end to end: lhs has
+    and gives `[g, k, n]`. With `batch = b` there are b independent problems of this shape, one after the other: lhs has
     b * m rows, group sizes are `[b, groups]`, and group i of entry e meets the weights
     `(e * local_groups + i) mod (rhs_batch * local_groups)`, so that entries may share them.
     """
@@ -44,34 +44,34 @@ class Problem:
     n: int
     groups: int  # length of group_sizes
     local_groups: int  # groups whose weights or results are held here: the window
-    lhs: np.dtype[Any]
-    rhs: np.dtype[Any]
-    out: np.dtype[Any]
+    lhs: np.dtype
+    rhs: np.dtype
+    out: np.dtype
     transpose_lhs: bool = False  # contraction: lhs is stored [k, m]
     transpose_rhs: bool = False  # rows: rhs is stored [g, n, k]
     batch: int = 1
     rhs_batch: int = 1
     epilogue: Epilogue = Epilogue()
-    precision: Any = None
+    precision: PrecisionLike = None
 
     def __post_init__(self) -> None:
         if self.rows >= 2**31:
             raise ValueError(f"lhs: row positions are int32; got {self.rows} rows in all")
 
     @property
-    def acc(self) -> np.dtype[Any]:
+    def acc(self) -> np.dtype:
         """The dtype sums are kept in: float32 unless the operands are wider, int32 for narrow integers."""
         return accumulator(self.lhs, self.rhs)
 
     @property
-    def sum(self) -> np.dtype[Any]:
+    def sum(self) -> np.dtype:
         """The dtype of product, scales and bias, which the activation sees."""
         scaled = accumulator(self.acc, np.float32) if self.epilogue.scaled else self.acc
         return scaled if self.epilogue.bias is None else accumulator(scaled, self.epilogue.bias)
 
     @property
-    def asked(self) -> Any:
-        """The precision that was asked for: by the caller, or by the setting that holds where nobody does."""
+    def asked(self) -> PrecisionLike:
+        """The precision that the caller asked for, or else the one of jax_default_matmul_precision."""
         config: Any = jax.config
         return self.precision if self.precision is not None else config.jax_default_matmul_precision
 
@@ -113,22 +113,23 @@ class Problem:
 
     @property
     def out_shape(self) -> Shape:
-        """Shape of the result."""
+        """The shape of the result, all batch entries together."""
         return (self.rows, self.n) if self.form is Form.ROWS else (self.spans, self.k, self.n)
 
     @property
-    def operands(self) -> list[tuple[Shape, Any]]:
+    def operands(self) -> list[tuple[Shape, DTypeLike]]:
         """Shapes and dtypes of all operands: of every problem, and those of the epilogue."""
-        ends, length = self.epilogue, self.epilogue.blocks
-        parts = -(-self.k // length) if length else 0
-        down = (self.m,) if self.form is Form.ROWS else (self.local_groups, self.k)
-        across = (self.local_groups, self.n)
-        found: list[tuple[Shape, Any]] = [(self.lhs_shape, self.lhs), (self.rhs_shape, self.rhs)]
+        steps = self.epilogue
+        parts, (k, n) = _ceil(self.k, steps.row_block), steps.column_block
+        rows = (self.m,) if self.form is Form.ROWS else (self.local_groups, self.k)
+        columns = (self.local_groups, _ceil(self.k, k), _ceil(self.n, n)) if k else (self.local_groups, self.n)
+        found: list[tuple[Shape, DTypeLike]] = [(self.lhs_shape, self.lhs), (self.rhs_shape, self.rhs)]
         found += [((self.batch, self.groups), np.int32), ((self.batch,), np.int32)]
-        found += [((self.m, parts) if length else down, np.float32)] * ends.by_row
-        found += [((across[0], parts, -(-self.n // length)) if length else across, np.float32)] * ends.by_column
-        found += [(across, ends.bias)] * (ends.bias is not None)
-        return found + [(self.out_shape, self.out)] * ends.accumulate
+        found += [((self.m, parts) if steps.row_block else rows, np.float32)] * steps.by_row
+        found += [(columns, np.float32)] * steps.by_column
+        if steps.bias is not None:
+            found.append(((self.local_groups, self.n), steps.bias))
+        return found + [(self.out_shape, self.out)] * steps.accumulate
 
     def replace(self, **changes: Any) -> Problem:
         """The same problem with some fields changed."""
@@ -144,261 +145,9 @@ class Problem:
         tail = f", {self.epilogue}" if self.epilogue else ""
         return f"{self.form.value} {m} k={self.k} n={self.n} {groups}: {lhs} x {rhs} -> {self.out.name}{tail}"
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# From arrays to a problem
-
-
-def rows_problem(
-    lhs: Any, rhs: Any, group_sizes: Any, out: Any, *, transpose_rhs: bool, epilogue: Epilogue, precision: Any
-) -> Problem:
-    """The problem `grouped_matmul` asks, or an error."""
-    _rank("lhs", lhs, 2, "[m, k]")
-    _rank("rhs", rhs, 3, "[g, n, k]" if transpose_rhs else "[g, k, n]")
-    _numeric(lhs=lhs, rhs=rhs)
-    groups = _groups(group_sizes)
-    (m, k), (local, rhs_k, n) = lhs.shape, rhs.shape
-    if transpose_rhs:
-        rhs_k, n = n, rhs_k
-    if k != rhs_k:
-        where = "last" if transpose_rhs else "second"
-        raise ValueError(
-            f"rhs: the {where} dimension must be k = {k}, the last dimension of lhs {lhs.shape}; "
-            f"got rhs of shape {rhs.shape} with transpose_rhs={transpose_rhs}"
-        )
-    if local > groups:
-        raise ValueError(
-            f"rhs: holds {local} groups but group_sizes names only {groups}; "
-            "want as many as group_sizes, or a window of fewer with group_offset"
-        )
-    return Problem(
-        form=Form.ROWS,
-        m=m,
-        k=k,
-        n=n,
-        groups=groups,
-        local_groups=local,
-        lhs=np.dtype(lhs.dtype),
-        rhs=np.dtype(rhs.dtype),
-        out=result_dtype(out, lhs, rhs),
-        transpose_rhs=bool(transpose_rhs),
-        epilogue=epilogue,
-        precision=checked_precision(precision),
-    )
+    def __repr__(self) -> str:
+        return f"Problem({self})"
 
 
-def contraction_problem(
-    lhs: Any, rhs: Any, group_sizes: Any, out: Any, *, transpose_lhs: bool, local: int, precision: Any
-) -> Problem:
-    """The problem `transposed_grouped_matmul` asks, or an error; `transpose_lhs` means that lhs is stored [k, m]."""
-    _rank("lhs", lhs, 2, "[k, m]" if transpose_lhs else "[m, k]")
-    _rank("rhs", rhs, 2, "[m, n]")
-    _numeric(lhs=lhs, rhs=rhs)
-    groups = _groups(group_sizes)
-    k, lhs_m = lhs.shape if transpose_lhs else lhs.shape[::-1]
-    m, n = rhs.shape
-    if lhs_m != m:
-        where = "last" if transpose_lhs else "first"
-        raise ValueError(
-            f"lhs: the {where} dimension must be m = {m}, the first dimension of rhs {rhs.shape}; got {lhs.shape}"
-        )
-    return Problem(
-        form=Form.CONTRACTION,
-        m=m,
-        k=k,
-        n=n,
-        groups=groups,
-        local_groups=local,
-        lhs=np.dtype(lhs.dtype),
-        rhs=np.dtype(rhs.dtype),
-        out=result_dtype(out, lhs, rhs),
-        transpose_lhs=transpose_lhs,
-        precision=checked_precision(precision),
-    )
-
-
-def check_existing_out(problem: Problem, existing_out: Any) -> None:
-    """existing_out has the shape and the dtype of the result."""
-    if existing_out is None:
-        return
-    if not hasattr(existing_out, "shape"):
-        raise TypeError(f"existing_out: want an array of shape {problem.out_shape}; got {type(existing_out).__name__}")
-    if existing_out.shape != problem.out_shape:
-        raise ValueError(f"existing_out: want shape {problem.out_shape}; got {existing_out.shape}")
-    if existing_out.dtype != problem.out:
-        raise ValueError(
-            f"existing_out: want dtype {problem.out.name}, the preferred_element_type; got {existing_out.dtype}"
-        )
-
-
-def check_bias(problem: Problem, bias: Any) -> None:
-    """Bias is one row of length n for each group of rhs."""
-    if bias is None:
-        return
-    want = (problem.local_groups, problem.n)
-    if bias.shape != want:
-        raise ValueError(f"bias: want shape [g, n] = {want}; got {bias.shape}")
-    _numeric(bias=bias)
-    result_dtype(problem.out, bias)
-
-
-def check_sizes(group_sizes: Any, m: int) -> None:
-    """Sizes [g] known now are nonnegative and fit into m rows; traced ones are clamped at run time."""
-    sizes = concrete(group_sizes)
-    if sizes is None:
-        return
-    if sizes.size and sizes.min() < 0:
-        i = int(np.argmin(sizes))
-        raise ValueError(f"group_sizes: sizes must be >= 0; group {i} has {sizes[i]}")
-    total = sum(int(s) for s in sizes)
-    if total > m:
-        raise ValueError(f"group_sizes: must sum to at most m = {m} rows; got a sum of {total}")
-
-
-def check_schedule(group_sizes: Any, m: Any, tm: Any, first: Any, num_nonzero_groups: Any) -> None:
-    """What a schedule needs: sizes [g] that fit, a row count, a tile height, and a window inside the groups."""
-    groups = _groups(group_sizes)
-    if not _is_int(m) or m < 0:
-        raise ValueError(f"m: want a nonnegative int; got {m!r}")
-    if not _is_int(tm) or tm < 1:
-        raise ValueError(f"tm: want a positive int; got {tm!r}")
-    check_sizes(group_sizes, m)
-    check_window(first, checked_count("num_nonzero_groups", num_nonzero_groups, groups), groups, "start_group")
-
-
-def checked_count(name: str, count: Any, groups: int) -> int:
-    """A static number of groups."""
-    if not _is_int(count) or not 0 <= count <= groups:
-        raise ValueError(f"{name}: want an int from 0 to {groups}, the length of group_sizes; got {count!r}")
-    return int(count)
-
-
-def _is_int(x: Any) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-
-
-def first_group(group_offset: Any) -> Any:
-    """group_offset as a scalar int32, or an error for a bad shape or dtype."""
-    if group_offset is None:
-        return np.int32(0)
-    if isinstance(group_offset, (list, tuple)):
-        group_offset = np.asarray(group_offset)
-    shape, dtype = np.shape(group_offset), jnp.result_type(group_offset)
-    if shape not in ((), (1,)):
-        raise ValueError(f"group_offset: want an int or an integer array of shape () or (1,); got shape {shape}")
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(f"group_offset: want an integer; got dtype {dtype}")
-    known = concrete(group_offset)
-    if known is None:
-        wide = jnp.reshape(group_offset, ())
-        return (jnp.clip(wide, -(2**31), 2**31 - 1) if wide.dtype.itemsize == 8 else wide).astype(jnp.int32)
-    if not -(2**31) <= int(known.reshape(())) < 2**31:
-        raise ValueError(f"group_offset: want the index of a group; got {known.reshape(())}")
-    return np.int32(known.reshape(()))
-
-
-def check_window(first: Any, local: int, groups: int, name: str = "group_offset") -> None:
-    """A window known now lies inside the groups."""
-    known = concrete(first)
-    if known is not None and not 0 <= int(known) <= groups - local:
-        raise ValueError(
-            f"{name}: the window [{int(known)}, {int(known) + local}) must lie inside the {groups} groups "
-            f"of group_sizes; want 0 <= {name} <= {groups - local}"
-        )
-
-
-def local_groups(num_actual_groups: Any, first: Any, groups: int) -> int:
-    """How many groups a contraction computes: as told, or all that remain from the first on."""
-    if num_actual_groups is not None:
-        return checked_count("num_actual_groups", num_actual_groups, groups)
-    known = concrete(first)
-    if known is None:
-        raise ValueError(
-            "num_actual_groups: must be given when group_offset is traced, since the shape of the result "
-            "cannot depend on a traced value"
-        )
-    if not 0 <= int(known) <= groups:
-        raise ValueError(f"group_offset: want 0 to {groups}, the length of group_sizes; got {int(known)}")
-    return groups - int(known)
-
-
-def result_dtype(preferred_element_type: Any, *operands: Any) -> np.dtype[Any]:
-    """The output dtype as a numpy dtype, canonical under the x64 setting; it can hold what the operands give."""
-    try:
-        dtype = jnp.dtype(preferred_element_type) if preferred_element_type is not None else None
-    except TypeError:
-        dtype = None
-    if dtype is None:
-        raise TypeError(f"preferred_element_type: want a dtype; got {preferred_element_type!r}")
-    if not jnp.issubdtype(dtype, jnp.number):
-        raise TypeError(f"preferred_element_type: want a number dtype; got {dtype.name}")
-    if not jnp.issubdtype(dtype, jnp.complexfloating):
-        for x in operands:
-            if jnp.issubdtype(x.dtype, jnp.complexfloating):
-                raise TypeError(
-                    f"preferred_element_type: want a complex dtype for {x.dtype} operands; got {dtype.name}"
-                )
-    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-
-
-def checked_precision(precision: Any) -> Any:
-    """Precision in a hashable spelling that lax understands, or an error."""
-    if isinstance(precision, list):
-        precision = tuple(precision)
-    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    try:
-        jax.eval_shape(lambda a, b: lax.dot(a, b, precision=precision), one, one)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"precision: want None, a jax.lax.Precision, its name, a pair of these, or a jax.lax.DotAlgorithm; "
-            f"got {precision!r}"
-        ) from error
-    return precision
-
-
-def checked_flag(name: str, value: Any) -> bool:
-    """A static yes or no."""
-    if isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    raise TypeError(f"{name}: want True or False, known at trace time; got {value!r}")
-
-
-def concrete(x: Any) -> np.ndarray[Any, Any] | None:
-    """The value of x where it is known now, else None."""
-    if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
-        return None
-    return np.asarray(x)
-
-
-def as_array(name: str, x: Any) -> jax.Array:
-    """X as a JAX array; None and strings are refused."""
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}: want an array; got {type(x).__name__}") from None
-
-
-def as_sizes(group_sizes: Any, name: str = "group_sizes") -> Any:
-    """Sizes as an array; in numpy if it is not JAX's yet, so that its values are still known inside `jit`."""
-    if isinstance(group_sizes, (list, tuple)) and all(_is_int(size) for size in group_sizes):
-        return np.asarray(group_sizes, np.int64)
-    return group_sizes if isinstance(group_sizes, np.ndarray) else as_array(name, group_sizes)
-
-
-def _rank(name: str, x: Any, rank: int, axes: str) -> None:
-    if x.ndim != rank:
-        raise ValueError(f"{name}: want {rank} dimensions {axes}; got {x.ndim}, shape {x.shape}")
-
-
-def _numeric(**operands: Any) -> None:
-    for name, x in operands.items():
-        if not jnp.issubdtype(x.dtype, jnp.number):
-            raise TypeError(f"{name}: want a number dtype; got {x.dtype}")
-
-
-def _groups(group_sizes: Any) -> int:
-    if group_sizes.ndim != 1:
-        raise ValueError(f"group_sizes: want 1 dimension [g]; got {group_sizes.ndim}, shape {group_sizes.shape}")
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(f"group_sizes: want an integer dtype; got {group_sizes.dtype}")
-    return int(group_sizes.shape[0])
+def _ceil(size: int, by: int) -> int:
+    return -(-size // by) if by else 0

@@ -1,41 +1,51 @@
-"""A fixed-raster schedule, as megablox has it: which group works on which tile of equal height.
+"""The schedules that are not computed by a kernel itself: megablox's fixed raster, and row tiles for pictures.
+
+A fixed raster has tiles of equal height, and a tile that two groups share is visited by each, one after the other:
 
     rows    0 1 2 3 │ 4 5 6 7        sizes [3, 0, 5], tiles of 4 rows
     group   0 0 0 2 │ 2 2 2 2
-    visits  (0,0) (2,0) (2,1)        a tile that two groups share is visited by each, one after the other
+    visits  (0,0) (2,0) (2,1)
 
-Our own kernels start a tile where its group starts, so they do not use this schedule; `make_group_metadata` and
-`show(..., raster=...)` do. All integers are exact, for any number of tiles. `walk` computes the same in plain Python.
+Our own kernels start a tile where its group starts, so they do not use a raster; `make_group_metadata` and
+`show(sizes, tile=...)` do. All integers are exact, for any number of tiles. `walk` computes the visits in plain Python.
+What our kernels do instead is told by the function `row_tiles` of each backend, as a list of `RowTile`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int32, Integer
 
 from trencadis.core.spans import offsets
 
-Array = jax.Array
+
+class RowTile(NamedTuple):
+    """A tile of rows that a kernel computes for one group, and the rows of that group among them."""
+
+    rows: range  # all rows that are computed, those of other groups and past the last row included
+    owned: range  # the rows that count: they belong to the group, and no other of its tiles has them
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Visits:
-    """The walk over (group, tile) pairs, in order of rows; entries from `count` on repeat the last visit."""
+    """The (group, tile) pairs of a fixed raster, in order of rows; entries from `count` on repeat the last visit."""
 
-    offsets: Array  # i32[groups + 1]: the row at which each group starts
-    group: Array  # i32[bound]
-    tile: Array  # i32[bound]
-    count: Array  # i32[]: visits that are real
+    offsets: Int32[Array, " bounds"]  # [groups + 1]: the row at which each group starts
+    group: Int32[Array, " visits"]
+    tile: Int32[Array, " visits"]
+    count: Int32[Array, ""]  # visits that are real
     height: int = dataclasses.field(metadata={"static": True})  # rows of a tile
 
     def pairs(self) -> list[tuple[int, int]]:
-        """The real visits as Python pairs."""
+        """The first `count` visits as a list of Python pairs (group, tile)."""
         n = int(self.count)
         return list(zip(np.asarray(self.group)[:n].tolist(), np.asarray(self.tile)[:n].tolist(), strict=True))
 
@@ -48,9 +58,15 @@ class Visits:
 
 
 def visits(
-    group_sizes: Array, m: int, height: int, *, first: Any = 0, local_groups: int | None = None, empty: bool = False
+    group_sizes: Integer[Array | np.ndarray, " g"],
+    m: int,
+    height: int,
+    *,
+    first: ArrayLike = 0,
+    local_groups: int | None = None,
+    empty: bool = False,
 ) -> Visits:
-    """The visits of the groups `[first, first + local_groups)`; with `empty`, an empty group gets one visit.
+    """Compute the visits of the groups `[first, first + local_groups)`; with `empty`, an empty group gets one visit.
 
     >>> print(visits(jnp.array([3, 0, 5]), 8, 4))
     3 visits to tiles of 4 rows: (0,0) (2,0) (2,1)
@@ -80,7 +96,7 @@ def visits(
 
 
 def walk(
-    group_sizes: Sequence[int],
+    group_sizes: Sequence[int] | np.ndarray,
     m: int,
     height: int,
     *,
@@ -88,7 +104,7 @@ def walk(
     local_groups: int | None = None,
     empty: bool = False,
 ) -> list[tuple[int, int]]:
-    """The slow twin of `visits`: the same pairs by a loop over groups and tiles.
+    """Compute the pairs (group, tile) of `visits` by a plain loop over groups and tiles, as a reference for tests.
 
     >>> walk([3, 0, 5], 8, 4)
     [(0, 0), (2, 0), (2, 1)]
@@ -96,7 +112,7 @@ def walk(
     last = len(group_sizes) if local_groups is None else first + local_groups
     tiles, pairs, start = -(-m // height), [], 0
     for group, size in enumerate(group_sizes):
-        end = min(start + max(size, 0), m)
+        end = min(start + max(int(size), 0), m)
         mine = [t for t in range(tiles) if max(start, t * height) < min(end, (t + 1) * height)]
         if end == start and empty:
             mine = [min(start // height, max(tiles - 1, 0))]

@@ -1,44 +1,62 @@
-"""Where the work is: from group sizes to row spans, and from spans to the walk over (group, tile) pairs.
+"""From group sizes to the rows of each group. Every backend, and every mask over owned rows, starts here.
 
-    rows    0 1 2 3 │ 4 5 6 7        sizes [3, 0, 5], tiles of 4 rows
-    group   0 0 0 2 │ 2 2 2 2
-    visits  (0,0) (2,0) (2,1)        a tile that two groups share is visited by each, one after the other
+    rows    0 1 2 3 4 5 6 7        sizes [3, 0, 5]
+    group   0 0 0 2 2 2 2 2        offsets [0, 3, 3, 8]
 
-All integers are exact, for any number of tiles. `walk` is the slow twin of `visits`: plain Python, plainly right.
+All positions are exact int32, whatever a traced array holds: a negative size counts as 0, an end past m is m, and a
+group outside of group_sizes is empty.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Int32, Integer
 
 from trencadis.core.problem import Problem
 
-Array = jax.Array
+Sizes: TypeAlias = Integer[Array | np.ndarray, " {problem.batch} {problem.groups}"]
+First: TypeAlias = Integer[Array | np.ndarray, " {problem.batch}"]  # the first local group of each batch entry
 
 
 class Spans(NamedTuple):
-    """Row ranges of the local groups of all batch entries, one entry after the other."""
+    """The rows `[start, end)` of each local group, for all batch entries one after the other."""
 
-    starts: Array  # i32[spans]
-    ends: Array  # i32[spans]; equal to starts for an empty group
+    starts: Int32[Array, " spans"]
+    ends: Int32[Array, " spans"]  # equal to starts for an empty group
 
 
-def clamped(group_sizes: Array, m: int) -> Array:
-    """Sizes as int32 between 0 and m, whatever integers they are."""
+def clamped(group_sizes: Integer[Array | np.ndarray, "*batch g"], m: int) -> Int32[Array, "*batch g"]:
+    """Group sizes of any integer dtype as int32 between 0 and m.
+
+    >>> clamped(jnp.array([-3, 5, 200], jnp.int16), 100).tolist()
+    [0, 5, 100]
+    """
     if group_sizes.dtype.itemsize < 4:  # m need not fit into so narrow a dtype
         group_sizes = group_sizes.astype(jnp.int32)
     return jnp.clip(group_sizes, 0, m).astype(jnp.int32)
 
 
-def offsets(group_sizes: Array, m: int) -> Array:
-    """Row positions between groups: `[..., g] -> i32[..., g + 1]`, from 0, ascending, never past m.
+def clamp_first(
+    first: Int32[Array | np.ndarray | np.int32, "*batch"], groups: int, local_groups: int
+) -> Int32[Array, "*batch"]:
+    """The first group of a window of local_groups, clamped so that `first + local_groups` cannot overflow int32.
 
-    A negative size counts as 0 and an end past m is m, so that whatever a traced array holds, no group leaves the rows.
+    A window that holds none of the groups still holds none of them, and any other window is unchanged.
+
+    >>> clamp_first(jnp.int32(2**31 - 1), 3, 2).tolist(), clamp_first(jnp.int32(-1), 3, 2).tolist()
+    (3, -1)
+    """
+    return jnp.clip(first, -local_groups, groups)
+
+
+def offsets(group_sizes: Integer[Array | np.ndarray, "*batch g"], m: int) -> Int32[Array, "*batch g+1"]:
+    """The row at which each group starts, then the end of the last: `[..., g] -> i32[..., g + 1]`, ascending from 0.
+
+    A negative size counts as 0 and an end past m is m, so that no group leaves the rows, whatever a traced array holds.
 
     >>> offsets(jnp.array([3, 0, 5]), 8).tolist()
     [0, 3, 3, 8]
@@ -46,20 +64,21 @@ def offsets(group_sizes: Array, m: int) -> Array:
     sizes = clamped(group_sizes, m)
     if sizes.shape[-1] * m < 2**31:
         ends = jnp.minimum(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), m)
-    else:  # the plain sum might wrap before it is clamped
+    else:  # the plain sum might overflow before it is clamped
         ends = lax.associative_scan(lambda a, b: a + jnp.minimum(b, m - a), sizes, axis=-1)
     return jnp.concatenate([jnp.zeros_like(ends[..., :1], shape=(*ends.shape[:-1], 1)), ends], axis=-1)
 
 
-def spans(problem: Problem, group_sizes: Array, first: Array) -> Spans:
-    """The rows of each local group: group_sizes `[batch, groups]`, first group of the window `[batch]`.
+def spans(problem: Problem, group_sizes: Sizes, first: First) -> Spans:
+    """The rows of each local group, from group_sizes `[batch, groups]` and the first group of the window `[batch]`.
 
-    Groups of a window that reaches outside of group_sizes are empty.
+    A local group that group_sizes does not name is empty.
     """
     if problem.groups == 0 or problem.local_groups == 0:
         nothing = jnp.zeros((problem.spans,), jnp.int32)
         return Spans(nothing, nothing)
     bounds = offsets(group_sizes, problem.m)  # [batch, groups + 1]
+    first = clamp_first(first, problem.groups, problem.local_groups)
     group = first[:, None] + np.arange(problem.local_groups, dtype=np.int32)[None]  # [batch, local_groups]
     known = (group >= 0) & (group < problem.groups)
     at = jnp.clip(group, 0, problem.groups - 1)
@@ -69,29 +88,33 @@ def spans(problem: Problem, group_sizes: Array, first: Array) -> Spans:
     return Spans((starts + entry).reshape(-1), (jnp.where(known, ends, starts) + entry).reshape(-1))
 
 
-def owned(problem: Problem, group_sizes: Array, first: Array) -> Array:
-    """Whether a local group covers the row: bool[rows]. The local groups of an entry are neighbours: one range each."""
+def owned(problem: Problem, group_sizes: Sizes, first: First) -> Bool[Array, " {problem.rows}"]:
+    """The mask of owned rows, bool[rows]: True where a local group covers the row."""
     if problem.spans == 0:
         return jnp.zeros((problem.rows,), bool)
     starts, ends = spans(problem, group_sizes, first)
-    low = starts.reshape(problem.batch, -1).min(axis=1)
+    low = starts.reshape(problem.batch, -1).min(axis=1)  # the local groups of an entry are adjacent: one range of rows
     high = ends.reshape(problem.batch, -1).max(axis=1)
     row = jnp.arange(problem.rows, dtype=jnp.int32).reshape(problem.batch, problem.m)
     return ((row >= low[:, None]) & (row < high[:, None])).reshape(-1)
 
 
-def owner(group_sizes: Array, m: int) -> Array:
-    """The group of each row: i32[m]; the number of groups where there is none.
+def owner(group_sizes: Integer[Array | np.ndarray, " g"], m: int) -> Int32[Array, " {m}"]:
+    """The index of the group that covers each row, i32[m]; the number of groups for a row that no group covers.
 
     >>> owner(jnp.array([2, 0, 1]), 4).tolist()
     [0, 0, 2, 3]
     """
     bounds = offsets(jnp.asarray(group_sizes), m)
     lengths = jnp.append(bounds[1:] - bounds[:-1], m - bounds[-1])
-    lengths = lax.optimization_barrier(lengths)  # of sizes that are known, XLA would work it out as it compiles
+    lengths = lax.optimization_barrier(lengths)  # XLA would fold the repetition of known sizes at compile time, slowly
     return jnp.repeat(jnp.arange(lengths.shape[0], dtype=jnp.int32), lengths, total_repeat_length=m)
 
 
-def local_group(problem: Problem, group_sizes: Array, first: Array) -> Array:
-    """The local group of each row of a problem of one entry: i32[m]; some group for rows that nobody owns."""
-    return jnp.clip(owner(group_sizes[0], problem.m) - first[0], 0, max(problem.local_groups - 1, 0))
+def local_group(problem: Problem, group_sizes: Sizes, first: First) -> Int32[Array, " {problem.m}"]:
+    """The index, from 0, of the local group of each row of a problem with batch 1: i32[m].
+
+    An unowned row gets the index of some local group, so that it can be used to gather; mask it with `owned`.
+    """
+    first = clamp_first(first[0], problem.groups, problem.local_groups)
+    return jnp.clip(owner(group_sizes[0], problem.m) - first, 0, max(problem.local_groups - 1, 0))

@@ -1,28 +1,28 @@
-"""The machine a problem is compiled for. Known at lowering; never guessed from the first device of the process."""
+"""The machine that a problem is compiled for, as known at lowering; never guessed from the first device."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import pathlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A platform as JAX names it, and the kind of device where it is known."""
+    """The platform that a program is lowered for, and the kind of device if it is known."""
 
     platform: str  # "cpu", "cuda", "rocm", "tpu"
     kind: str | None = None  # e.g. "NVIDIA H200", "TPU v5 lite"
-    cores: int | None = None  # multiprocessors of a GPU
-    partitioned: bool = False  # whether XLA will split the program over several devices by itself
+    cores: int | None = None  # streaming multiprocessors of a GPU
+    partitioned: bool = False  # True if XLA partitions the program over several devices by itself
 
     @classmethod
     def of(cls, device: jax.Device) -> Target:
-        """The target a device is.
+        """The target that a device is.
 
         >>> Target.of(jax.devices("cpu")[0]).platform
         'cpu'
@@ -33,8 +33,8 @@ class Target:
             cores = getattr(device, "core_count", None)
         return cls(platform=platform, kind=device.device_kind, cores=cores)
 
-    def multiplies(self, dtype: Any) -> bool:
-        """Whether the machine has products of this narrow float dtype, summed in float32, that beat converting it.
+    def multiplies(self, dtype: DTypeLike) -> bool:
+        """True if the machine multiplies this 16-bit float dtype, with float32 sums, faster than after an upcast.
 
         >>> Target(platform="tpu").multiplies("bfloat16"), Target(platform="cpu").multiplies("float16")
         (True, False)
@@ -50,7 +50,7 @@ class Target:
 
 @functools.cache
 def _host_multiplies_bfloat16() -> bool:
-    """Whether this machine's CPU has bfloat16 dot products; XLA:CPU compiles for the machine it runs on."""
+    """True if the CPU of this machine has bfloat16 dot products; XLA:CPU compiles for the machine it runs on."""
     try:
         flags = pathlib.Path("/proc/cpuinfo").read_text().split()
     except OSError:

@@ -1,8 +1,9 @@
-"""Tile sizes: how a caller spells them, and what each pass of the calculus makes of them."""
+"""Tile sizes and other overrides of the plan: how a caller writes them, and what each derivative makes of them."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ class Tiling:
     n: int
 
     def swapped(self) -> Tiling:
-        """For a pass in which k and n change roles."""
+        """The tiling of a pass in which k and n change roles."""
         return Tiling(self.m, self.n, self.k)
 
     def __str__(self) -> str:
@@ -42,38 +43,38 @@ class Tilings:
     d_rhs: Any = None
 
     def swapped(self) -> Tilings:
-        """For a derived problem in which k and n change roles."""
+        """The tilings of a derived problem in which k and n change roles."""
         each = (t and t.swapped() for t in (self.forward, self.d_lhs, self.d_rhs))
         return Tilings(**dict(zip(("forward", "d_lhs", "d_rhs"), each, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Pins:
-    """What the caller fixed about how: the plan obeys it. The tilings are those of this problem and its derivatives."""
+class Overrides:
+    """What the caller decided instead of the plan: backend, interpretation, tilings of all passes."""
 
     backend: str | None = None
     interpret: bool = False
     tilings: Tilings = Tilings()
 
-    def derive(self, tiling: Tiling | None, *, swap: bool) -> Pins:
-        """The pins of a derivative with this tiling of its own; one tile for all passes stays with its dimensions."""
+    def derive(self, tiling: Tiling | None, *, swap: bool) -> Overrides:
+        """The overrides of a derivative with its own tiling; one tile for all passes follows its dimensions."""
         same = self.tilings.forward == self.tilings.d_lhs == self.tilings.d_rhs
         tilings = self.tilings if same else Tilings(forward=tiling)
         return dataclasses.replace(self, tilings=tilings.swapped() if swap else tilings)
 
     @property
-    def untiled(self) -> Pins:
-        """The pins of a part of the sum: the caller's tiles are of all of k."""
+    def untiled(self) -> Overrides:
+        """The overrides without tilings, for a part of k: the caller's tiles are meant for all of k."""
         return dataclasses.replace(self, tilings=Tilings())
 
 
 TilingLike = Tiling | Tilings | tuple[int, int, int] | Callable[[int, int, int], Any] | None
 
 
-def resolve(tiling: Any, m: int, k: int, n: int) -> Tilings:
-    """Any spelling of `tiling`, for a problem of m, k, n."""
+def resolve(tiling: object, m: int, k: int, n: int) -> Tilings:
+    """The tilings of all passes from any spelling of the argument `tiling`, for a problem of m, k, n."""
     if callable(tiling):
-        tiling = tiling(m, k, n)
+        tiling = _called(tiling, m, k, n)
     if isinstance(tiling, Tilings):
         one = {name: _one(getattr(tiling, name), m, k, n) for name in ("forward", "d_lhs", "d_rhs")}
         return Tilings(**one)
@@ -81,9 +82,20 @@ def resolve(tiling: Any, m: int, k: int, n: int) -> Tilings:
     return Tilings(forward=tile, d_lhs=tile, d_rhs=tile)
 
 
-def _one(tiling: Any, m: int, k: int, n: int) -> Tiling | None:
+def _called(tiling: Callable[..., object], m: int, k: int, n: int) -> object:
+    """What a function given as `tiling` returns; an error that names the argument if it does not take m, k and n."""
+    try:
+        inspect.signature(tiling).bind(m, k, n)
+    except TypeError as error:
+        raise TypeError(f"tiling: want a function of (m, k, n); got {tiling!r}, {error}") from None
+    except ValueError:  # a builtin without a signature
+        pass
+    return tiling(m, k, n)
+
+
+def _one(tiling: object, m: int, k: int, n: int) -> Tiling | None:
     if callable(tiling):
-        tiling = tiling(m, k, n)
+        tiling = _called(tiling, m, k, n)
     if tiling is None:
         return None
     sizes = (tiling.m, tiling.k, tiling.n) if isinstance(tiling, Tiling) else tiling

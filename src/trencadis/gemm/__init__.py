@@ -1,13 +1,19 @@
-"""The general grouped GEMM: grouped tensors, and products in which any dimension may be ragged.
+"""The general grouped GEMM: grouped tensors, and products in which any of m, k and n may be ragged.
 
-tensor      `GroupedTensor`: many matrices of uneven sizes in one array
-quantize    grouped tensors of low-precision numbers, with scales by group
-operand     an operand of a GEMM: which axes are contracted, which are free, which are ragged
-epilogue    `alpha * product + bias + beta * out`, by group
-problem     the static description of a GEMM with several ragged dimensions
-autodiff    its primitive: JVP, transpose and batching rules
-lowering    from operands to that problem
-xla         its backend
+tensor       `GroupedTensor`: many matrices of uneven sizes in one array
+elementwise  its operators and `map`
+sizes        sizes of groups: static or arrays, their checks, and where groups start
+ownership    which entries belong to which group
+quantize     grouped tensors of low-precision numbers, with scales by group
+operand      an operand of a GEMM: which axes are contracted, which are free, which are ragged
+epilogue     `alpha * product + bias + beta * out`, by group
+forms        the forms by which of m, k and n are ragged, and the kernels they go to
+lowering     from operands with several ragged dimensions to a problem and its arrays
+problem      the static description of that problem
+autodiff     its primitive: JVP, transpose and batching rules
+plan         the decision of its backend
+xla          its backend
+debug        run-time checks of traced sizes
 """
 
 from trencadis.gemm.quantize import grouped_quantize

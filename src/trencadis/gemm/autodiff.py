@@ -1,12 +1,12 @@
-"""The calculus of a general grouped GEMM: its adjoints exchange m, k and n, and are such GEMMs again.
+"""The primitive of the general grouped GEMM: its JVP, transpose and batching rules, and its lowering.
 
-Operands are lhs, rhs, where each group lies in lhs, in rhs and in the result, and its sizes m, k and n: all i32[g].
-Groups may lie anywhere, so that a batch of GEMMs is one with more groups.
+Operands are lhs, rhs and the six arrays i32[g] of `Groups`: where each group starts in lhs, rhs and out, and its m, k
+and n. The gradients exchange m, k and n, so that they are products of the same kind. Groups may start anywhere, so that
+a batch of products is one product with more groups.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -16,99 +16,92 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from trencadis.core.jax_compat import lower_plainly, replicated, result_type, vary_alike
-from trencadis.gemm import unrolled
-from trencadis.gemm import xla as tiles
-from trencadis.gemm.problem import D_LHS, D_RHS, Dim, Gemm, Store, along, exchanged
+from trencadis.backends import KERNELS
+from trencadis.core.jax_compat import device, lower_plainly, partitioned, replicated, result_type, vary_alike
+from trencadis.core.plan import warn_slow
+from trencadis.core.target import Target
+from trencadis.gemm import xla
+from trencadis.gemm.problem import GemmProblem, Groups
 
 Array = jax.Array
 
 gemm_p = Primitive("grouped_gemm")
 
 
-def run(gemm: Gemm, *operands: Any) -> Array:
-    """The result of a GEMM."""
-    return gemm_p.bind(*vary_alike(*map(replicated, operands)), gemm=gemm)
+def run(problem: GemmProblem, lhs: Any, rhs: Any, groups: Groups) -> Array:
+    """The product of lhs and rhs, group by group, as an array of the shape and dtype of `problem.out`."""
+    return gemm_p.bind(*vary_alike(*map(replicated, (lhs, rhs, *groups))), problem=problem)
 
 
-def _jvp(primals: Any, tangents: Any, *, gemm: Gemm) -> tuple[Array, Any]:
-    lhs, rhs, *places = primals
+def _jvp(primals: Any, tangents: Any, *, problem: GemmProblem) -> tuple[Array, Any]:
+    lhs, rhs, *groups = primals
     d_lhs, d_rhs, *_ = tangents
-    out = run(gemm, *primals)
-    if not jnp.issubdtype(gemm.out.dtype, jnp.inexact):
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    out = run(problem, lhs, rhs, Groups(*groups))
     terms = []
-    if type(d_lhs) is not ad.Zero:
-        terms.append(run(gemm, d_lhs, rhs, *places))
-    if type(d_rhs) is not ad.Zero:
-        terms.append(run(gemm, lhs, d_rhs, *places))
+    if jnp.issubdtype(problem.out.dtype, jnp.inexact):
+        if type(d_lhs) is not ad.Zero:
+            terms.append(run(problem, d_lhs, rhs, Groups(*groups)))
+        if type(d_rhs) is not ad.Zero:
+            terms.append(run(problem, lhs, d_rhs, Groups(*groups)))
     return out, functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
-def _transpose(ct: Any, lhs: Any, rhs: Any, *places: Any, gemm: Gemm) -> Any:
-    rest = [None] * 6
+def _transpose(ct: Any, lhs: Any, rhs: Any, *groups: Any, problem: GemmProblem) -> Any:
+    constants = [None] * len(groups)
     if type(ct) is ad.Zero:
-        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in (lhs, rhs)] + rest
+        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in (lhs, rhs)] + constants
     if ad.is_undefined_primal(lhs):
-        return [run(gemm.d_lhs(), ct, rhs, *exchanged(D_LHS, places)), None, *rest]
-    return [None, run(gemm.d_rhs(), lhs, ct, *exchanged(D_RHS, places)), *rest]
+        return [run(problem.d_lhs(), ct, rhs, Groups(*groups).d_lhs()), None, *constants]
+    return [None, run(problem.d_rhs(), lhs, ct, Groups(*groups).d_rhs()), *constants]
 
 
-def _batch(args: Any, dims: Any, *, gemm: Gemm) -> tuple[Array, int]:
-    """As many times the groups: each entry's lie behind those of the entry before."""
+def _batch(args: Any, dims: Any, *, problem: GemmProblem) -> tuple[Array, int]:
+    """A batch is a problem of as many times the groups: those of one entry follow those of the entry before."""
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     args = [
         jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(replicated(x), d, 0)
         for x, d in zip(args, dims, strict=True)
     ]
-    lhs, rhs, a, b, c, *sizes = args
-    pairs = gemm.pairs
-    stores = [_repeated(store, pair, size) for store, pair in zip((gemm.lhs, gemm.rhs, gemm.out), pairs, strict=True)]
+    (lhs, rhs), groups, many = args[:2], Groups(*args[2:]), problem.repeated(size)
     entry = np.arange(size, dtype=np.int32)[:, None]
-    places = [
-        (place + entry * np.int32(store.shape[along(store, pair)])).reshape(-1)
-        for place, store, pair in zip((a, b, c), (gemm.lhs, gemm.rhs, gemm.out), pairs, strict=True)
+    starts = [
+        (start + entry * np.int32(buffer.shape[buffer.group_axis])).reshape(-1)
+        for start, buffer in zip(groups[:3], (problem.lhs, problem.rhs, problem.out), strict=True)
     ]
-    m, k, n = (Dim(size=dim.size * size, ragged=True) if dim.ragged else dim for dim in (gemm.m, gemm.k, gemm.n))
-    many = gemm.replace(groups=gemm.groups * size, m=m, k=k, n=n, lhs=stores[0], rhs=stores[1], out=stores[2], known=())
-    laid = [
-        jnp.moveaxis(x, 0, along(store, pair)).reshape(wide.shape)
-        for x, store, wide, pair in zip((lhs, rhs), (gemm.lhs, gemm.rhs), stores, pairs, strict=False)
-    ]
-    out = run(many, *laid, *places, *(x.reshape(-1) for x in sizes))
-    at = along(gemm.out, pairs[2])
-    return out.reshape(*gemm.out.shape[:at], size, *gemm.out.shape[at:]), at
+    lhs = jnp.moveaxis(lhs, 0, problem.lhs.group_axis).reshape(many.lhs.shape)
+    rhs = jnp.moveaxis(rhs, 0, problem.rhs.group_axis).reshape(many.rhs.shape)
+    out = run(many, lhs, rhs, Groups(*starts, *(x.reshape(-1) for x in groups[3:])))
+    shape, axis = problem.out.shape, problem.out.group_axis
+    return out.reshape(*shape[:axis], size, *shape[axis:]), axis
 
 
-def _repeated(store: Store, pair: tuple[Dim, Dim], times: int) -> Store:
-    shape, axis = list(store.shape), along(store, pair)
-    shape[axis] *= times
-    return dataclasses.replace(store, shape=tuple(shape))
+def _abstract(*operands: Any, problem: GemmProblem) -> Any:
+    return result_type(operands, problem.out.shape, problem.out.dtype)
 
 
-def _abstract(*operands: Any, gemm: Gemm) -> Any:
-    return result_type(operands, gemm.out.shape, gemm.out.dtype)
+def _execute(*operands: Any, problem: GemmProblem, target: Target) -> Array:
+    if target.platform in KERNELS and not problem.empty:
+        ragged = " and ".join(name for name in "mkn" if getattr(problem, name).ragged)
+        warn_slow(f"a grouped GEMM runs as XLA loops: {ragged} are ragged, and kernels take one ragged dimension")
+    with jax.named_scope("gemm_xla"):
+        return xla.run(xla.plan(problem, target), *operands)
 
 
-def _execute(*operands: Any, gemm: Gemm) -> Array:
-    lhs, rhs, a, b, c, m, k, n = operands
-    if gemm.known:
-        return unrolled.run(gemm, lhs, rhs)
-    return tiles.run(gemm, lhs, rhs, (a, b, c), (m, k, n))
+def _lower(context: Any, *operands: Any, platform: str, **params: Any) -> Any:
+    kind, cores = device(context, platform)
+    target = Target(platform=platform, kind=kind, cores=cores, partitioned=partitioned(context))
+    return lower_plainly(functools.partial(_execute, target=target), context, *operands, **params)
 
 
-def _lower(context: Any, *operands: Any, **params: Any) -> Any:
-    return lower_plainly(_execute, context, *operands, **params)
+@functools.partial(jax.jit, static_argnames=("problem",))
+def _eager(*operands: Any, problem: GemmProblem) -> Array:
+    return gemm_p.bind(*operands, problem=problem)
 
 
-@functools.partial(jax.jit, static_argnames=("gemm",))
-def _eager(*operands: Any, gemm: Gemm) -> Array:
-    return gemm_p.bind(*operands, gemm=gemm)
-
-
-def _impl(*operands: Any, gemm: Gemm) -> Array:
-    with jax.disable_jit(False):
-        return _eager(*operands, gemm=gemm)
+def _impl(*operands: Any, problem: GemmProblem) -> Array:
+    """A call outside of `jit`: sizes are operands even if they are known, so that one program serves all values."""
+    with jax.disable_jit(False):  # there is nothing below the primitive to run without jit
+        return _eager(*operands, problem=problem.replace(known=None))
 
 
 gemm_p.def_impl(_impl)
@@ -116,4 +109,5 @@ gemm_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[gemm_p] = _jvp
 ad.primitive_transposes[gemm_p] = _transpose
 batching.primitive_batchers[gemm_p] = _batch
-mlir.register_lowering(gemm_p, _lower)
+for _platform in ("cpu", "cuda", "rocm", "tpu", None):  # None: any other
+    mlir.register_lowering(gemm_p, functools.partial(_lower, platform=_platform or "other"), platform=_platform)

@@ -1,140 +1,169 @@
-"""Groups that differ in two dimensions, or in all three: tiles of matrices that may lie anywhere."""
+"""From the operands of a GEMM with several ragged dimensions to its problem and the arrays that the primitive takes."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.core import problem as what
-from trencadis.core.spans import offsets
-from trencadis.gemm import autodiff as tiled
-from trencadis.gemm.operand import Axes, Side, arranged, dequantized, laid, paired, times
-from trencadis.gemm.problem import Dim, Gemm, Kind, Store, kind
-from trencadis.gemm.tensor import GroupedTensor, flat_places
+from trencadis.core import arguments
+from trencadis.gemm import autodiff
+from trencadis.gemm.operand import (
+    Axes,
+    GemmOperand,
+    as_matrices,
+    contracted_axes,
+    dequantized,
+    merged_sizes,
+    result_tensor,
+)
+from trencadis.gemm.problem import Buffer, Dim, GemmProblem, Groups
+from trencadis.gemm.sizes import flat_places, starts_and_sizes
+from trencadis.gemm.tensor import GroupedTensor
 
 Array = jax.Array
 
-FEW = 64  # groups that may have a product of their own each: that takes some 25 ms to compile
+
+class View(NamedTuple):
+    """An operand as a buffer of matrices: its array, where groups start, and two dimensions with their sizes."""
+
+    data: Array
+    buffer: Buffer
+    starts: Any  # i32[g], as are both sizes; numpy if they are known
+    dims: tuple[Dim, Dim]
+    sizes: tuple[Any, Any]
 
 
-def general(a: Side, b: Side, dtype: Any, out: Any, *, precision: Any) -> GroupedTensor:
-    """The product of each group."""
-    a, b = dequantized(a), dequantized(b)
-    left, right = paired(a, b)
-    (x, lhs, at_a, m, k_a), (y, rhs, at_b, k_b, n) = (
-        _view(a, a.ordered(a.free), left),
-        _view(b, right, b.ordered(b.free)),
-    )
-    groups = a.tensor.num_groups
-    k = Dim(size=max(k_a[0].size, k_b[0].size), ragged=k_a[0].ragged)
-    sizes = m[1], jnp.minimum(k_a[1], k_b[1]), n[1]
-    free = [(side, side.ordered(side.free)) for side in (a, b)]
-    result, store, at_c = _room(free, m, n, out, dtype)
-    gemm = Gemm(
-        groups=groups, m=m[0], k=k, n=n[0], lhs=lhs, rhs=rhs, out=store, precision=what.checked_precision(precision)
-    )
-    if out is None and kind(m[0], n[0]) is Kind.FLAT and groups <= FEW:
-        gemm = gemm.replace(known=_known(a, b, store.shape[0]))
-    data = tiled.run(gemm, x, y, at_a, at_b, at_c, *sizes)
-    return result(data)
+class Result(NamedTuple):
+    """How the result is stored, where its groups start, and how its array becomes a tensor."""
+
+    buffer: Buffer
+    starts: Any
+    tensor: Callable[[Array], GroupedTensor]
 
 
-def _view(side: Side, first: Axes, second: Axes) -> Any:
-    """An operand as the tiles see it: data, its store, where groups lie, and both dimensions with their sizes."""
-    ragged = [side.flat or side.ragged(axes) is not None for axes in (first, second)]
-    place, *sizes = _places(side, first, second)
-    if side.flat:
-        data, turned = side.tensor.data, first == (1,)
-        extents = [side.tensor.shape[0]] * 2
-    else:
-        data, turned = laid(side, first, second)
-        extents = [side.extent(axes) for axes in (first, second)]
-    dims = [(Dim(size=size, ragged=on), x) for size, on, x in zip(extents, ragged, sizes, strict=True)]
-    return data, Store(shape=data.shape, dtype=side.tensor.dtype, turned=turned), place, *dims
+def general_product(a: GemmOperand, b: GemmOperand, dtype: Any, out: Any, *, precision: Any) -> GroupedTensor:
+    """The product of each group, for operands in which at least two of m, k and n are ragged.
 
-
-def _places(side: Side, first: Axes, second: Axes) -> tuple[Array, Array, Array]:
-    """Where groups lie, and their sizes along some axes and along others: i32[g] each."""
-    groups = side.tensor.num_groups
-    if side.flat:
-        columns = jnp.asarray(side.tensor.last_dims)
-        place, rows = flat_places(side.tensor.first_dims, columns, side.tensor.shape[0])
-        return (place, columns, rows) if first == (1,) else (place, rows, columns)
-    place = jnp.arange(groups, dtype=jnp.int32)
-    found = []
-    for axes in (first, second):
-        sizes, total = side.ragged(axes), side.extent(axes)
-        if sizes is None:
-            found.append(jnp.full((groups,), total, jnp.int32))
-        else:
-            bounds = offsets(jnp.asarray(times(sizes, side.inner(axes), total)), total)
-            place = bounds[:-1]
-            found.append(bounds[1:] - bounds[:-1])
-    return place, found[0], found[1]
-
-
-def _known(a: Side, b: Side, capacity: int) -> tuple[tuple[int, ...], ...]:
-    """Where groups lie in lhs, in rhs and in a flat result, and their m, k and n, if that is known now.
-
-    It is where the result is as large as sizes say: they decide its shape, so they may decide the program.
+    Args:
+      a: the left operand.
+      b: the right operand.
+      dtype: the dtype of the result.
+      out: None, or a tensor that is as large as the result.
+      precision: as in `jax.lax.dot`.
     """
-    if any(what.concrete(sizes) is None for side in (a, b) for sizes in side.sizes.values()):
-        return ()
-    left, right = paired(a, b)
-    with jax.ensure_compile_time_eval():
-        at_a, m, k_a = _places(a, a.ordered(a.free), left)
-        at_b, k_b, n = _places(b, right, b.ordered(b.free))
-        at_c, _ = flat_places(m, n, capacity)
-        found = at_a, at_b, at_c, m, jnp.minimum(k_a, k_b), n
-        return tuple(tuple(np.asarray(x).tolist()) for x in found)
+    a, b = dequantized(a), dequantized(b)
+    left, right = contracted_axes(a, b)
+    x, y = _view(a, a.ragged_first(a.free), left), _view(b, right, b.ragged_first(b.free))
+    (m, k), (k_rhs, n) = x.dims, y.dims
+    result = _result(a, b, x, y, out, np.dtype(dtype))
+    known = isinstance(x.sizes[1], np.ndarray) and isinstance(y.sizes[0], np.ndarray)
+    k_sizes = (np if known else jnp).minimum(x.sizes[1], y.sizes[0])
+    groups = Groups(x.starts, y.starts, result.starts, x.sizes[0], k_sizes, y.sizes[1])
+    problem = GemmProblem(
+        groups=a.tensor.num_groups,
+        m=m,
+        k=Dim(size=max(k.size, k_rhs.size), ragged=k.ragged),
+        n=n,
+        lhs=x.buffer,
+        rhs=y.buffer,
+        out=result.buffer,
+        precision=arguments.checked_precision(precision),
+        known=_known(groups),
+    )
+    return result.tensor(autodiff.run(problem, x.data, y.data, Groups(*map(jnp.asarray, groups))))
 
 
-def _room(free: Any, m: Any, n: Any, out: Any, dtype: Any) -> Any:
-    """What the result is: how it becomes a tensor, its store, and where its groups lie."""
-    (a, left), (b, right) = free
-    which = kind(m[0], n[0])
-    if which is Kind.FLAT:
-        if len(left) > 1 or len(right) > 1:
-            raise ValueError(
-                "contracting_dims: m and n are ragged, and a flat result holds matrices; want one free axis each"
-            )
-        rows, columns = a.ragged(a.free), b.ragged(b.free)
-        capacity = _capacity(out, "m and n", rows, columns)
-        place, _ = flat_places(m[1], n[1], capacity)
-        store = Store(shape=(capacity,), dtype=np.dtype(dtype))
-        return (lambda data: GroupedTensor(data, rows, columns, data.shape)), store, place
-    side, (dim, sizes), other = (a, m, n) if m[0].ragged else (b, n, m)
-    dims = side.ragged(side.free)
-    if side.flat:
-        total = _capacity(out, "m" if side is a else "n", dims, None, axis=0 if side is a else -1)
+def _known(groups: Groups) -> Groups | None:
+    """Starts and sizes as tuples of ints, or None if one of them is traced."""
+    if not all(isinstance(each, np.ndarray) for each in groups):
+        return None
+    return Groups(*(tuple(each.tolist()) for each in groups))
+
+
+def _view(x: GemmOperand, first: Axes, second: Axes) -> View:
+    """An operand as a buffer of matrices, whose dimensions are some axes and some others."""
+    ragged = (x.flat or x.ragged_sizes(first) is not None, x.flat or x.ragged_sizes(second) is not None)
+    starts, *sizes = _places(x, first, second)
+    if x.flat:
+        data, transposed = x.tensor.data, first == (1,)
+        extents = [x.tensor.shape[0]] * 2
     else:
-        total = dim.size
-    bounds = offsets(sizes, total)
-    shape = (total, other[0].size) if side is a else (other[0].size, total)
-    store = Store(shape=shape, dtype=np.dtype(dtype))
-    size = {(a.name, x): a.tensor.shape[x] for x in left if not a.flat} | {
-        (b.name, x): b.tensor.shape[x] for x in right if not b.flat
-    }
-    labels = [(a.name, x) for x in left] + [(b.name, x) for x in right]
-
-    def result(data: Array) -> GroupedTensor:
-        data = data.reshape([size.get(label, total) for label in labels])
-        return arranged(side, b if side is a else a, data, labels)
-
-    return result, store, bounds[:-1]
+        data, transposed = as_matrices(x, first, second)
+        extents = [x.extent(axes) for axes in (first, second)]
+    buffer = Buffer(shape=data.shape, dtype=x.tensor.dtype, ragged=ragged, transposed=transposed)
+    one, two = (Dim(size=size, ragged=on) for size, on in zip(extents, ragged, strict=True))
+    return View(data, buffer, starts, (one, two), (sizes[0], sizes[1]))
 
 
-def _capacity(out: Any, which: str, first: Any, last: Any, axis: int = 0) -> int:
-    """How large the result is, which sizes that are traced cannot say."""
+def _places(x: GemmOperand, first: Axes, second: Axes) -> tuple[Any, Any, Any]:
+    """Where groups start, and their sizes along some axes and along others: i32[g] each, in numpy where known."""
+    groups = x.tensor.num_groups
+    if x.flat:
+        columns = x.tensor.last_dims
+        starts, rows = flat_places(x.tensor.first_dims, columns, x.tensor.shape[0])
+        known = arguments.concrete(columns)
+        columns = columns if known is None else known
+        return (starts, columns, rows) if first == (1,) else (starts, rows, columns)
+    starts = np.arange(groups, dtype=np.int32)
+    found: list[Any] = []
+    for axes in (first, second):
+        sizes, total = x.ragged_sizes(axes), x.extent(axes)
+        if sizes is None:
+            found.append(np.full((groups,), total, np.int32))
+        else:
+            starts, merged = starts_and_sizes(merged_sizes(sizes, x.uniform_extent(axes), total), total)
+            found.append(merged)
+    return starts, found[0], found[1]
+
+
+def _result(a: GemmOperand, b: GemmOperand, x: View, y: View, out: Any, dtype: np.dtype[Any]) -> Result:
+    """How the result of two operands, seen as buffers, is stored."""
+    m, n = x.dims[0], y.dims[1]
+    if m.ragged and n.ragged:
+        return _flat_result(a, b, x.sizes[0], y.sizes[1], out, dtype)
+    ragged, other, sizes = (a, b, x.sizes[0]) if m.ragged else (b, a, y.sizes[1])
+    dims = ragged.ragged_sizes(ragged.free)
+    if ragged.flat:
+        total = _capacity(out, "m" if ragged is a else "n", dims, axis=0 if ragged is a else -1)
+    else:
+        total = m.size if m.ragged else n.size
+    shape = (total, n.size) if ragged is a else (m.size, total)
+    labels = [(each.name, axis) for each in (a, b) for axis in each.ragged_first(each.free)]
+    lengths = {(each.name, axis): each.tensor.shape[axis] for each in (a, b) if not each.flat for axis in each.free}
+
+    def tensor(data: Array) -> GroupedTensor:
+        data = data.reshape([lengths.get(label, total) for label in labels])
+        return result_tensor(ragged, other, data, labels)
+
+    buffer = Buffer(shape=shape, dtype=dtype, ragged=(m.ragged, n.ragged))
+    return Result(buffer, starts_and_sizes(sizes, total)[0], tensor)
+
+
+def _flat_result(a: GemmOperand, b: GemmOperand, m: Any, n: Any, out: Any, dtype: np.dtype[Any]) -> Result:
+    """How a result is stored whose m and n, of these sizes, are both ragged."""
+    if len(a.free) > 1 or len(b.free) > 1:
+        raise ValueError(
+            "contracting_dims: m and n are ragged, and a flat result holds matrices; want one free axis of each operand"
+        )
+    rows, columns = a.ragged_sizes(a.free), b.ragged_sizes(b.free)
+    capacity = _capacity(out, "m and n", rows, columns)
+    buffer = Buffer(shape=(capacity,), dtype=dtype, ragged=(True, True))
+    starts, _ = flat_places(m, n, capacity)
+    return Result(buffer, starts, lambda data: GroupedTensor(data, rows, columns, data.shape))
+
+
+def _capacity(out: Any, which: str, *sizes: Any, axis: int = 0) -> int:
+    """The number of entries of the result along an axis: that of `out`, or the sum over groups of products of sizes."""
     if out is not None:
         return int(out.shape[axis])
-    known = [what.concrete(x) for x in (first, last) if x is not None]
+    known = [arguments.concrete(x) for x in sizes]
     if any(x is None for x in known):
         raise ValueError(
-            f"out: sizes of {which} are traced, and how large the result is cannot depend on them; want a tensor for it"
+            f"out: want a tensor that is as large as the result, since sizes of {which} are traced; got None"
         )
-    return int(sum(math.prod(int(x) for x in sizes) for sizes in zip(*known, strict=True)))
+    return int(sum(math.prod(int(x) for x in each) for each in zip(*known, strict=True)))

@@ -1,200 +1,217 @@
-"""The operands of a grouped GEMM: which axes are summed over, which are free, and which of them are ragged."""
+"""The operands of a grouped GEMM: which of their axes are contracted, which are free, and which are ragged."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.core import problem as what
-from trencadis.gemm.debug import check_same, check_tensor
+from trencadis.core import arguments
+from trencadis.gemm.debug import check_tensor
+from trencadis.gemm.sizes import check_same_sizes
 from trencadis.gemm.tensor import GroupedTensor, checked
-from trencadis.quant.product import operand
+from trencadis.quant.operand import array_operand
 from trencadis.quant.scaled import Scaled, dequantize
 
 Array = jax.Array
 Axes = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Side:
-    """An operand: which of its axes are summed over and which are free, and which are ragged with what sizes."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmOperand:
+    """A grouped tensor as lhs or rhs of a GEMM: which of its axes are contracted, and which are free."""
 
-    name: str
-    first: bool  # whether it is the left one
-    said: tuple[str, str]  # what the caller calls its first and its last dims
+    name: str  # what the caller calls it
+    size_names: tuple[str, str]  # what the caller calls the sizes of its first axis, and those of its last
     tensor: GroupedTensor
-    summed: Axes
+    contracted: Axes
     free: Axes
+    is_lhs: bool
 
     @property
     def sizes(self) -> dict[int, Any]:
-        """Sizes of the ragged axes."""
-        axes = ((0, self.tensor.first_dims), (self.last, self.tensor.last_dims))
+        """The sizes i32[g] of each ragged axis."""
+        axes = ((0, self.tensor.first_dims), (self.last_axis, self.tensor.last_dims))
         return {axis: dims for axis, dims in axes if dims is not None}
 
     @property
     def flat(self) -> bool:
-        """Both axes are ragged."""
+        """True if both axes are ragged, so that the data are a flat buffer of matrices."""
         return self.tensor.first_dims is not None and self.tensor.last_dims is not None
 
     @property
     def stacked(self) -> bool:
-        """Neither is."""
+        """True if no axis is ragged, so that the first axis of the data is that of the groups."""
         return not self.sizes
 
     @property
     def quantized(self) -> bool:
-        """Its numbers have scales."""
+        """True if the data are a `Scaled`."""
         return isinstance(self.tensor.data, Scaled)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the numbers that it stands for."""
+        """The dtype of the numbers that the data stand for; float32 if they are quantized."""
         return np.dtype(np.float32) if self.quantized else self.tensor.dtype
 
     @property
-    def last(self) -> int:
+    def last_axis(self) -> int:
         """The last axis of a group; a flat buffer holds matrices."""
         return 1 if self.flat else self.tensor.ndim - 1
 
-    def called(self, axis: int) -> str:
+    def size_name(self, axis: int) -> str:
         """What the caller calls the sizes of a ragged axis."""
-        return self.said[int(axis != 0)]
+        return self.size_names[int(axis != 0)]
 
-    def ragged(self, axes: Axes) -> Any:
-        """The sizes along some axes, if one of them is ragged."""
+    def ragged_sizes(self, axes: Axes) -> Any:
+        """The sizes i32[g] along the ragged one of some axes; None if none of them is ragged."""
         return next((dims for axis, dims in self.sizes.items() if axis in axes), None)
 
-    def ordered(self, axes: Axes) -> Axes:
-        """The axes with the ragged one first, so that they can be merged."""
+    def ragged_first(self, axes: Axes) -> Axes:
+        """The axes with the ragged one first, so that they can be merged into one ragged axis."""
         return tuple(sorted(axes, key=lambda axis: axis not in self.sizes))
 
     def extent(self, axes: Axes) -> int:
-        """How many entries they have together; of a ragged axis, all groups'."""
+        """The number of entries along some axes together; a ragged axis counts with all groups."""
         return math.prod(self.tensor.shape[axis] for axis in axes if not self.flat)
 
-    def inner(self, axes: Axes) -> int:
-        """How many entries they have for each of the ragged one's."""
+    def uniform_extent(self, axes: Axes) -> int:
+        """The number of entries along those of the axes that are not ragged."""
         return math.prod(self.tensor.shape[axis] for axis in axes if axis not in self.sizes and not self.flat)
 
 
-def sides(
-    lhs: Any, rhs: Any, contracting_dims: Any, names: tuple[str, str] = ("lhs", "rhs"), dims: str = ""
-) -> tuple[Side, Side]:
-    """Both operands, checked by themselves and against each other; `dims` is what the caller calls their sizes."""
+def gemm_operands(
+    lhs: Any, rhs: Any, contracting_dims: Any, names: tuple[str, str] = ("lhs", "rhs"), size_name: str = ""
+) -> tuple[GemmOperand, GemmOperand]:
+    """Both operands of a GEMM, checked each by itself and against each other.
+
+    Args:
+      lhs: the left grouped tensor.
+      rhs: the right grouped tensor.
+      contracting_dims: the axes of lhs and those of rhs that are contracted with each other.
+      names: what the caller calls the two.
+      size_name: what the caller calls the sizes; by default `lhs.first_dims` and so on.
+    """
     for name, x in zip(names, (lhs, rhs), strict=True):
         if not isinstance(x, GroupedTensor):
             raise TypeError(f"{name}: want a GroupedTensor, such as GroupedTensor.stacked(x); got {type(x).__name__}")
     try:
-        left, right = (tuple(int(axis) for axis in axes) for axes in contracting_dims)
+        left, right = (tuple(operator.index(axis) for axis in axes) for axes in contracting_dims)
     except (TypeError, ValueError):
-        raise ValueError(f"contracting_dims: want two sequences of axes; got {contracting_dims!r}") from None
-    a, b = _side(names[0], True, lhs, left, dims), _side(names[1], False, rhs, right, dims)
+        raise ValueError(f"contracting_dims: want two sequences of ints; got {contracting_dims!r}") from None
+    a = _operand(names[0], lhs, left, size_name, is_lhs=True)
+    b = _operand(names[1], rhs, right, size_name, is_lhs=False)
     if len(left) != len(right):
         raise ValueError(f"contracting_dims: want as many axes of {a.name} as of {b.name}; got {left} and {right}")
-    for x, y in zip(a.summed, b.summed, strict=True):
+    for x, y in zip(a.contracted, b.contracted, strict=True):
         _check_pair(a, x, b, y)
     return a, b
 
 
-def _check_pair(a: Side, x: int, b: Side, y: int) -> None:
-    """Two axes that are summed over together: both ragged by the same sizes, or of one size."""
+def _check_pair(a: GemmOperand, x: int, b: GemmOperand, y: int) -> None:
+    """Check two axes that are contracted with each other: both are ragged with the same sizes, or of one length."""
     if (x in a.sizes) != (y in b.sizes):
         (ragged, axis), (other, plain) = ((a, x), (b, y)) if x in a.sizes else ((b, y), (a, x))
         raise ValueError(
             f"contracting_dims: axis {axis} of {ragged.name} is ragged and axis {plain} of {other.name} is not; "
             "want both ragged, or neither"
         )
-    if x not in a.sizes:
-        if a.tensor.shape[x] != b.tensor.shape[y]:
-            raise ValueError(
-                f"contracting_dims: axis {x} of {a.name} {a.tensor.shape} and axis {y} of {b.name} {b.tensor.shape} "
-                "are summed over together; want the same size"
-            )
-        return
-    check_same(a.called(x), a.sizes[x], b.called(y), b.sizes[y])
-    one, two = what.concrete(a.sizes[x]), what.concrete(b.sizes[y])
-    if one is not None and two is not None and one.shape == two.shape and (one != two).any():
-        i = int(np.argmax(one != two))
+    if x in a.sizes:
+        check_same_sizes(a.size_name(x), a.sizes[x], b.size_name(y), b.sizes[y])
+    elif a.tensor.shape[x] != b.tensor.shape[y]:
         raise ValueError(
-            f"contracting_dims: axis {x} of {a.name} and axis {y} of {b.name} are summed over together; want groups of "
-            f"the same sizes, got {one[i]} and {two[i]} in group {i}"
+            f"contracting_dims: axis {x} of {a.name} {a.tensor.shape} is contracted with axis {y} of {b.name} "
+            f"{b.tensor.shape}; want the same size"
         )
 
 
-def sound(name: str, tensor: GroupedTensor, dims: str = "") -> tuple[GroupedTensor, tuple[str, str]]:
-    """A tensor whose sizes are checked, also at run time if that is asked for; and what the caller calls them."""
-    said = (dims or f"{name}.first_dims", dims or f"{name}.last_dims")
-    data = operand(f"{name}.data", tensor.data)
-    tensor = checked(name, GroupedTensor(data, tensor.first_dims, tensor.last_dims, tensor.shape), said)
-    check_tensor(name, tensor, said)
-    return tensor, said
+def checked_tensor(name: str, tensor: GroupedTensor, size_name: str = "") -> tuple[GroupedTensor, tuple[str, str]]:
+    """A tensor whose data and sizes are checked, with `debug_checks` also at run time; and the names of its sizes."""
+    size_names = (size_name or f"{name}.first_dims", size_name or f"{name}.last_dims")
+    data = array_operand(f"{name}.data", tensor.data)
+    tensor = checked(name, GroupedTensor(data, tensor.first_dims, tensor.last_dims, tensor.shape), size_names)
+    check_tensor(name, tensor, size_names)
+    return tensor, size_names
 
 
-def _side(name: str, first: bool, tensor: GroupedTensor, axes: Axes, dims: str) -> Side:
+def _operand(name: str, tensor: GroupedTensor, axes: Axes, size_name: str, *, is_lhs: bool) -> GemmOperand:
     """One operand, checked by itself."""
-    tensor, said = sound(name, tensor, dims)
+    tensor, size_names = checked_tensor(name, tensor, size_name)
     flat = tensor.first_dims is not None and tensor.last_dims is not None
     ndim = 2 if flat else tensor.ndim
     stacked = tensor.first_dims is None and tensor.last_dims is None
-    summed = tuple(axis + ndim if axis < 0 else axis for axis in axes)
-    mine = tuple(range(int(stacked), ndim))
-    for given, axis in zip(axes, summed, strict=True):
-        if axis not in mine:
-            why = "which is that of the groups" if stacked and axis == 0 else f"of {ndim}"
-            raise ValueError(f"contracting_dims: {name} has no axis {given} to sum over, {why}")
-    if len(set(summed)) < len(summed):
+    contracted = tuple(axis + ndim if axis < 0 else axis for axis in axes)
+    own = tuple(range(int(stacked), ndim))
+    for given, axis in zip(axes, contracted, strict=True):
+        if axis not in own:
+            why = "which is the axis of the groups" if stacked and axis == 0 else f"it has {ndim} axes"
+            raise ValueError(f"contracting_dims: {name} has no axis {given} to contract, {why}")
+    if len(set(contracted)) < len(contracted):
         raise ValueError(f"contracting_dims: want each axis of {name} once; got {axes}")
-    return Side(name, first, said, tensor, summed, tuple(axis for axis in mine if axis not in summed))
+    free = tuple(axis for axis in own if axis not in contracted)
+    return GemmOperand(name=name, size_names=size_names, tensor=tensor, contracted=contracted, free=free, is_lhs=is_lhs)
 
 
-def laid(side: Side, first: Axes, second: Axes) -> tuple[Any, bool]:
-    """The data with two axes, each merged of several, after that of the groups; or with the second of them first."""
-    data = side.tensor.data
-    lead = (0,) if side.stacked else ()
-    stored = tuple(range(len(lead), side.tensor.ndim))
-    turned = stored == (*second, *first) and stored != (*first, *second)
-    order = (second, first) if turned else (first, second)
+def as_matrices(x: GemmOperand, first: Axes, second: Axes) -> tuple[Any, bool]:
+    """The data with axes merged into two, after that of the groups in a stack; and whether `second` is stored first.
+
+    Nothing is moved in memory if the data are stored in either order.
+    """
+    data = x.tensor.data
+    lead = (0,) if x.stacked else ()
+    stored = tuple(range(len(lead), x.tensor.ndim))
+    transposed = stored == (*second, *first) and stored != (*first, *second)
+    order = (second, first) if transposed else (first, second)
     if stored != (*order[0], *order[1]):
         data = data.transpose(*lead, *order[0], *order[1])
     if isinstance(data, Scaled):
-        return data.merged(*(1 for _ in lead), *map(len, order)), turned
-    shape = [data.shape[0]] * len(lead) + [side.extent(axes) for axes in order]
-    return data.reshape(shape), turned
+        return data.merged(*(1 for _ in lead), *map(len, order)), transposed
+    shape = [data.shape[0]] * len(lead) + [x.extent(axes) for axes in order]
+    return data.reshape(shape), transposed
 
 
-def dequantized(side: Side) -> Side:
-    """The same side with numbers that have no scales, as a constant."""
-    if not side.quantized:
-        return side
-    return dataclasses.replace(side, tensor=dequantize(jax.lax.stop_gradient(side.tensor)))
+def dequantized(x: GemmOperand) -> GemmOperand:
+    """The operand with an array as its data; quantized data become floats that are constants to autodiff."""
+    if not x.quantized:
+        return x
+    return dataclasses.replace(x, tensor=dequantize(jax.lax.stop_gradient(x.tensor)))
 
 
-def paired(a: Side, b: Side) -> tuple[Axes, Axes]:
-    """The axes that are summed over, in one order for both, the ragged one first."""
-    order = sorted(range(len(a.summed)), key=lambda i: a.summed[i] not in a.sizes)
-    return tuple(a.summed[i] for i in order), tuple(b.summed[i] for i in order)
+def contracted_axes(a: GemmOperand, b: GemmOperand) -> tuple[Axes, Axes]:
+    """The contracted axes of both operands in the same order, with the ragged one first."""
+    order = sorted(range(len(a.contracted)), key=lambda i: a.contracted[i] not in a.sizes)
+    return tuple(a.contracted[i] for i in order), tuple(b.contracted[i] for i in order)
 
 
-def times(sizes: Any, inner: int, total: int) -> Any:
-    """Sizes of merged axes: the ragged one's, times the others; none reaches past the total."""
-    return sizes if inner == 1 else jnp.clip(sizes, 0, total // max(inner, 1)) * np.int32(inner)
+def merged_sizes(sizes: Any, uniform: int, total: int) -> Any:
+    """The sizes i32[g] of a ragged axis merged with others that have `uniform` entries; clamped to `total` entries."""
+    if uniform == 1:
+        return sizes
+    xp: Any = jnp if arguments.concrete(sizes) is None else np
+    return xp.clip(sizes, 0, total // max(uniform, 1)) * np.int32(uniform)
 
 
-def arranged(side: Side, other: Side, out: Array, labels: list[tuple[str, int]]) -> GroupedTensor:
-    """With the axes of lhs before those of rhs; the ragged one must come first or last."""
-    a, b = (side, other) if side.first else (other, side)
+def result_tensor(ragged: GemmOperand, other: GemmOperand, out: Array, labels: list[tuple[str, int]]) -> GroupedTensor:
+    """The result as a tensor with the axes of lhs before those of rhs.
+
+    Args:
+      ragged: the operand whose ragged axis is free.
+      other: the other operand.
+      out: the result, with its axes in some order.
+      labels: the name of the operand and the axis there, for each axis of `out`.
+    """
+    a, b = (ragged, other) if ragged.is_lhs else (other, ragged)
     want = [(each.name, axis) for each in (a, b) for axis in each.free]
     out = out.transpose([labels.index(label) for label in want])
-    at = next(i for i, label in enumerate(want) if label[0] == side.name and label[1] in side.sizes)
-    dims = side.ragged(side.free)
+    at = next(i for i, label in enumerate(want) if label[0] == ragged.name and label[1] in ragged.sizes)
     if at not in (0, out.ndim - 1):
         raise ValueError(
-            f"{side.name}: its ragged axis would be axis {at} of a result of {out.ndim}; want it first or last"
+            f"{ragged.name}: its ragged axis would be axis {at} of a result of {out.ndim}; want it first or last"
         )
-    return GroupedTensor(out, dims, None, out.shape) if at == 0 else GroupedTensor(out, None, dims, out.shape)
+    sizes = ragged.ragged_sizes(ragged.free)
+    return GroupedTensor(out, sizes, None, out.shape) if at == 0 else GroupedTensor(out, None, sizes, out.shape)

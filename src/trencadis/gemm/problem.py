@@ -1,107 +1,171 @@
-"""What a grouped GEMM asks: three dimensions, each the same for all groups or ragged, and how three tensors store them.
+"""The static description of a general grouped GEMM: any of m, k and n may be ragged.
 
     out_i[m_i, n_i] = lhs_i[m_i, k_i] @ rhs_i[k_i, n_i]
 
-A tensor has two of the dimensions. None of them ragged: a stack `[g, ., .]`. One: an array `[rows of all groups, .]`.
-Both: a flat buffer, one matrix after the other. Derivatives exchange m, k and n, so that they are such GEMMs again.
+Each of the three tensors has two of the dimensions m, k and n. If neither is ragged it is a stack `[g, ., .]`; if one
+is, the matrices are concatenated along it; if both are, it is a flat buffer, one matrix after the other. The gradients
+exchange m, k and n, so that they are problems of the same kind.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trencadis.core.dtypes import accumulator
+from trencadis.core.epilogue import Epilogue
 
 Shape = tuple[int, ...]
 
 
-class Kind(enum.Enum):
-    """How many of the two dimensions of a tensor are ragged."""
+class Packing(enum.Enum):
+    """How the matrices of all groups are packed into one array, by how many of their two dimensions are ragged."""
 
-    STACK = 0
-    ROWS = 1
+    STACKED = 0
+    CONCATENATED = 1
     FLAT = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dim:
-    """One dimension of all groups."""
+    """One of the dimensions m, k and n."""
 
-    size: int  # of a group, or of all groups together
+    size: int  # of each group; of all groups together if it is ragged
     ragged: bool = False
+
+    def __str__(self) -> str:
+        return "ragged" if self.ragged else str(self.size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Store:
-    """How a tensor lies in memory."""
+class Buffer:
+    """How one tensor is stored: its array, which of its two dimensions are ragged, and whether it is transposed."""
 
     shape: Shape
     dtype: np.dtype[Any]
-    turned: bool = False  # its second dimension comes first
+    ragged: tuple[bool, bool]  # the first dimension, and the second
+    transposed: bool = False  # the second dimension is stored before the first
 
-    def flip(self) -> Store:
-        """The same memory, seen as the transpose."""
-        return dataclasses.replace(self, turned=not self.turned)
+    @property
+    def packing(self) -> Packing:
+        """How the matrices of all groups are packed into the array."""
+        return Packing(sum(self.ragged))
+
+    @property
+    def group_axis(self) -> int:
+        """The axis of the array along which one group follows the other."""
+        return int(self.packing is Packing.CONCATENATED and not self.ragged[self.transposed])
+
+    def flip(self) -> Buffer:
+        """The same array, read as the transposes of its matrices."""
+        return dataclasses.replace(self, ragged=self.ragged[::-1], transposed=not self.transposed)
+
+    def repeated(self, times: int) -> Buffer:
+        """An array that holds as many times the groups."""
+        shape = list(self.shape)
+        shape[self.group_axis] *= times
+        return dataclasses.replace(self, shape=tuple(shape))
+
+
+class Groups(NamedTuple):
+    """Where each group starts in lhs, rhs and out, and its sizes m, k and n: arrays i32[g], or tuples of ints if known.
+
+    A start is the index in a stack, the first row or column of concatenated matrices, or the first entry in a flat
+    buffer.
+    """
+
+    lhs: Any
+    rhs: Any
+    out: Any
+    m: Any
+    k: Any
+    n: Any
+
+    def d_lhs(self) -> Groups:
+        """The groups of the product that computes the gradient of lhs."""
+        return Groups(lhs=self.out, rhs=self.rhs, out=self.lhs, m=self.m, k=self.n, n=self.k)
+
+    def d_rhs(self) -> Groups:
+        """The groups of the product that computes the gradient of rhs."""
+        return Groups(lhs=self.lhs, rhs=self.out, out=self.rhs, m=self.k, k=self.m, n=self.n)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Gemm:
-    """One grouped GEMM, without its numbers."""
+class GemmProblem:
+    """What a grouped GEMM computes, without its arrays; hashable.
+
+    >>> x = Buffer(shape=(6, 4), dtype=np.dtype("float32"), ragged=(True, False))
+    >>> out = Buffer(shape=(12,), dtype=np.dtype("float32"), ragged=(True, True))
+    >>> m = Dim(size=6, ragged=True)
+    >>> print(GemmProblem(groups=3, m=m, k=Dim(size=4), n=m, lhs=x, rhs=x.flip(), out=out))
+    gemm m=ragged k=4 n=ragged g=3: float32 x float32 -> float32
+    """
 
     groups: int
     m: Dim
     k: Dim
     n: Dim
-    lhs: Store  # m by k
-    rhs: Store  # k by n
-    out: Store  # m by n
+    lhs: Buffer  # m by k
+    rhs: Buffer  # k by n
+    out: Buffer  # m by n
     precision: Any = None
-    # where each group lies in lhs, in rhs and in out, and its m, k and n; () where that is traced
-    known: tuple[Shape, ...] = dataclasses.field(default=(), repr=False)
+    known: Groups | None = dataclasses.field(default=None, repr=False)  # None if sizes are traced
+
+    def __post_init__(self) -> None:
+        for name, (first, second) in zip(("lhs", "rhs", "out"), self.dims, strict=True):
+            buffer: Buffer = getattr(self, name)
+            if buffer.ragged != (first.ragged, second.ragged):
+                raise ValueError(f"{name}: want ragged {(first.ragged, second.ragged)}, as {self} has; got {buffer}")
+            rank = 3 - buffer.packing.value
+            if len(buffer.shape) != rank or (rank == 3 and buffer.shape[0] != self.groups):
+                raise ValueError(f"{name}: want {rank} dimensions for {self.groups} groups; got {buffer}")
+        if self.known is not None and any(len(each) != self.groups for each in self.known):
+            raise ValueError(f"known: want starts and sizes of {self.groups} groups; got {self.known}")
 
     @property
-    def pairs(self) -> tuple[tuple[Dim, Dim], ...]:
-        """The dimensions of lhs, rhs and out."""
+    def dims(self) -> tuple[tuple[Dim, Dim], ...]:
+        """The two dimensions of lhs, of rhs and of out."""
         return (self.m, self.k), (self.k, self.n), (self.m, self.n)
 
     @property
+    def epilogue(self) -> Epilogue:
+        """No steps: what follows the product is computed outside of the primitive."""
+        return Epilogue()
+
+    @property
     def acc(self) -> np.dtype[Any]:
-        """The dtype sums are kept in."""
+        """The dtype in which products are summed."""
         return accumulator(self.lhs.dtype, self.rhs.dtype)
 
-    def replace(self, **changes: Any) -> Gemm:
-        """The same GEMM with some fields changed."""
+    @property
+    def empty(self) -> bool:
+        """Whether an array has no entries, so that there is nothing to compute."""
+        return 0 in (self.groups, *self.lhs.shape, *self.rhs.shape, *self.out.shape)
+
+    def replace(self, **changes: Any) -> GemmProblem:
+        """The same problem with some fields changed."""
         return dataclasses.replace(self, **changes)
 
-    def d_lhs(self) -> Gemm:
-        """Ct [m, n] x rhs [k, n] -> [m, k]: the sum runs over n."""
-        known = exchanged(D_LHS, self.known)
+    def d_lhs(self) -> GemmProblem:
+        """ct [m, n] x rhs [k, n] -> [m, k]: the gradient of lhs, which contracts n."""
+        known = self.known and self.known.d_lhs()
         return self.replace(k=self.n, n=self.k, lhs=self.out, rhs=self.rhs.flip(), out=self.lhs, known=known)
 
-    def d_rhs(self) -> Gemm:
-        """Lhs [m, k] x ct [m, n] -> [k, n]: the sum runs over m."""
-        known = exchanged(D_RHS, self.known)
+    def d_rhs(self) -> GemmProblem:
+        """lhs [m, k] x ct [m, n] -> [k, n]: the gradient of rhs, which contracts m."""
+        known = self.known and self.known.d_rhs()
         return self.replace(m=self.k, k=self.m, lhs=self.lhs.flip(), rhs=self.out, out=self.rhs, known=known)
 
+    def repeated(self, times: int) -> GemmProblem:
+        """The problem of a batch: as many times the groups, in arrays that hold one entry after the other."""
+        m, k, n = (dataclasses.replace(dim, size=dim.size * times) if dim.ragged else dim
+                   for dim in (self.m, self.k, self.n))  # fmt: skip
+        lhs, rhs, out = (buffer.repeated(times) for buffer in (self.lhs, self.rhs, self.out))
+        return self.replace(groups=self.groups * times, m=m, k=k, n=n, lhs=lhs, rhs=rhs, out=out, known=None)
 
-# what the places of groups in lhs, rhs and out, and their m, k and n, are in a derivative
-D_LHS, D_RHS = (2, 1, 0, 3, 5, 4), (0, 2, 1, 4, 3, 5)
-
-
-def exchanged(order: Shape, places: Any) -> Any:
-    """Places and sizes as a derivative has them."""
-    return tuple(places[i] for i in order) if places else ()
-
-
-def kind(*dims: Dim) -> Kind:
-    """Of a tensor with these two dimensions."""
-    return Kind(sum(dim.ragged for dim in dims))
-
-
-def along(store: Store, dims: tuple[Dim, Dim]) -> int:
-    """The axis of memory along which groups lie."""
-    return int(kind(*dims) is Kind.ROWS and not dims[store.turned].ragged)
+    def __str__(self) -> str:
+        dtypes = f"{self.lhs.dtype.name} x {self.rhs.dtype.name} -> {self.out.dtype.name}"
+        return f"gemm m={self.m} k={self.k} n={self.n} g={self.groups}: {dtypes}"

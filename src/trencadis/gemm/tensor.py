@@ -1,4 +1,4 @@
-"""Grouped tensors: many matrices of uneven sizes in one array, which says itself where each of them is.
+"""Grouped tensors: many matrices of uneven sizes in one array, together with the sizes.
 
     ragged rows [m, ...]     ragged columns [..., m]     stacked [g, ...]     fully ragged [c]
     ┌───────┐ 0              ┌──┬─┬────┐                 ┌──┐┌──┐┌──┐         0 0 0 0 1 1 2 2 2 2 2 2 · ·
@@ -7,7 +7,7 @@
     ├───────┤ 2              └──┴─┴────┘                 └──┘└──┘└──┘         last_dims[i] columns
     └───────┘
 
-What is ragged is asked for, by a constructor: nothing becomes grouped by accident.
+The constructor says what is ragged; an array never becomes grouped by accident.
 """
 
 from __future__ import annotations
@@ -22,27 +22,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.core import problem as what
+from trencadis.core import arguments
 from trencadis.core.jax_compat import exportable
-from trencadis.core.spans import offsets, owner
+from trencadis.gemm.elementwise import Elementwise
+from trencadis.gemm.ownership import quantized
+from trencadis.gemm.sizes import StaticSizes, checked_flat_sizes, checked_sizes
 
 Array = jax.Array
 Shape = tuple[int, ...]
 
 
 @exportable
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class GroupedTensor:
-    """Groups that lie in one array; each may have its own number of rows, of columns, or of both.
+class GroupedTensor(Elementwise):
+    """Groups stored in one array; each may have its own number of rows, of columns, or of both.
 
-    Made by `ragged_rows`, `ragged_cols`, `stacked`, `fully_ragged` or `from_list`. A pytree whose leaves are `data` and
-    the sizes; `shape` is static, so that it goes through `jit`, `vmap`, `grad` and donation as it is.
+    Made by `ragged_rows`, `ragged_cols`, `stacked`, `fully_ragged` or `from_list`. It is a pytree, so it passes through
+    `jit`, `vmap`, `grad`, `jax.tree.map` and donation. How the sizes were given decides what they are there:
+
+    - Python ints, as in `[1, 2]`, are static, as `shape` is. They are known inside `jit`, which compiles once for each
+      value, and `jax.grad` works with respect to the tensor.
+    - An array, of numpy or of JAX, is a leaf. `jit` traces it and compiles once for all values. JAX differentiates
+      integer leaves only with `allow_int=True`, or use `jax.grad` with respect to `data` and `with_data`.
+
+    Tensors of the same groups can be added, subtracted, multiplied and divided, and so can a tensor and a scalar.
+    Entries that no group owns are 0 in the result, as they are after `map`.
 
     Attributes:
       data: the numbers of all groups: an array, or a `quant.Scaled`.
-      first_dims: i32[g], what each group has of the first axis; None if groups do not differ in it.
-      last_dims: i32[g], what each group has of the last axis; None if groups do not differ in it.
+      first_dims: i32[g], the size of each group along the first axis; None if it is the same for all groups.
+      last_dims: i32[g], the size of each group along the last axis; None if it is the same for all groups.
       shape: the shape of the array of all groups, however `data` is stored.
 
     >>> x = GroupedTensor.ragged_rows(jnp.arange(6.0).reshape(3, 2), [1, 2])
@@ -50,23 +60,42 @@ class GroupedTensor:
     GroupedTensor(float32[3,2], 2 groups of 1, 2 rows)
     >>> [group.tolist() for group in x.to_list()]
     [[[0.0, 1.0]], [[2.0, 3.0], [4.0, 5.0]]]
+    >>> slope = jax.grad(lambda t: (t.data**2).sum())(x)
+    >>> (x - 0.5 * slope).data.tolist()
+    [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
     """
 
     data: Any
     first_dims: Any
     last_dims: Any
-    shape: Shape = dataclasses.field(metadata={"static": True})
+    shape: Shape
 
     def __post_init__(self) -> None:
         for name in ("first_dims", "last_dims"):  # an empty array is another way to say that groups do not differ
             if getattr(getattr(self, name), "shape", None) == (0,):
                 object.__setattr__(self, name, None)
 
+    # -- a pytree: static sizes belong to its structure, other sizes are leaves ----------------------------------------
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
+        """The leaves with their names, and the static part: static sizes, or None, and the shape."""
+        dims = self.first_dims, self.last_dims
+        static = tuple(x.key if isinstance(x, StaticSizes) else None for x in dims)
+        leaves = self.data, *(x if key is None else None for x, key in zip(dims, static, strict=True))
+        names = map(jax.tree_util.GetAttrKey, ("data", "first_dims", "last_dims"))
+        return tuple(zip(names, leaves, strict=True)), (*static, self.shape)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, ...], leaves: Sequence[Any]) -> GroupedTensor:
+        """The tensor of some leaves, which may be anything that a transformation puts there."""
+        first, last = (x if key is None else StaticSizes(key) for key, x in zip(static[:2], leaves[1:], strict=True))
+        return cls(leaves[0], first, last, static[2])
+
     # -- constructors --------------------------------------------------------------------------------------------------
 
     @classmethod
     def ragged_rows(cls, x: Any, sizes: Any) -> GroupedTensor:
-        """Group i is the `sizes[i]` rows of x `[m, ...]` after those of group i - 1; rows past the last are nobody's.
+        """Group i is the `sizes[i]` rows of x `[m, ...]` after those of group i - 1; no group owns rows past the last.
 
         >>> GroupedTensor.ragged_rows(jnp.ones((4, 2)), jnp.array([3, 0])).num_groups
         2
@@ -74,7 +103,7 @@ class GroupedTensor:
         x = _data("x", x)
         if x.ndim < 1:
             raise ValueError("x: want at least 1 dimension [m, ...]; got a scalar")
-        return cls(x, _dims("sizes", sizes, x.shape[0], "rows of x"), None, x.shape)
+        return cls(x, checked_sizes("sizes", sizes, x.shape[0], "rows of x"), None, x.shape)
 
     @classmethod
     def ragged_cols(cls, x: Any, sizes: Any) -> GroupedTensor:
@@ -86,11 +115,11 @@ class GroupedTensor:
         x = _data("x", x)
         if x.ndim < 2:
             raise ValueError(f"x: want at least 2 dimensions [..., m]; got shape {x.shape}")
-        return cls(x, None, _dims("sizes", sizes, x.shape[-1], "columns of x"), x.shape)
+        return cls(x, None, checked_sizes("sizes", sizes, x.shape[-1], "columns of x"), x.shape)
 
     @classmethod
     def stacked(cls, x: Any) -> GroupedTensor:
-        """Group i is `x[i]`: all groups are of one shape.
+        """Group i is `x[i]`, so that all groups have the same shape.
 
         >>> GroupedTensor.stacked(jnp.ones((3, 2, 4)))
         GroupedTensor(float32[3,2,4], 3 groups)
@@ -111,12 +140,13 @@ class GroupedTensor:
         flat = _data("flat", flat)
         if flat.ndim != 1:
             raise ValueError(f"flat: want 1 dimension [c]; got shape {flat.shape}")
-        first, last = _flat_dims("flat", ("first_dims", "last_dims"), first_dims, last_dims, flat.shape[0])
+        dims = "first_dims", "last_dims"
+        first, last = checked_flat_sizes("flat", dims, first_dims, last_dims, flat.shape[0])
         return cls(flat, first, last, flat.shape)
 
     @classmethod
     def from_list(cls, groups: Sequence[Any], ragged: str | None = None) -> GroupedTensor:
-        """The groups of a list, laid one after the other.
+        """A tensor of the arrays of a list, one after the other; its sizes are static.
 
         Args:
           groups: arrays of one dtype.
@@ -126,7 +156,7 @@ class GroupedTensor:
         >>> GroupedTensor.from_list([jnp.ones((1, 2)), jnp.ones((3, 2))])
         GroupedTensor(float32[4,2], 2 groups of 1, 3 rows)
         """
-        arrays = [what.as_array(f"groups[{i}]", x) for i, x in enumerate(groups)]
+        arrays = [arguments.as_array(f"groups[{i}]", x) for i, x in enumerate(groups)]
         if not arrays:
             raise ValueError("groups: want at least one group; got an empty list")
         dtypes = sorted({x.dtype.name for x in arrays})
@@ -149,26 +179,26 @@ class GroupedTensor:
             return cls.ragged_cols(jnp.concatenate(arrays, axis=-1), last)
         return cls.fully_ragged(jnp.concatenate([x.ravel() for x in arrays]), first, last)
 
-    # -- what it is ----------------------------------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------------------------------
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the numbers, as they are stored."""
+        """The dtype of the numbers as they are stored."""
         return np.dtype(self.data.dtype)
 
     @property
     def ndim(self) -> int:
-        """Axes of `shape`."""
+        """The number of axes of `shape`."""
         return len(self.shape)
 
     @property
     def num_groups(self) -> int:
-        """How many groups there are."""
+        """The number of groups, empty ones included."""
         dims = self.first_dims if self.first_dims is not None else self.last_dims
         return int(self.shape[0] if dims is None else dims.shape[0])
 
     def to_list(self) -> list[Any]:
-        """The groups as arrays, or as `Scaled`; their sizes must be known now.
+        """The groups as a list of arrays, or of `Scaled`; their sizes must be known at trace time.
 
         >>> GroupedTensor.stacked(jnp.ones((2, 3))).to_list()
         [Array([1., 1., 1.], dtype=float32), Array([1., 1., 1.], dtype=float32)]
@@ -178,7 +208,7 @@ class GroupedTensor:
         first, last = (None if x is None else self._known(x) for x in (self.first_dims, self.last_dims))
         if first is not None and last is not None:
             if quantized(self.data):
-                raise ValueError("to_list: a flat buffer of quantized matrices is not cut; dequantize it before")
+                raise ValueError("to_list: want flat data that are not quantized; got a Scaled; dequantize it first")
             shapes = list(zip(first, last, strict=True))
             ends = list(itertools.accumulate((math.prod(shape) for shape in shapes), initial=0))
             return [
@@ -190,7 +220,7 @@ class GroupedTensor:
         return [_cut(self.data, a, b, axis) for a, b in itertools.pairwise(ends)]
 
     def unstack(self) -> tuple[Any, ...]:
-        """The groups of a stack, also where nothing is known but shapes.
+        """The groups of a stacked tensor as a tuple of arrays; works on traced arrays, too.
 
         >>> len(GroupedTensor.stacked(jnp.ones((2, 3))).unstack())
         2
@@ -206,34 +236,42 @@ class GroupedTensor:
         data = self.data.dequantize(dtype) if quantized(self.data) else self.data
         return GroupedTensor(data, self.first_dims, self.last_dims, self.shape)
 
+    def with_data(self, data: Any) -> GroupedTensor:
+        """The same groups with other numbers: `data` is an array, or a `quant.Scaled`, of the tensor's shape.
+
+        >>> x = GroupedTensor.ragged_rows(jnp.ones((3, 2)), [1, 2])
+        >>> jax.grad(lambda data: (x.with_data(data).data ** 2).sum())(x.data).tolist()
+        [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0]]
+        """
+        data = _data("data", data)
+        if data.shape != self.shape:
+            raise ValueError(f"data: want shape {self.shape}, as the tensor has; got {data.shape}")
+        return GroupedTensor(data, self.first_dims, self.last_dims, self.shape)
+
     def _known(self, dims: Any) -> list[int]:
-        known = what.concrete(dims)
+        known = arguments.concrete(dims)
         if known is None:
-            raise ValueError("to_list: the sizes are traced, and shapes cannot depend on them; call it outside of jit")
+            raise ValueError("to_list: want sizes that are known, since shapes depend on them; got traced sizes")
         return [int(size) for size in known]
 
     def __repr__(self) -> str:
         dtype = getattr(self.data, "dtype", type(self.data).__name__)
         data = repr(self.data) if quantized(self.data) else f"{dtype}[{','.join(map(str, self.shape))}]"
-        said = [_said(x, axis) for x, axis in ((self.first_dims, "rows"), (self.last_dims, "columns")) if x is not None]
+        axes = (self.first_dims, "rows"), (self.last_dims, "columns")
+        sizes = [_sizes_text(x, axis) for x, axis in axes if x is not None]
         dims = self.first_dims if self.first_dims is not None else self.last_dims
-        known = self.shape[:1] if dims is None else getattr(dims, "shape", ())  # transformations put in what they like
+        known = self.shape[:1] if dims is None else getattr(dims, "shape", ())  # dims may be any leaf of a pytree
         count = f"{known[-1] if known else '?'} groups"
-        return f"GroupedTensor({data}, {' of '.join([count, ' by '.join(said)] if said else [count])})"
-
-
-def quantized(data: Any) -> bool:
-    """Whether data are no array, but stand for one as `quant.Scaled` does."""
-    return hasattr(data, "dequantize") and hasattr(data, "shape")
+        return f"GroupedTensor({data}, {' of '.join([count, ' by '.join(sizes)] if sizes else [count])})"
 
 
 def _data(name: str, x: Any) -> Any:
-    """What a grouped tensor may hold."""
-    return x if quantized(x) else what.as_array(name, x)
+    """The data of a grouped tensor as an array, or as the quantized data that they are."""
+    return x if quantized(x) else arguments.as_array(name, x)
 
 
 def _cut(data: Any, start: int, end: int, axis: int) -> Any:
-    """A part of an axis, which is the first or the last."""
+    """The entries from start to end along the first axis or the last, of an array or of quantized data."""
     if not quantized(data):
         return jax.lax.slice_in_dim(data, start, end, axis=axis)
     if axis == 0:
@@ -242,24 +280,24 @@ def _cut(data: Any, start: int, end: int, axis: int) -> Any:
     return data.transpose(*order[-1:], *order[:-1])[start:end].transpose(*order[1:], 0)
 
 
-def _said(dims: Any, axis: str) -> str:
-    """Sizes in words: the first few, where they are known."""
-    known = what.concrete(dims) if isinstance(dims, (np.ndarray, jax.Array)) else None
+def _sizes_text(dims: Any, axis: str) -> str:
+    """Sizes for the repr: the first eight where they are known, else that the axis is ragged."""
+    known = arguments.concrete(dims) if isinstance(dims, (np.ndarray, jax.Array)) else None
     if known is None or known.ndim != 1 or known.dtype.kind not in "iu":
         return f"ragged {axis}"
     some = ", ".join(map(str, known[:8])) + (", ..." if known.size > 8 else "")
     return f"{some} {axis}"
 
 
-def _alike(shapes: Sequence[Shape], start: int, stop: int | None) -> bool:
-    """Whether these shapes agree in some axes, and have as many."""
+def _agree(shapes: Sequence[Shape], start: int, stop: int | None) -> bool:
+    """Whether these shapes have the same rank and are equal from axis `start` to `stop`."""
     return len({(len(shape), shape[start:stop]) for shape in shapes}) == 1
 
 
 _FITS: dict[str, Callable[[Sequence[Shape]], bool]] = {
     "none": lambda shapes: len(set(shapes)) == 1,
-    "rows": lambda shapes: min(map(len, shapes)) >= 1 and _alike(shapes, 1, None),
-    "columns": lambda shapes: min(map(len, shapes)) >= 2 and _alike(shapes, 0, -1),
+    "rows": lambda shapes: min(map(len, shapes)) >= 1 and _agree(shapes, 1, None),
+    "columns": lambda shapes: min(map(len, shapes)) >= 2 and _agree(shapes, 0, -1),
     "both": lambda shapes: all(len(shape) == 2 for shape in shapes),
 }
 _WANTED = {
@@ -271,12 +309,12 @@ _WANTED = {
 
 
 def checked(name: str, tensor: GroupedTensor, dims: tuple[str, str]) -> GroupedTensor:
-    """A tensor that anyone may have made, as the constructors make it: sizes that are i32[g], and fit where known.
+    """The tensor with sizes i32[g] and data that fit, or an error; for tensors that no constructor checked.
 
     Args:
       name: what the caller calls it.
       tensor: the tensor.
-      dims: what the caller calls its first and its last dims.
+      dims: what the caller calls the sizes of its first axis, and those of its last.
     """
     data = _data(f"{name}.data", tensor.data)
     if data.shape != tensor.shape:
@@ -287,81 +325,9 @@ def checked(name: str, tensor: GroupedTensor, dims: tuple[str, str]) -> GroupedT
     if first is not None and last is not None:
         if tensor.ndim != 1:
             raise ValueError(f"{name}: both of its axes are ragged; want flat data [c]; got shape {tensor.shape}")
-        first, last = _flat_dims(name, dims, first, last, tensor.shape[0])
+        first, last = checked_flat_sizes(name, dims, first, last, tensor.shape[0])
     elif first is not None:
-        first = _dims(dims[0], first, tensor.shape[0], f"rows of {name}")
+        first = checked_sizes(dims[0], first, tensor.shape[0], f"rows of {name}")
     elif last is not None:
-        last = _dims(dims[1], last, tensor.shape[-1], f"columns of {name}")
+        last = checked_sizes(dims[1], last, tensor.shape[-1], f"columns of {name}")
     return GroupedTensor(data, first, last, data.shape)
-
-
-def _flat_dims(name: str, dims: tuple[str, str], first: Any, last: Any, capacity: int) -> tuple[Any, Any]:
-    """Sizes of the matrices of a flat buffer, which fit into it."""
-    first, last = (_dims(each, x, None, "") for each, x in zip(dims, (first, last), strict=True))
-    if first.shape != last.shape:
-        raise ValueError(f"{dims[1]}: want as many groups as {dims[0]}; got {last.shape[0]} and {first.shape[0]}")
-    rows, columns = what.concrete(first), what.concrete(last)
-    if rows is not None and columns is not None:
-        need = sum(int(r) * int(c) for r, c in zip(rows, columns, strict=True))
-        if need > capacity:
-            raise ValueError(f"{name}: the groups have {need} entries; got {capacity}")
-    return first, last
-
-
-def _dims(name: str, sizes: Any, limit: int | None, of: str) -> Any:
-    """Sizes i32[g], checked where they are known; numpy stays numpy, so that they are still known inside `jit`."""
-    sizes = what.as_sizes(sizes, name)
-    if sizes.ndim != 1 or sizes.shape[0] == 0:
-        raise ValueError(f"{name}: want 1 dimension [g] of at least one group; got shape {sizes.shape}")
-    if not jnp.issubdtype(sizes.dtype, jnp.integer):
-        raise TypeError(f"{name}: want an integer dtype; got {sizes.dtype}")
-    known = what.concrete(sizes)
-    if known is None:
-        if not np.can_cast(sizes.dtype, np.int32):
-            least = max(int(jnp.iinfo(sizes.dtype).min), -(2**31))  # negative ones stay so: `debug_checks` tells them
-            sizes = jnp.clip(sizes, least, 2**31 - 1)
-        return sizes.astype(jnp.int32)
-    if known.min() < 0 or known.max() >= 2**31:
-        i = int(np.argmin(known)) if known.min() < 0 else int(np.argmax(known))
-        raise ValueError(f"{name}: want sizes from 0 to 2**31 - 1; group {i} has {known[i]}")
-    total = sum(int(size) for size in known)
-    if limit is not None and total > limit:
-        raise ValueError(f"{name}: must sum to at most {limit}, the {of}; got a sum of {total}")
-    return sizes.astype(np.int32)
-
-
-def flat_places(rows: Any, columns: Any, capacity: int) -> tuple[Array, Array]:
-    """Where the matrices of a flat buffer start, and how many rows of each lie inside."""
-    rows, columns = (jnp.maximum(jnp.asarray(x), 0) for x in (rows, columns))
-    wide = jnp.maximum(columns, 1)
-    bounds = offsets(jnp.minimum(rows, np.int32(capacity) // wide) * columns, capacity)  # no product passes 2**31
-    inside = jnp.minimum(rows, (bounds[1:] - bounds[:-1]) // wide)
-    return bounds[:-1], jnp.where(columns > 0, inside, rows)
-
-
-def along(tensor: GroupedTensor) -> tuple[Any, int]:
-    """How much of the axis that groups lie along belongs to each, and which axis that is; None of a stack."""
-    first, last = tensor.first_dims, tensor.last_dims
-    if first is not None and last is not None:
-        _, rows = flat_places(first, last, tensor.shape[0])
-        return rows * jnp.maximum(jnp.asarray(last), 0), 0
-    return (last, tensor.ndim - 1) if first is None else (first, 0)
-
-
-def owned_entries(tensor: GroupedTensor) -> Array:
-    """Whether a group owns an entry, in a shape that broadcasts against the data. Groups lie one after the other."""
-    sizes, axis = along(tensor)
-    if sizes is None:
-        return jnp.ones((1,) * tensor.ndim, bool)
-    end = offsets(jnp.asarray(sizes), tensor.shape[axis])[-1]
-    shape = [length if i == axis else 1 for i, length in enumerate(tensor.shape)]
-    return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < end
-
-
-def spread(values: Array, tensor: GroupedTensor, fill: Any) -> Array:
-    """A value of each group at each of its entries, in a shape that broadcasts against the data."""
-    sizes, axis = along(tensor)
-    if sizes is None:
-        return values.reshape(-1, *(1,) * (tensor.ndim - 1))
-    values = jnp.append(values, jnp.full((1,), fill, values.dtype))[owner(sizes, tensor.shape[axis])]
-    return values.reshape([-1 if i == axis else 1 for i in range(tensor.ndim)])

@@ -3,8 +3,15 @@
     from trencadis import inspect as tpu
     print(tpu.inspect(fn, *args, generation="v6e"))
 
-The compiler is the real one: libtpu runs ahead of time on any machine. `aot` compiles, `bundles` reads the schedule,
-`blocks` and `scoreboard` say what each block of it takes, `scalar` and `machine` run it with the caller's integers.
+The compiler is the real one: libtpu runs ahead of time on any machine.
+
+aot, worker                         compile the call in a process of its own
+bundles                             read the schedule that the compiler dumps
+basic_blocks, scoreboard            cut it into basic blocks, and say how many cycles each takes
+kernel_operands                     compute the integers that a kernel is called with
+scalar_program, scalar_arithmetic   translate its scalar instructions into Python
+simulator                           run them with those integers, against the clock
+inspection, report                  `inspect`, and the values that it returns
 """
 
 from trencadis.core.devices import CHIPS as CHIPS

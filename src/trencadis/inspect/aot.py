@@ -1,4 +1,4 @@
-"""Compile a function for a TPU that is not there.
+"""Compile a function for a TPU on a machine that has none.
 
 The function is traced and lowered here, for the chip that is asked for, and compiled in a process of its own.
 """
@@ -25,7 +25,7 @@ from jax import export
 from trencadis.core.devices import Chip
 from trencadis.core.jax_compat import abstract_device
 
-INSTALL = "pip install 'trencadis[tpu]'"
+INSTALL = "pip install 'trencadis[tpu]', or in a checkout: pip install '.[tpu]'"
 
 # What keeps libtpu quiet, off the network, and willing to be loaded by several processes at once.
 _ENVIRONMENT = {
@@ -49,12 +49,12 @@ _NEWEST_FORM = "jax_export_ignore_forward_compatibility"
 
 
 class CompilerMissing(ImportError):
-    """There is no TPU compiler to ask."""
+    """The TPU compiler, libtpu, is not installed or does not start."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What the compiler said. The fields after `error` are empty where there is one."""
+    """What the compiler returned; the fields after `error` are empty if there is an error."""
 
     folder: pathlib.Path  # of its dump
     error: str | None
@@ -68,7 +68,7 @@ class Compiled:
 def compile_for(
     chip: Chip, fn: Callable[..., Any], args: Sequence[Any], folder: pathlib.Path, *, timeout: float
 ) -> Compiled:
-    """Compile a call for one device of a chip, and leave the compiler's dump in a folder."""
+    """Compile a call for one device of a chip, and keep the compiler's dump in a folder."""
     if importlib.util.find_spec("libtpu") is None:
         raise CompilerMissing(f"the TPU compiler, libtpu, is not installed; install it with: {INSTALL}")
     exported, known = export_for(chip, fn, args)
@@ -99,12 +99,12 @@ def compile_for(
 
 
 def _numbered(kernel: dict[str, Any]) -> dict[str, Any]:
-    """A kernel as JSON has it, with its known operands by number again."""
+    """A kernel read from JSON, with the numbers of its known operands as integers again."""
     return {**kernel, "values": {int(i): values for i, values in kernel["values"].items()}}
 
 
 def export_for(chip: Chip, fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, dict[int, Any]]:
-    """The call lowered for a chip, and the integer arguments that have values, by their position."""
+    """The call lowered for a chip, and those integer arguments that have values, by position."""
     leaves, tree = jax.tree.flatten(tuple(args))
     known = {i: np.asarray(x) for i, x in enumerate(leaves) if _has_integers(x)}
     shapes = jax.tree.unflatten(tree, [_shape(x) for x in leaves])
@@ -163,10 +163,10 @@ def _environment(dump: pathlib.Path, log: pathlib.Path) -> dict[str, str]:
 
 
 def _last_words(done: subprocess.CompletedProcess[str], compiling: bool) -> str:
-    """Why a process left no answer: a crash of the compiler is a message, anything else is raised."""
+    """The message of a compiler that crashed; anything else that left no answer is raised."""
     lines = (done.stderr + done.stdout).strip().splitlines()
     if compiling and done.returncode < 0:
         told = [line for line in lines if re.search(r"Check fail|[Ee]rror|F\d{4}", line)] or lines
         return f"the compiler crashed (signal {-done.returncode}): " + " ".join(told[:3])[:1000]
     tail = "\n".join(lines[-12:])
-    raise CompilerMissing(f"the TPU compiler did not start; is it well installed? {INSTALL}\n{tail}")
+    raise CompilerMissing(f"the TPU compiler did not start; is it properly installed? {INSTALL}\n{tail}")

@@ -1,4 +1,4 @@
-"""The compiler's last word on a program: its bundles, read from the text that libtpu dumps.
+"""The final schedule of a program: its bundles, read from the text that libtpu dumps.
 
 A bundle is what a TensorCore issues in one cycle: a few instructions, for the scalar unit, the vector unit, the MXUs
 and the copies. The text is made for people and may change with libtpu. What is not recognised raises
@@ -63,7 +63,7 @@ def libtpu_version() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """`%target = op (predicate, otherwise), rest`."""
+    """One instruction of a bundle: `%target = op (predicate, otherwise), rest`."""
 
     target: str
     op: str
@@ -86,7 +86,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bundle:
-    """The instructions of one cycle."""
+    """The instructions that a TensorCore issues in one cycle."""
 
     address: int
     instructions: tuple[Instruction, ...]
@@ -96,7 +96,7 @@ class Bundle:
 
 
 def parse(text: str, path: pathlib.Path) -> tuple[Bundle, ...]:
-    """The bundles of one program.
+    """The bundles in the text of one program.
 
     >>> (bundle,) = parse("0x3 LB: > { %s9_s1 = sadd.s32 1, %s8_s0 } /* Start region 4 */", pathlib.Path("a.txt"))
     >>> bundle.address, bundle.starts, bundle.instructions[0].op, bundle.instructions[0].reads
@@ -144,18 +144,18 @@ def _instruction(text: str, path: pathlib.Path, line: int) -> Instruction:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Room:
-    """VMEM of a program: how far up it is used, and how much of that holds spilled registers."""
+class Vmem:
+    """The VMEM of a program: bytes up to the highest that it uses, and bytes that hold spilled registers."""
 
     bytes: int = 0
     spill_bytes: int = 0
 
 
-def parse_room(text: str) -> Room:
-    """The VMEM that the allocation table of a dump takes.
+def parse_vmem(text: str) -> Vmem:
+    """The VMEM that the allocation table of a dump uses.
 
-    >>> parse_room("#allocation2 [shape = 'u8[4096]{0}', space=vmem, size = 0x1000, offset = 0x400, tag = 'input']")
-    Room(bytes=5120, spill_bytes=0)
+    >>> parse_vmem("#allocation2 [shape = 'u8[4096]{0}', space=vmem, size = 0x1000, offset = 0x400, tag = 'input']")
+    Vmem(bytes=5120, spill_bytes=0)
     """
     top = spilled = 0
     for found in _ALLOCATION.finditer(text):
@@ -163,7 +163,7 @@ def parse_room(text: str) -> Room:
             size = int(found["size"], 0)
             top = max(top, int(found["offset"] or "0", 0) + size)
             spilled += size if "spill" in found["name"] or "spill" in found["tag"] else 0
-    return Room(bytes=top, spill_bytes=spilled)
+    return Vmem(bytes=top, spill_bytes=spilled)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,13 +173,13 @@ class Schedule:
     name: str  # as in the compiled module, e.g. "gmm.1"
     path: pathlib.Path
     bundles: tuple[Bundle, ...]
-    room: Room
+    vmem: Vmem
     is_kernel: bool  # a Pallas kernel
     # Where each instruction (by its target) lay before runs of empty bundles were folded into one.
     unfolded: dict[str, int]
 
     def unknown(self, what: str, line: int | None = None) -> UnknownSchedule:
-        """The error that something in this schedule is not understood."""
+        """The error to raise for something in this schedule that is not understood."""
         return UnknownSchedule(f"{self.name}: {what}", self.path, line)
 
 
@@ -187,7 +187,7 @@ _FINAL = re.compile(r"(?P<stem>\d+-(?P<name>.+))-\d+-final_bundles\.txt$")
 
 
 def programs(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """The final bundles in a dump, by name; without the glue that the compiler puts around every module."""
+    """The files of final bundles in a dump by program name, without the code that the compiler adds to every module."""
     found = {}
     for path in sorted(folder.glob("*-final_bundles.txt")):
         match = _FINAL.match(path.name)
@@ -199,7 +199,7 @@ def programs(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def read(name: str, path: pathlib.Path, *, folded: bool = False) -> Schedule:
-    """One program of a dump, with what lies beside it; `folded` where the chip's bundles are."""
+    """Read one program of a dump and the files beside it; `folded` says whether the chip folds empty bundles."""
     stem = _FINAL.match(path.name)
     assert stem is not None, path
 
@@ -224,7 +224,7 @@ def read(name: str, path: pathlib.Path, *, folded: bool = False) -> Schedule:
         name=name,
         path=path,
         bundles=bundles,
-        room=parse_room(beside(r"-\d+-post-delay-converter\.txt")[1]),
+        vmem=parse_vmem(beside(r"-\d+-post-delay-converter\.txt")[1]),
         is_kernel="tpu_custom_call" in analysis,
         unfolded=unfolded,
     )

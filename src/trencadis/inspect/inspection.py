@@ -1,4 +1,4 @@
-"""`inspect`: compile a call, read the schedules, run them, and report."""
+"""The function `inspect`: compile a call, read its schedules, simulate them, and report."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import numpy as np
 from trencadis.core.devices import Chip, chip_of
 from trencadis.inspect import report
 from trencadis.inspect.aot import Compiled, compile_for
-from trencadis.inspect.blocks import flow
+from trencadis.inspect.basic_blocks import flow
 from trencadis.inspect.bundles import Schedule, UnknownSchedule, libtpu_version, programs, read
-from trencadis.inspect.machine import FREE, SUSTAINED, Machine, Trace
-from trencadis.inspect.scalar import ScalarProgram, input_shapes, translate
+from trencadis.inspect.scalar_program import ScalarProgram, input_shapes, translate
+from trencadis.inspect.simulator import FREE, SUSTAINED, Simulator, Trace
 
 
 def inspect(
@@ -42,7 +42,7 @@ def inspect(
         timeout: Seconds after which the compiler is given up.
 
     Returns:
-        What the compiler and the model of the machine say. A call that does not compile, say for want of VMEM, is an
+        What the compiler and the simulator say. A call that does not compile, say for want of VMEM, is an
         answer too: `compiled` is False, and `message` is the compiler's. Errors in tracing the function are raised.
 
     Raises:
@@ -99,9 +99,9 @@ def _programs(
         for i, (source, result) in enumerate(kernel["sources"]):
             if result in written.get(source, {}):
                 values[i] = written[source][result]
-        schedule = read(name, files.pop(name), folded=chip.slots != 4)
+        schedule = read(name, files.pop(name), folded=chip.delay_slots != 4)
         program = translate(schedule, flow(schedule, chip), values)
-        trace = Machine(program, chip).run()
+        trace = Simulator(program, chip).run()
         written[name] = trace.results
         kernels.append(_kernel(program, chip, trace, runs=compiled.times.get(name, 1)))
     if not xla:
@@ -113,15 +113,15 @@ def _programs(
 
 def _kernel(program: ScalarProgram, chip: Chip, trace: Trace, *, runs: int) -> report.Kernel:
     schedule = program.schedule
-    free = Machine(program, chip, FREE).run()
+    free = Simulator(program, chip, FREE).run()
     cycles = max(1, trace.cycles)
     busy = sum(block.mxu * n for block, n in zip(program.flow.blocks, trace.runs, strict=True))
     return report.Kernel(
         name=schedule.name,
         runs=runs,
         bundles=len(schedule.bundles),
-        vmem_bytes=schedule.room.bytes,
-        spill_bytes=schedule.room.spill_bytes,
+        vmem_bytes=schedule.vmem.bytes,
+        spill_bytes=schedule.vmem.spill_bytes,
         cycles=trace.cycles,
         seconds=trace.cycles / chip.clock,
         mxu_busy=busy / cycles,
@@ -175,7 +175,7 @@ def _warnings(program: ScalarProgram, trace: Trace) -> tuple[str, ...]:
 def _operation(
     name: str, path: pathlib.Path, chip: Chip, shapes: Mapping[str, list[int]], runs: int
 ) -> report.Operation:
-    schedule = read(name, path, folded=chip.slots != 4)
+    schedule = read(name, path, folded=chip.delay_slots != 4)
     try:
         program, trace = _followed(schedule, chip, shapes)
     except UnknownSchedule as error:
@@ -193,10 +193,10 @@ def _operation(
 
 
 def _followed(schedule: Schedule, chip: Chip, shapes: Mapping[str, list[int]]) -> tuple[ScalarProgram, Trace]:
-    """An operation of XLA, with the caller's integers by their shape: nobody says where its operands come from."""
+    """Simulate an operation of XLA with the caller's integers, matched by shape: the dump names no operands."""
     given = {i: shapes[shape] for i, shape in input_shapes(schedule).items() if shape in shapes}
     program = translate(schedule, flow(schedule, chip), given)
-    return program, Machine(program, chip).run()
+    return program, Simulator(program, chip).run()
 
 
 def _values_by_shape(args: Sequence[Any]) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""What an inspection found, as values that print themselves."""
+"""The results of an inspection, as values that print as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trencadis.core.devices import Chip, chip_of
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A basic block of a kernel, over all its runs unless it says otherwise."""
+    """A basic block of a kernel, with its counts and its share of the kernel's time."""
 
     first: int  # address of its first bundle
     last: int
@@ -44,7 +44,7 @@ HEAD = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """A Pallas kernel; times are of one run."""
+    """A Pallas kernel, with the predicted time of one run."""
 
     name: str  # in the compiled module
     runs: int  # of the kernel in one call of the function
@@ -66,7 +66,7 @@ class Kernel:
 
     @property
     def hot(self) -> Block | None:
-        """The block with most products, over all its runs."""
+        """The block with most vmatmuls over all its runs, or None if there is none."""
         return max((b for b in self.blocks if b.vmatmul), key=lambda b: b.runs * b.vmatmul, default=None)
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ SHOWN = 10  # rows of a table that are printed
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """An operation that XLA made; times are of one run, with its operands in HBM."""
+    """An operation that XLA made, with the predicted time of one run on operands in HBM."""
 
     name: str
     runs: int
@@ -107,7 +107,7 @@ class Operation:
 
     @property
     def total(self) -> float:
-        """Seconds of all runs, as far as they are known."""
+        """The predicted seconds of all runs; 0 if they are not known."""
         return (self.seconds or 0.0) * self.runs
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Inspection:
-    """What the TPU compiler makes of a call; prints itself."""
+    """What the TPU compiler makes of a call; prints as a report."""
 
     generation: str
     jax: str
@@ -132,27 +132,27 @@ class Inspection:
 
     @property
     def chip(self) -> Chip:
-        """The chip it was compiled for."""
+        """The chip that the call was compiled for."""
         return chip_of(self.generation)
 
     @property
     def cycles(self) -> int:
-        """Predicted, of the kernels, and of XLA's operations where they were asked for; one after the other."""
+        """The predicted cycles of all kernels, and of XLA's operations where asked for, one after the other."""
         kernels = sum(kernel.cycles * kernel.runs for kernel in self.kernels)
         return kernels + sum((op.cycles or 0) * op.runs for op in self.operations or ())
 
     @property
     def seconds(self) -> float:
-        """Predicted: `cycles` at the chip's clock."""
+        """The predicted time in seconds: `cycles` at the chip's clock."""
         return self.cycles / self.chip.clock
 
     @property
     def peak_share(self) -> float | None:
-        """`flops` a second, as a share of the chip's peak in bfloat16; None without flops."""
+        """The rate of `flops` as a share of the chip's bfloat16 peak; None without flops."""
         return self.flops / self.seconds / self.chip.peak_bf16 if self.flops and self.cycles else None
 
     def asdict(self) -> dict[str, Any]:
-        """Everything as plain values, with what the properties say."""
+        """The report as a dict of plain values, properties included."""
         return {
             **dataclasses.asdict(self),
             "cycles": self.cycles,
@@ -162,7 +162,7 @@ class Inspection:
         }
 
     def to_json(self, *, indent: int | None = 1) -> str:
-        """Everything as JSON."""
+        """The report as a JSON text."""
         return json.dumps(self.asdict(), indent=indent)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""When each bundle of a block issues.
+"""The cycles in which the bundles of a basic block issue.
 
 One bundle a cycle and in order, held back by three things only: a scalar result that is not there yet, an MXU that is
 busy with a vmatmul or a vmatpush, and a product that is not there to pop. The compiler has placed vector instructions
@@ -27,7 +27,7 @@ RESULT_BUFFERS = 4  # consecutive entries of the result buffer that one vmatmul 
 
 @functools.cache
 def unit_of(op: str) -> str | None:
-    """Which MXU an operation is for, if it is for one.
+    """The number of the MXU that an operation uses, or None if it uses none.
 
     >>> unit_of("vmatmul.mubr.bf16.gmra.mxu1"), unit_of("vpop.trf.xlu0")
     ('1', None)
@@ -38,14 +38,14 @@ def unit_of(op: str) -> str | None:
 
 @functools.cache
 def _buffer_of(op: str) -> int | None:
-    """The entry of the result buffer that an operation names; older chips have a queue of results instead."""
+    """The result buffer entry that an operation names; None on older chips, which have a queue of results."""
     found = re.search(r"mrb\[(\d+)\]", op)
     return int(found[1]) if found else None
 
 
 def cycles_of_vmatmul(op: str, chip: Chip) -> int:
-    """How long a vmatmul holds its MXU."""
-    return chip.mm[_operand_type(op, tuple(chip.mm))]
+    """The number of cycles for which a vmatmul holds its MXU."""
+    return chip.vmatmul_cycles[_operand_type(op, tuple(chip.vmatmul_cycles))]
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def _operand_type(op: str, known: tuple[str, ...]) -> str:
 
 @dataclasses.dataclass(slots=True)
 class _Unit:
-    """One MXU: when it is free again, and when its results can be popped."""
+    """The state of one MXU: when it is free again, and when its results can be popped."""
 
     parts: int  # pops that one vmatmul feeds
     matmul_free: int = 0
@@ -71,7 +71,7 @@ class _Unit:
     buffers: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def earliest(self, op: str) -> int:
-        """The first cycle in which an operation can issue."""
+        """The first cycle in which an operation can issue on this MXU."""
         if op.startswith("vmatmul"):
             return max(self.matmul_free, self.last_push + LATCH if "vlgmr" in op else 0)
         if op.startswith("vmatpush"):
@@ -84,23 +84,23 @@ class _Unit:
         return self.queue[self.popped] if self.popped < len(self.queue) else 0
 
     def issue(self, op: str, at: int, chip: Chip) -> None:
-        """Note what an operation that issues now makes others wait for."""
+        """Update the state for an operation that issues now."""
         if op.startswith("vmatmul"):
             self.matmul_free = at + cycles_of_vmatmul(op, chip)
             buffer = _buffer_of(op)
             if buffer is None:
-                self.queue += [at + chip.pop + part * chip.pop_gap for part in range(self.parts)]
+                self.queue += [at + chip.vpop_latency + part * chip.vpop_interval for part in range(self.parts)]
             else:
                 for part in range(RESULT_BUFFERS):
-                    self.buffers[buffer + part] = at + chip.pop + part * chip.pop_gap
+                    self.buffers[buffer + part] = at + chip.vpop_latency + part * chip.vpop_interval
         elif op.startswith("vmatpush"):
-            self.push_free, self.last_push = at + chip.push, at
+            self.push_free, self.last_push = at + chip.vmatpush_cycles, at
         elif op.startswith("vpop") and _buffer_of(op) is None:
             self.popped += 1
 
 
 def issue_times(bundles: Sequence[Bundle], chip: Chip) -> tuple[list[int], int]:
-    """The cycle in which each bundle issues, and the length of the block."""
+    """The cycle in which each bundle issues, and the length of the block in cycles."""
     units = _units(bundles, chip)
     ready: dict[str, int] = {}  # scalar register: when its value can be read
     times: list[int] = []
@@ -127,7 +127,7 @@ def _waits_for_scalars(x: Instruction) -> bool:
 
 
 def _units(bundles: Sequence[Bundle], chip: Chip) -> dict[str, _Unit]:
-    """The MXUs of a block. How many pops a vmatmul feeds depends on its type; the block's own ratio tells."""
+    """The MXUs of a block; the ratio of its pops to its vmatmuls says how many pops one vmatmul feeds."""
     matmuls, pops = collections.Counter[str](), collections.Counter[str]()
     for x in (x for bundle in bundles for x in bundle.instructions):
         unit = unit_of(x.op)
@@ -135,6 +135,6 @@ def _units(bundles: Sequence[Bundle], chip: Chip) -> dict[str, _Unit]:
             matmuls[unit] += x.op.startswith("vmatmul")
             pops[unit] += x.op.startswith("vpop") and f"mrf.mxu{unit}" in x.op
     return {
-        unit: _Unit(parts=max(1, round(pops[unit] / count)) if (count := matmuls[unit]) else chip.pops)
+        unit: _Unit(parts=max(1, round(pops[unit] / count)) if (count := matmuls[unit]) else chip.vpops)
         for unit in matmuls
     }

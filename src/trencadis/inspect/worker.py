@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from trencadis.inspect.operands import LARGEST, integer_operands
+from trencadis.inspect.kernel_operands import LARGEST, integer_operands
 
 # An instruction whose attributes have line breaks in them, as the metadata of a kernel can, goes on where no other
 # instruction or computation begins or ends.
@@ -50,7 +50,7 @@ def whole_lines(text: str) -> str:
 
 
 def modules_kernels(text: str) -> list[dict[str, Any]]:
-    """The kernel calls in a compiled module's text: name, body, and where each operand comes from."""
+    """The kernel calls in a compiled module's text: name, body, and the source of each operand."""
     elements = {name: (source, int(index)) for name, source, index in _ELEMENT.findall(text)}
     found = []
     for name, operands, body in _KERNEL.findall(text):
@@ -60,7 +60,7 @@ def modules_kernels(text: str) -> list[dict[str, Any]]:
 
 
 def modules_integers(text: str, known: Mapping[int, Any]) -> dict[str, list[int]]:
-    """The integers that a compiled module has from the start, by name: constants, and arguments that are known.
+    """The integers that a compiled module has from the start, by name: constants, and known arguments.
 
     XLA makes kernels of its own, say for `lax.ragged_dot`, which no module shows before it is compiled.
     """
@@ -81,7 +81,7 @@ def modules_integers(text: str, known: Mapping[int, Any]) -> dict[str, list[int]
 
 
 def modules_repeats(text: str) -> tuple[dict[str, int], dict[str, list[str]]]:
-    """How often each instruction of a compiled module runs, and what is in loops whose length it does not tell."""
+    """How often each instruction of a compiled module runs, and the instructions in loops of unknown length."""
     module = _Module(text)
     times: dict[str, int] = {}
     uncounted: dict[str, list[str]] = {}
@@ -102,14 +102,14 @@ def modules_repeats(text: str) -> tuple[dict[str, int], dict[str, list[str]]]:
 
 
 class _Module:
-    """The text of a compiled module, as far as it takes to count the trips of loops."""
+    """The text of a compiled module, parsed as far as it takes to count the trips of loops."""
 
     def __init__(self, text: str) -> None:
         self.computations = dict(_COMPUTATION.findall(text))
         self.steps = {found[1]: (found[2], _names(found[3]), found[3]) for found in _INSTRUCTION.finditer(text)}
 
     def trips(self, loop: re.Match[str]) -> int | None:
-        """How often a loop over a counter runs: from a constant, by a constant, while it is less than a constant."""
+        """The trip count of a loop over a counter with constant start, step and limit; None for other loops."""
         ends, turn = (self._root(loop[name]) for name in ("condition", "body"))
         if not ends or not turn or ends[0] != "compare" or turn[0] != "tuple" or "direction=LT" not in ends[2]:
             return None
@@ -140,7 +140,7 @@ def _names(operands: str) -> list[str]:
 
 
 def compile_program(exported: Any, topology: str) -> str:
-    """The text of the compiled module; its schedules are dumped on the way."""
+    """Compile a program and return the text of the module; the compiler dumps its schedules meanwhile."""
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
     operands = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in exported.in_avals]
@@ -150,7 +150,7 @@ def compile_program(exported: Any, topology: str) -> str:
 
 
 def main(folder: pathlib.Path) -> None:
-    """Answer the question in a folder."""
+    """Compile the program in a folder, and write the answer there."""
     question = json.loads((folder / "question.json").read_text())
     exported = jax.export.deserialize(bytearray((folder / "program.bin").read_bytes()))
     known = {int(name): values for name, values in np.load(folder / "known.npz").items()}

@@ -1,10 +1,11 @@
-"""Quantized operands: numbers of few bits with scales, in several formats and granularities.
+"""Quantized operands: low-precision values with scales, in several formats and granularities.
 
-formats     what a number is stored as, what its scale is, and how many share one
-scaled      `Scaled`, and how arrays become one and come back
+formats     the formats: the dtype of values, the dtype of scales, and the block that shares a scale
+scaled      `Scaled`, and the conversion of float arrays to it and back
 qarray      qwix's quantized arrays as `Scaled`
-recipe      what a layer quantizes as it trains
-product     what a product of such operands is, in products of arrays
+recipe      which operands a layer quantizes during training
+product     products of quantized operands
+training    layers that quantize their operands, and their gradients
 """
 
 from trencadis.quant.formats import FORMATS, Format

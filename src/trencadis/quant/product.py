@@ -1,215 +1,264 @@
-"""Products of scaled operands: values are multiplied as they are stored, and scales go to what comes out.
+"""Grouped products of arrays or quantized operands: values are multiplied as stored, scales go to the epilogue.
 
-A scale that is the same all along the sum is a factor of the result; one that is not is a factor of a part of the sum,
-or of the other operand. Weights are never multiplied by their scales.
+A scale that is constant along the sum is a factor of the result. One that changes along k is a factor of a part of the
+sum: the plan decides whether a kernel applies it or the product is split. Weights are never multiplied by their scales.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from trencadis.core import problem as what
-from trencadis.core.autodiff import ended, run
+from trencadis.backends import INTERPRETED
+from trencadis.core import arguments, unfused
+from trencadis.core.autodiff import run
+from trencadis.core.debug import check_traced
 from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import Activation, Epilogue
+from trencadis.core.epilogue import Activation, Epilogue, static_activation
+from trencadis.core.plan import check_backend
 from trencadis.core.problem import Form, Problem
-from trencadis.core.spans import local_group, owned
-from trencadis.core.split import in_parts
-from trencadis.core.tiling import Pins
-from trencadis.quant.qarray import from_qarray, is_qarray
+from trencadis.core.spans import clamp_first, local_group, owned
+from trencadis.core.tiling import Overrides, TilingLike, resolve
+from trencadis.quant.operand import Operand, Sizes, array_operand
 from trencadis.quant.scaled import Scaled, expanded
 
 Array = jax.Array
-Operand = Any  # an array or a Scaled
 
-WHOLE = {"float4_e2m1fn": jnp.float8_e4m3fn}  # nothing multiplies 4 bits of a float; a byte holds them exactly
-
-BLOCKS = 128
-SHORT = 16  # entries of a sum below which it has no product of its own
+WHOLE = {"float4_e2m1fn": jnp.float8_e4m3fn}  # nothing multiplies 4-bit floats; a byte holds them exactly
+SHORT = 16  # entries of k: shorter parts are not worth a product of their own
 
 
-def factored(asked: Problem, lhs: Operand, rhs: Operand) -> tuple[Problem, Array, Array, list[Array]] | None:
-    """The same product of arrays, with scales in its epilogue; None if scales change along the sum.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The static options of a grouped product, as the caller gave them."""
 
-    They are constants to autodiff, and so are the values they belong to.
-    """
-    lhs, rhs = (lax.stop_gradient(x) if isinstance(x, Scaled) else x for x in (lhs, rhs))
-    rows = asked.form is Form.ROWS
-    summed = (1, 2 if asked.transpose_rhs else 1) if rows else (int(asked.transpose_lhs), 0)
-    if any(_parts(x, axis) > 1 for x, axis in zip((lhs, rhs), summed, strict=True)):
-        return None
-    shape = (asked.m,) if rows else (asked.local_groups, asked.k)
-    by_row = _across(lhs, summed[0], 0).reshape(-1) if isinstance(lhs, Scaled) else None
-    by_column = _across(rhs, summed[1], 0) if isinstance(rhs, Scaled) else None
-    scales = [
-        jnp.broadcast_to(x, shape)
-        for x, shape in ((by_row, shape), (by_column, (asked.local_groups, asked.n)))
-        if x is not None
-    ]
-    x, y = _values(lhs), _values(rhs)
-    ends = dataclasses.replace(asked.epilogue, by_row=by_row is not None, by_column=by_column is not None)
-    return asked.replace(lhs=np.dtype(x.dtype), rhs=np.dtype(y.dtype), epilogue=ends), x, y, scales
+    tiling: TilingLike = None
+    interpret: bool = False
+    precision: Any = None
+    backend: str | None = None
 
 
-def split_run(
-    asked: Problem,
-    pins: Pins,
-    operands: tuple[Operand, Operand, Array, Array],
+class Steps(NamedTuple):
+    """What follows a product: the operands of its epilogue, as the caller gave them, and its activation."""
+
+    bias: Any = None
+    existing_out: Any = None
+    activation: Activation | None = None
+
+
+def rows_product(
+    lhs: Operand,
+    rhs: Operand,
+    group_sizes: Sizes,
+    dtype: Any,
+    options: Options = Options(),
+    steps: Steps = Steps(),
     *,
-    bias: Array | None = None,
-    existing: Array | None = None,
-    activation: Activation | None = None,
+    transpose_rhs: bool = False,
+    group_offset: Any = None,
 ) -> Array:
-    """The result of a problem of the values, for operands (lhs, rhs, sizes, first) that stand for something else."""
-    lhs, rhs, sizes, first = operands
+    """The result `[m, n]` of `grouped_matmul`, from the caller's arguments; dtype is that of the result."""
+    x, w, sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), arguments.as_sizes(group_sizes)
+    bias, existing_out, activation = steps
+    if activation is not None and existing_out is not None:
+        raise ValueError("activation: cannot be given together with existing_out; apply it to the sum yourself")
+    bias = None if bias is None else arguments.as_array("bias", bias)
+    epilogue = Epilogue(bias=None if bias is None else np.dtype(bias.dtype), accumulate=existing_out is not None)
+    problem = arguments.rows_problem(
+        x, w, sizes, dtype, transpose_rhs=arguments.checked_flag("transpose_rhs", transpose_rhs),
+        epilogue=epilogue, precision=options.precision,
+    )  # fmt: skip
+    arguments.check_bias(problem, bias)
+    arguments.check_existing_out(problem, existing_out)
+    arguments.check_window_given(group_offset, problem.local_groups, problem.groups)
+    overrides = overrides_of(problem, options)
+    after = sizes_and_window(problem, sizes, group_offset)
+    problem, operands, scales = with_scales(problem, x, w, *after)
+    extras = [
+        arguments.as_array(name, x) for name, x in (("bias", bias), ("existing_out", existing_out)) if x is not None
+    ]
+    if activation is None:
+        return run(problem, overrides, *operands, *after, *scales, *extras)
+    static = static_activation(activation, problem.sum, problem.out)
+    if static is not None:
+        problem = problem.replace(epilogue=dataclasses.replace(problem.epilogue, activation=static))
+        return run(problem, overrides, *operands, *after, *scales, *extras)
+    z = run(problem.replace(out=problem.sum), overrides, *operands, *after, *scales, *extras)
+    return unfused.activate(problem, activation, z, *after)
+
+
+def contraction_product(
+    lhs: Operand,
+    rhs: Operand,
+    group_sizes: Sizes,
+    dtype: Any,
+    options: Options = Options(),
+    *,
+    transpose_lhs: bool = False,
+    window: tuple[Any, int | None] = (None, None),
+    existing_out: Any = None,
+) -> Array:
+    """The result `[g, k, n]` of `transposed_grouped_matmul`; window is its group_offset and num_actual_groups."""
+    x, y, sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), arguments.as_sizes(group_sizes)
+    first = arguments.first_group(window[0])
+    problem = arguments.contraction_problem(
+        x, y, sizes, dtype,
+        transpose_lhs=not arguments.checked_flag("transpose_lhs", transpose_lhs),
+        local=arguments.local_groups(window[1], first, np.shape(sizes)[0] if np.ndim(sizes) else 0),
+        precision=options.precision,
+    ).replace(epilogue=Epilogue(accumulate=existing_out is not None))  # fmt: skip
+    arguments.check_existing_out(problem, existing_out)
+    overrides = overrides_of(problem, options)
+    after = sizes_and_window(problem, sizes, first)
+    problem, operands, scales = with_scales(problem, x, y, *after)
+    extras = [] if existing_out is None else [arguments.as_array("existing_out", existing_out)]
+    return run(problem, overrides, *operands, *after, *scales, *extras)
+
+
+def overrides_of(problem: Problem, options: Options) -> Overrides:
+    """What the caller decided instead of the plan, checked."""
+    backend = check_backend(options.backend)
+    interpret = arguments.checked_flag("interpret", options.interpret)
+    if interpret and backend not in (None, "reference", *INTERPRETED):
+        raise ValueError(
+            f"interpret: backend {backend!r} has no kernel to interpret; want backend=None, 'reference' or "
+            f"{', '.join(map(repr, INTERPRETED))}"
+        )
+    tilings = resolve(options.tiling, problem.m, problem.k, problem.n)
+    return Overrides(backend=backend, interpret=interpret, tilings=tilings)
+
+
+def sizes_and_window(problem: Problem, group_sizes: Sizes, group_offset: Any) -> tuple[Array, Array]:
+    """The checked run-time integers of a problem: group sizes `[1, groups]`, first group of the window `[1]`."""
+    first = arguments.first_group(group_offset)
+    arguments.check_sizes(group_sizes, problem.m)
+    arguments.check_window(first, problem.local_groups, problem.groups)
+    sizes = jnp.asarray(group_sizes)
+    check_traced(sizes, first, problem.m, problem.local_groups)
+    if arguments.concrete(first) is None:  # so that no kernel counts past 2**31
+        first = clamp_first(first, problem.groups, problem.local_groups)
+    return sizes[None], jnp.asarray(first)[None]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scales
+
+
+def with_scales(
+    problem: Problem, lhs: Array | Scaled, rhs: Array | Scaled, sizes: Array, first: Array
+) -> tuple[Problem, tuple[Array, Array], list[Array]]:
+    """The problem of the stored values, with scales in its epilogue; these values; and the scales.
+
+    Scales are constants to autodiff, and so are the values they belong to.
+    """
+    if not isinstance(lhs, Scaled) and not isinstance(rhs, Scaled):
+        return problem, (lhs, rhs), []
     lhs, rhs = (lax.stop_gradient(x) if isinstance(x, Scaled) else x for x in (lhs, rhs))
-    bare = asked.replace(epilogue=Epilogue())
-    follows = bias is not None or activation is not None or existing is not None
-    if blocks_of(asked, lhs, rhs):
-        wide = accumulator(accumulator(lhs.dtype, rhs.dtype), np.float32)
-        product = _blocked(bare.replace(out=wide) if follows else bare, pins, lhs, rhs, sizes, first)
-    else:
-        multiply = _rows if asked.form is Form.ROWS else _contraction
-        product = multiply(bare, pins, lhs, rhs, sizes, first)
-    ends = dataclasses.replace(asked.epilogue, by_row=True, activation=activation)  # scaled sums are no integers
-    return ended(asked.replace(epilogue=ends), product, bias, existing, sizes, first)
+    if problem.form is Form.CONTRACTION:
+        return _contraction_scales(problem, lhs, rhs, sizes, first)
+    return _rows_scales(problem, lhs, rhs, sizes, first)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows: the sum runs along k
+def _rows_scales(
+    problem: Problem, lhs: Array | Scaled, rhs: Array | Scaled, sizes: Array, first: Array
+) -> tuple[Problem, tuple[Array, Array], list[Array]]:
+    """Scales of a rows product: of each row and block of k for lhs, of each column and block of k for rhs.
 
-
-def _blocked(asked: Problem, pins: Pins, lhs: Scaled, rhs: Scaled, sizes: Array, first: Array) -> Array:
-    """[m, n]. Scales of blocks that a kernel may take as they are."""
-    ends = Epilogue(by_row=True, by_column=True, blocks=blocks_of(asked, lhs, rhs))
-    scale = rhs.scale.mT if asked.transpose_rhs else rhs.scale  # [g, k / 128, n / 128]
-    scales = (x.astype(jnp.float32) for x in (lhs.scale, scale))
-    x, y = _values(lhs), _values(rhs)
-    asked = asked.replace(lhs=np.dtype(x.dtype), rhs=np.dtype(y.dtype), epilogue=ends)
-    return run(asked, pins, x, y, sizes, first, *scales)
-
-
-def _rows(asked: Problem, pins: Pins, lhs: Operand, rhs: Operand, sizes: Array, first: Array) -> Array:
-    """[m, n]. Scales that change along k split the sum where they change, or go to lhs where that is too often."""
-    axes = 1, 2 if asked.transpose_rhs else 1  # k
-    if _often(lhs, 1):
+    Blocks of k that are too short to be parts of the sum are multiplied into lhs instead.
+    """
+    k_axis = 2 if problem.transpose_rhs else 1
+    if isinstance(lhs, Scaled) and _short(lhs, 1):
         lhs = lhs.dequantize()
-    if _often(rhs, axes[1]) and _parts(rhs, 3 - axes[1]) == 1:
-        by_group = jnp.squeeze(rhs.scales(), 3 - axes[1])  # [g or 1, k]
-        each = by_group
-        if by_group.shape[0] > 1:
-            each = jnp.take(by_group, local_group(asked, sizes, first), axis=0)
-        each = jnp.where(owned(asked, sizes, first)[:, None], each, 1)  # rows of nobody have no scales
-        lhs, rhs = (lhs.dequantize() if isinstance(lhs, Scaled) else lhs) * each, _values(rhs)
-    lengths = [x.block[axis] for x, axis in zip((lhs, rhs), axes, strict=True) if _parts(x, axis) > 1]
-    step = min(math.gcd(*lengths), asked.k) if lengths else asked.k
-    pins = pins if step == asked.k else pins.untiled
-
-    def scales(i: Any) -> list[Array | None]:
-        down = _across(lhs, 1, i * step).reshape(-1) if isinstance(lhs, Scaled) else None
-        across = _across(rhs, axes[1], i * step) if isinstance(rhs, Scaled) else None
-        shapes = (asked.m,), (asked.local_groups, asked.n)
-        pairs = zip((down, across), shapes, strict=True)
-        return [None if s is None else jnp.broadcast_to(s, shape) for s, shape in pairs]
-
-    operands = (_values(lhs), _values(rhs), sizes, first)
-    return in_parts(asked, step, operands, scales, lambda inner, *given: run(inner, pins, *given))
-
-
-def blocks_of(asked: Problem, lhs: Operand, rhs: Operand) -> int:
-    """How long blocks are that some kernels know: 1 x 128 of rows by 128 x 128 of weights; 0 if they are others."""
-    if asked.form is not Form.ROWS or not (isinstance(lhs, Scaled) and isinstance(rhs, Scaled)):
-        return 0
-    fits = asked.k > BLOCKS and lhs.total is None and rhs.total is None
-    same = lhs.dtype == rhs.dtype and lhs.block == (1, BLOCKS) and rhs.block == (1, BLOCKS, BLOCKS)
-    return BLOCKS if fits and same else 0
+    if isinstance(rhs, Scaled) and _short(rhs, k_axis) and rhs.scale.shape[3 - k_axis] == 1:
+        each = jnp.squeeze(rhs.scales(), 3 - k_axis)  # [g or 1, k]
+        if each.shape[0] > 1:
+            each = jnp.take(each, local_group(problem, sizes, first), axis=0)
+        each = jnp.where(owned(problem, sizes, first)[:, None], each, 1)  # unowned rows have no scales
+        lhs = (lhs.dequantize() if isinstance(lhs, Scaled) else lhs) * each
+        rhs = _values(rhs)
+    epilogue, scales = problem.epilogue, []
+    if isinstance(lhs, Scaled):
+        by_row, block = _along_k(lhs, 1)  # [m or 1, k / block or 1]
+        by_row = jnp.broadcast_to(by_row, (problem.m, by_row.shape[1]))
+        scales.append(by_row if block else by_row[:, 0])
+        epilogue = dataclasses.replace(epilogue, by_row=True, row_block=block)
+    if isinstance(rhs, Scaled):
+        by_column, block, across = _column_scales(rhs.mT if problem.transpose_rhs else rhs)
+        groups = (problem.local_groups, *by_column.shape[1:])
+        scales.append(jnp.broadcast_to(by_column, groups if block else (problem.local_groups, problem.n)))
+        epilogue = dataclasses.replace(epilogue, by_column=True, column_block=(block, across) if block else (0, 1))
+    x, y = _values(lhs), _values(rhs)
+    return problem.replace(lhs=np.dtype(x.dtype), rhs=np.dtype(y.dtype), epilogue=epilogue), (x, y), scales
 
 
-def _often(x: Operand, axis: int) -> bool:
-    """Whether scales change along an axis more often than products can be cut."""
-    return _parts(x, axis) > 1 and x.block[axis] < SHORT
+def _column_scales(rhs: Scaled) -> tuple[Array, int, int]:
+    """Scales of weights [g, k, n]: `[g or 1, k / block, n / across]`, or `[g or 1, n or 1]` if constant along k."""
+    scale, block = _along_k(rhs, 1)
+    if not block:
+        return expanded(scale, (1, 1, rhs.block[2]), (*scale.shape[:2], rhs.shape[2]))[:, 0], 0, 1
+    return scale, block, rhs.block[2]
 
 
-def _across(x: Scaled, axis: int, at: Any) -> Array:
-    """The scales at a place along an axis, without that axis: float32, 1 long where they are all the same."""
-    scale = jnp.asarray(x.scale)
-    if scale.shape[axis] > 1:
-        scale = lax.dynamic_slice_in_dim(scale, at // x.block[axis], 1, axis)
-    scale = expanded(scale.astype(jnp.float32), x.block, x.shape)
-    scale = scale if x.ndim == 2 else jnp.squeeze(scale, axis)
-    return scale if x.total is None else scale * x.total
+def _along_k(x: Scaled, axis: int) -> tuple[Array, int]:
+    """The scales in float32, expanded along all leading axes but k, and the length of blocks along k; 0: all of k."""
+    scale = jnp.asarray(x.scale).astype(jnp.float32)
+    scale = scale if x.total is None else scale * x.total
+    block = x.block[axis] if scale.shape[axis] > 1 else 0
+    lengths = tuple(length if i == 0 else 1 for i, length in enumerate(x.block))
+    return expanded(scale, lengths, (x.shape[0], *scale.shape[1:])), block
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Contraction: the sum runs along the rows
-
-
-def _contraction(asked: Problem, pins: Pins, lhs: Operand, rhs: Operand, sizes: Array, first: Array) -> Array:
-    """[g, k, n]. Scales of rows go to rhs; of columns, to the result; of both at once, to the operand itself."""
-    row = int(asked.transpose_lhs)  # the axis of the sum in lhs
-    left, right = (_split(x, axis) for x, axis in ((lhs, row), (rhs, 0)))
-    x, y = left[0], right[0]
-    mine = owned(asked, sizes, first)
-    for rows in (left[1], right[1]):  # [m]; rows of nobody have no scales
+def _contraction_scales(
+    problem: Problem, lhs: Array | Scaled, rhs: Array | Scaled, sizes: Array, first: Array
+) -> tuple[Problem, tuple[Array, Array], list[Array]]:
+    """Scales of a contraction: those of rows go to rhs, those of columns to the result, both at once to the operand."""
+    left, right = _split(lhs, int(problem.transpose_lhs)), _split(rhs, 0)
+    x, y = left.values, right.values
+    mine = owned(problem, sizes, first)
+    for rows in (left.rows, right.rows):  # [m]; unowned rows have no scales
         y = y if rows is None else y.astype(accumulator(y.dtype, np.float32)) * jnp.where(mine, rows, 1)[:, None]
     scales = [
-        jnp.broadcast_to(s, (asked.local_groups, size))
-        for s, size in ((left[2], asked.k), (right[2], asked.n))
+        jnp.broadcast_to(s, (problem.local_groups, size))
+        for s, size in ((left.columns, problem.k), (right.columns, problem.n))
         if s is not None
     ]
-    ends = Epilogue(by_row=left[2] is not None, by_column=right[2] is not None)
-    inner = asked.replace(lhs=np.dtype(x.dtype), rhs=np.dtype(y.dtype), epilogue=ends)
-    return run(inner.replace(out=accumulator(inner.acc, np.float32)), pins, x, y, sizes, first, *scales)
+    epilogue = dataclasses.replace(
+        problem.epilogue, by_row=left.columns is not None, by_column=right.columns is not None
+    )
+    return problem.replace(lhs=np.dtype(x.dtype), rhs=np.dtype(y.dtype), epilogue=epilogue), (x, y), scales
 
 
-def _split(x: Operand, axis: int) -> tuple[Array, Array | None, Array | None]:
-    """The values of an operand, the scales of its rows, which lie along an axis, and of its columns."""
+class _Split(NamedTuple):
+    """The values of an operand of a contraction, and the scales of its rows [m] or of its columns."""
+
+    values: Array
+    rows: Array | None = None
+    columns: Array | None = None
+
+
+def _split(x: Array | Scaled, axis: int) -> _Split:
+    """An operand whose rows lie along `axis`, separated from its scales; dequantized if both axes have scales."""
     if not isinstance(x, Scaled):
-        return x, None, None
-    by_row, by_column = _parts(x, axis) > 1, _parts(x, 1 - axis) > 1
+        return _Split(x)
+    by_row, by_column = (x.scale.shape[i] > 1 for i in (axis, 1 - axis))
     if by_row and by_column:
-        return x.dequantize(), None, None
-    scales = jnp.broadcast_to(x.scales(), x.shape)
-    along = lax.index_in_dim(scales, 0, 1 - axis if by_row else axis, keepdims=False)
-    return (_values(x), along, None) if by_row else (_values(x), None, along)
+        return _Split(x.dequantize())
+    which = axis if by_row else 1 - axis  # the axis along which scales may differ; the other has one
+    along = jnp.broadcast_to(jnp.squeeze(x.scales(), 1 - which), (x.shape[which],))
+    return _Split(_values(x), rows=along) if by_row else _Split(_values(x), columns=along)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Either
+def _short(x: Scaled, axis: int) -> bool:
+    """Whether scales change along an axis more often than it is worth to split a product."""
+    return x.scale.shape[axis] > 1 and x.block[axis] < SHORT
 
 
-def _parts(x: Operand, axis: int) -> int:
-    """How many scales there are along an axis."""
-    return x.scale.shape[axis] if isinstance(x, Scaled) else 1
-
-
-def _values(x: Operand) -> Array:
+def _values(x: Array | Scaled) -> Array:
     if not isinstance(x, Scaled):
         return x
     return jnp.asarray(x.values).astype(WHOLE.get(x.values.dtype.name, x.values.dtype))
-
-
-def operand(name: str, x: Any) -> Operand:
-    """An argument as an array, or a `Scaled` that holds together: its own, or one of a `qwix.QArray`."""
-    if is_qarray(x):
-        x = from_qarray(name, x)
-    if not isinstance(x, Scaled):
-        return what.as_array(name, x)
-    shape, scale = jnp.shape(x.values), jnp.shape(x.scale)
-    if len(x.block) != len(shape) or (0 in x.block and 0 not in shape):
-        raise ValueError(f"{name}: want blocks of a length along each axis of {shape}; got {x.block}")
-    if x.total is not None and jnp.shape(x.total) != ():
-        raise ValueError(f"{name}: want one total; got an array of shape {jnp.shape(x.total)}")
-    want = tuple(-(-size // max(length, 1)) for size, length in zip(shape, x.block, strict=True))
-    if 0 in shape:  # no entries: any scales will do, and these broadcast
-        return dataclasses.replace(x, scale=jnp.ones([max(count, 1) for count in want], x.scale.dtype))
-    if scale != want:
-        raise ValueError(f"{name}: want a scale for each block of {x.block}, shape {want}; got {scale}")
-    return x

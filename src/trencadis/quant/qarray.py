@@ -1,4 +1,4 @@
-"""Quantized arrays of qwix, known by what they have: qwix itself is never imported."""
+"""Quantized arrays of qwix, recognized by their attributes: qwix itself is never imported."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ ATTRIBUTES = ("qvalue", "scale", "zero_point", "qtype")
 
 
 def is_qarray(x: Any) -> bool:
-    """Whether x is a `qwix.QArray`, or looks like one."""
+    """Whether x is a `qwix.QArray`, or has the attributes of one."""
     return all(hasattr(x, name) for name in ATTRIBUTES)
 
 
 def from_qarray(name: str, x: Any) -> Scaled:
-    """A `Scaled` of the very values of a `qwix.QArray`, or an error that names the argument.
+    """A `Scaled` with the values and scales of a `qwix.QArray`, not copied; errors start with the argument's name.
 
-    There the shape of the scales says how many tiles an axis has; here the length of a tile is said.
+    A QArray tells the number of blocks along an axis, by the shape of its scales; a Scaled tells the length of a block.
     """
     if x.zero_point is not None:
         raise ValueError(f"{name}: want a QArray without a zero_point, as absmax calibrates it; got one with it")
@@ -30,4 +30,7 @@ def from_qarray(name: str, x: Any) -> Scaled:
     if len(shape) != len(counts) or any(uneven):
         raise ValueError(f"{name}: want a number of scales along each axis that divides it, {shape}; got {counts}")
     block = tuple(size // count if size else 1 for size, count in zip(shape, counts, strict=True))
-    return Scaled(x.qvalue, x.scale, kind, block)
+    try:
+        return Scaled(x.qvalue, x.scale, kind, block)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}.{error}") from None

@@ -1,4 +1,4 @@
-"""`Recipe`: what a layer quantizes as it trains, and how."""
+"""`Recipe`: which operands a layer quantizes during training, and how."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from typing import Any
 
 import jax
 
-from trencadis.quant.formats import Format, format_of
-from trencadis.quant.scaled import Scaled, calibrated
+from trencadis.quant.formats import Format, FormatLike, format_name, format_of
+from trencadis.quant.scaled import Granularity, Scaled, block_shape, calibrated
 
 Array = jax.Array
-Way = str | tuple[str, Any] | None  # a format, or a format and a granularity
+Choice = FormatLike | tuple[FormatLike, Any] | None  # a format, or a format and a granularity
+
+_NDIM = {"lhs": 2, "rhs": 3, "grad": 2}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
-    """What `grouped_dense` quantizes on its way: each a format, a pair (format, granularity), or None for nothing.
+    """What `grouped_dense` quantizes: for each operand a format, a pair (format, granularity), or None for nothing.
 
-    Formats and granularities are those of `quantize`. A granularity is that of x as `[m, k]`, of kernel as `[g, k, n]`
-    and of the gradient as `[m, n]`, with the axes merged that are summed over, and those that are not.
+    Formats and granularities are those of `quantize`. A granularity applies to x as `[m, k]`, to the kernel as
+    `[g, k, n]` and to the gradient as `[m, n]`, after all contracted axes are merged into k and the others into m or n.
 
     Attributes:
-      lhs: x; by default one scale for each row. Rows that no group owns never count.
-      rhs: the kernel; by default one scale for each column of each group.
-      grad: the gradient of the result, as both products of the backward pass read it. In that of d x the sum runs
-        along n: by default there is one scale for each row. In that of d kernel it runs along the rows: there is
-        one for each column of each group, whatever the granularity is.
+      lhs: x; by default with one scale for each row. Unowned rows have no effect on scales.
+      rhs: the kernel; by default with one scale for each column of each group.
+      grad: the gradient of the result, which both products of the backward pass read. The one for d x contracts n, and
+        by default has one scale for each row. The one for d kernel contracts the rows, and always has one scale for
+        each column of each group.
 
-    Block formats have blocks along the sum by default; in d kernel, float32 scales as the others.
+    Block formats have their blocks along the contracted axis by default; for d kernel they use float32 scales, one for
+    each column of each group.
 
     >>> Recipe(lhs="int8", rhs="int8")
     Recipe(lhs='int8', rhs='int8', grad=None)
@@ -37,64 +40,68 @@ class Recipe:
     ('float8_e4m3fn', (1, 128, 128))
     """
 
-    lhs: Way = None
-    rhs: Way = None
-    grad: Way = None
+    lhs: Choice = None
+    rhs: Choice = None
+    grad: Choice = None
 
     def __post_init__(self) -> None:
-        for name in ("lhs", "rhs", "grad"):
+        for name in _NDIM:
             object.__setattr__(self, name, _checked(name, getattr(self, name)))
 
-    def bound(self, name: str, most: Array) -> Array:
-        """What scales of lhs, rhs or grad are made for, where these are the largest magnitudes: those."""
+    def bound(self, name: str, absmax: Array) -> Array:
+        """The magnitudes to calibrate scales of lhs, rhs or grad against; override it to change the calibration."""
         del name
-        return most
+        return absmax
 
-    def rows(self, x: Array) -> Any:
-        """X `[m, k]` as it is multiplied."""
+    def rows(self, x: Array) -> Array | Scaled:
+        """x [m, k] as it is multiplied: quantized as the recipe says for lhs, or as it is."""
         return self._quantized("lhs", x, "row", None)
 
-    def weights(self, w: Array) -> Any:
-        """A kernel `[g, k, n]` as it is multiplied."""
-        return self._quantized("rhs", w, "column", lambda kind: (1, kind.block, 1))
+    def weights(self, w: Array) -> Array | Scaled:
+        """A kernel [g, k, n] as it is multiplied: quantized as the recipe says for rhs, or as it is."""
+        return self._quantized("rhs", w, "column", 1)
 
-    def gradient(self, y: Array) -> Any:
-        """A gradient `[m, n]`, as d x reads it."""
+    def gradient(self, y: Array) -> Array | Scaled:
+        """A gradient [m, n] as the product for d x reads it: quantized as the recipe says for grad, or as it is."""
         return self._quantized("grad", y, "row", None)
 
     @property
     def summed(self) -> Format:
-        """The format of a gradient as d kernel reads it: without blocks of its own."""
+        """The format of a gradient in the product for d kernel: that of grad, with float32 scales and no blocks."""
         assert self.grad is not None
         kind = format_of(_pair(self.grad)[0])
         return dataclasses.replace(kind, scales=format_of("int8").scales, block=0, total=False)
 
-    def _quantized(self, name: str, x: Array, usual: Any, blocks: Any) -> Array | Scaled:
-        """X as the recipe has it. Where it has no granularity, that is `usual`, or `blocks` in a block format."""
-        way = getattr(self, name)
-        if way is None:
+    def _quantized(self, name: str, x: Array, usual: str, axis: int | None) -> Array | Scaled:
+        """x as the recipe has it; without a granularity that is `usual`, or blocks along an axis in a block format."""
+        choice = getattr(self, name)
+        if choice is None:
             return x
-        format, granularity = _pair(way)
+        format, granularity = _pair(choice)
         kind = format_of(format)
-        if granularity is None:
-            granularity = usual if not kind.block else None if blocks is None else blocks(kind)
+        if granularity is None and not kind.block:
+            granularity = usual
+        elif granularity is None and axis is not None:
+            granularity = tuple(kind.block if i == axis else 1 for i in range(x.ndim))
         return calibrated(x, kind, granularity, functools.partial(self.bound, name))
 
 
-def _checked(name: str, way: Any) -> Way:
-    """None, a format or a pair; an error that names the argument otherwise."""
-    if way is None:
+def _checked(name: str, choice: Any) -> Choice:
+    """The choice for an operand, with formats by name; raises an error that names the operand if it makes no sense."""
+    if choice is None:
         return None
-    if not isinstance(way, str) and not (isinstance(way, (tuple, list)) and len(way) == 2):
-        raise TypeError(f"{name}: want None, a format, or a pair of a format and a granularity; got {way!r}")
+    if len(choice) != 2 if isinstance(choice, (tuple, list)) else not format_name(choice):
+        raise TypeError(f"{name}: want None, a format, or a pair of a format and a granularity; got {choice!r}")
     try:
-        format, granularity = _pair(way)
-        kind = format_of(format).name
+        format, granularity = _pair(choice)
+        kind = format_of(format)
+        block_shape(kind, granularity, (1,) * _NDIM[name])
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name}: {error}") from None
-    given = granularity if granularity is None or isinstance(granularity, str) else tuple(granularity)
-    return kind if given is None else (kind, given)
+    given = tuple(granularity) if isinstance(granularity, list) else granularity
+    return kind.name if given is None else (kind.name, given)
 
 
-def _pair(way: Any) -> tuple[str, Any]:
-    return (way, None) if isinstance(way, str) else tuple(way)
+def _pair(choice: Any) -> tuple[FormatLike, Granularity]:
+    """The format and the granularity of a choice; without a granularity, None."""
+    return (choice[0], choice[1]) if isinstance(choice, (tuple, list)) else (choice, None)

@@ -1,10 +1,11 @@
-"""Training through quantized operands: a layer with the gradients of its numbers, computed from quantized ones.
+"""Training with quantized operands: the forward and backward products of a layer that quantizes as it runs.
 
-    forward     y = q @ r                                           q, r: x and kernel, quantized once
-    d x         (d y * column scales of r) @ values of r, turned    a scale of r runs along this sum: it goes to d y
-    d kernel    values of q, turned @ (d y * row scales of q)       and so does one of q along that
+    forward     y = q @ r                                    q, r: x and kernel, quantized once
+    d x         (d y * column scales of r) @ values of rᵀ    scales of r vary along this sum, so they are applied to d y
+    d kernel    values of qᵀ @ (d y * row scales of q)       and likewise the scales of q
 
-Quantization counts as the identity (straight-through). All that the backward pass keeps of x and kernel are q and r.
+The gradient of quantization is the identity (straight-through estimator). Of x and kernel, the backward pass keeps only
+the quantized q and r.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from trencadis.api.matmul import grouped_matmul, sizes_and_window, transposed_grouped_matmul
-from trencadis.core import problem as what
-from trencadis.core.autodiff import activate
-from trencadis.core.epilogue import Activation, Epilogue, check_activation
+from trencadis.core import arguments, unfused
+from trencadis.core.epilogue import Epilogue, static_activation
 from trencadis.core.jax_compat import replicated, vary_alike
 from trencadis.core.problem import Problem
 from trencadis.core.spans import local_group, owned
 from trencadis.core.tiling import Tilings, resolve
+from trencadis.quant.product import Options, Steps, contraction_product, rows_product, sizes_and_window
 from trencadis.quant.recipe import Recipe
 from trencadis.quant.scaled import Scaled
 
@@ -36,27 +36,25 @@ Operand = Any  # an array or a Scaled
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """All of a layer that is no array."""
+    """The static description of a quantized layer: its problem, recipe and options."""
 
     asked: Problem  # of x and kernel as they came
     recipe: Recipe
-    backend: str | None
-    interpret: bool
+    options: Options
     tilings: Tilings  # of its three products, in the m, k and n of the first
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of every product."""
-        return {"precision": self.asked.precision, "backend": self.backend, "interpret": self.interpret}
+    def tiled(self, tiling: Any) -> Options:
+        """The options of one product, with its tiling."""
+        return dataclasses.replace(self.options, tiling=tiling)
 
 
 class Rows(NamedTuple):
-    """Whose the rows are."""
+    """Which group owns each row."""
 
     sizes: Array  # [groups]
     first: Array  # []
-    group: Array  # i32[m]: the local group; some group for rows that nobody owns
-    mine: Array  # bool[m, 1]: whether one owns it
+    group: Array  # i32[m]: the local group of each row; an arbitrary one for unowned rows
+    mine: Array  # bool[m, 1]: whether a local group owns the row
 
 
 def trained(
@@ -65,41 +63,44 @@ def trained(
     w: Array,
     group_sizes: Any,
     dtype: Any,
+    options: Options = Options(),
+    steps: Steps = Steps(),
     *,
-    bias: Any = None,
-    activation: Activation | None = None,
+    transpose_rhs: bool = False,
+    group_offset: Any = None,
     weights: Operand = None,
-    **options: Any,
 ) -> Array:
-    """`grouped_matmul` of rows `[m, k]` and weights that a recipe quantizes on the way, differentiable in both.
+    """`grouped_matmul` of rows `[m, k]` and weights, both quantized by a recipe first, differentiable in both.
 
-    Who has quantized the weights already passes them too.
+    Weights that are quantized already are passed as `weights`, beside the array that gets their gradient.
     """
     _check(recipe, x, w)
-    group_offset, turned = options.pop("group_offset"), options.pop("transpose_rhs")
-    asked = what.rows_problem(
-        x, w, group_sizes, dtype, transpose_rhs=turned, precision=options.pop("precision"),
+    bias, _, activation = steps
+    asked = arguments.rows_problem(
+        x, w, group_sizes, dtype, transpose_rhs=transpose_rhs, precision=options.precision,
         epilogue=Epilogue(bias=None if bias is None else np.dtype(bias.dtype)),
     )  # fmt: skip
     if activation is not None:
-        check_activation(activation, asked.sum, asked.out)
+        static_activation(activation, asked.sum, asked.out)
     x, w, sizes, first = vary_alike(*map(replicated, (x, w, *sizes_and_window(asked, group_sizes, group_offset))))
     if 0 in (asked.m, asked.k, asked.n, asked.local_groups):
         recipe = Recipe()  # there is nothing to take a scale from
     kept = asked.out if bias is None and activation is None else np.dtype(np.float32)
-    tilings = resolve(options.pop("tiling", None), asked.m, asked.k, asked.n)
-    layer = Layer(asked=asked.replace(out=kept), recipe=recipe, tilings=tilings, **options)
+    tilings = resolve(options.tiling, asked.m, asked.k, asked.n)
+    layer = Layer(asked=asked.replace(out=kept), recipe=recipe, options=options, tilings=tilings)
     rows = _whose(asked, sizes, first)
-    counted = x if recipe.lhs is None else jnp.where(rows.mine, x, 0)  # no scale comes from a row that nobody owns
+    counted = x if recipe.lhs is None else jnp.where(rows.mine, x, 0)  # unowned rows have no part in scales
     q = _once(x, recipe.rows(counted))
-    r = _once(w, _turned(recipe.weights(_turned(w, turned)), turned) if weights is None else weights)
+    if weights is None:
+        weights = _transposed(recipe.weights(_transposed(w, transpose_rhs)), transpose_rhs)
+    r = _once(w, weights)
     multiply = _straight if recipe.grad is None else _backward_quantized
     z = multiply(layer, x, w, q, r, rows)
     if bias is not None:
         z = z + jnp.where(rows.mine, jnp.take(bias.astype(jnp.float32), rows.group, axis=0), 0)
     if activation is None:
         return z.astype(asked.out)
-    return activate(asked, activation, z, sizes, first)
+    return unfused.activate(asked, activation, z, sizes, first)
 
 
 def _check(recipe: Any, x: Array, w: Array) -> None:
@@ -114,8 +115,8 @@ def _whose(asked: Problem, sizes: Array, first: Array) -> Rows:
     return Rows(sizes[0], first[0], local_group(asked, sizes, first), owned(asked, sizes, first)[:, None])
 
 
-def _turned(x: Any, turned: bool) -> Any:
-    return x.mT if turned else x
+def _transposed(x: Any, transposed: bool) -> Any:
+    return x.mT if transposed else x
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def _turned(x: Any, turned: bool) -> Any:
 
 
 def _once(x: Array, q: Operand) -> Operand:
-    """What stands for x in products: a constant, which still knows whether x is differentiated."""
+    """The quantized x as a constant to autodiff, which still records whether x is differentiated."""
     if not isinstance(q, Scaled):
         return q
     q = lax.stop_gradient(q)
@@ -142,7 +143,7 @@ def _marked_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 @jax.custom_jvp
 def _last(x: Array) -> Array:
-    """X, of which nobody takes a derivative: products would say 0, since it is a constant to them."""
+    """x itself, whose derivative raises an error instead of the 0 that quantized products would give."""
     return x
 
 
@@ -155,17 +156,17 @@ def _last_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _constant(q: Operand) -> Operand:
-    """What stands for x, in a gradient."""
+    """The quantized operand as it enters a gradient: differentiating it once more is an error."""
     return dataclasses.replace(q, scale=_last(q.scale)) if isinstance(q, Scaled) else q
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Gradients that are not quantized: tangents are products with constants, and the calculus transposes these
+# Gradients that are not quantized: tangents are products with constants, which the autodiff rules transpose
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _straight(layer: Layer, x: Array, w: Array, q: Operand, r: Operand, rows: Rows) -> Array:
-    """Q times r, with the derivatives of x times w."""
+    """The product of q and r, with the derivatives of the product of x and w."""
     return _multiplied(layer, q, r, rows)
 
 
@@ -182,18 +183,19 @@ _straight.defjvp(_straight_jvp, symbolic_zeros=True)
 
 
 def _multiplied(layer: Layer, lhs: Operand, rhs: Operand, rows: Rows) -> Array:
-    turned = layer.asked.transpose_rhs
-    options = {"transpose_rhs": turned, "group_offset": rows.first, "tiling": layer.tilings, **layer.options}
-    return grouped_matmul(lhs, rhs, rows.sizes, layer.asked.out, **options)
+    return rows_product(
+        lhs, rhs, rows.sizes, layer.asked.out, layer.tiled(layer.tilings),
+        transpose_rhs=layer.asked.transpose_rhs, group_offset=rows.first,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Gradients that are quantized: each of the two products reads numbers of few bits of its own
+# Gradients that are quantized: each of the two products quantizes the cotangent for itself
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _backward_quantized(layer: Layer, x: Array, w: Array, q: Operand, r: Operand, rows: Rows) -> Array:
-    """Q times r, with gradients of x times w that quantize what comes back. JAX refuses forward mode."""
+    """The product of q and r, with gradients of x and w from a quantized cotangent; JAX refuses forward mode."""
     return _multiplied(layer, q, r, rows)
 
 
@@ -212,46 +214,50 @@ _backward_quantized.defvjp(_forward, _backward)
 
 
 def _d_rows(layer: Layer, ct: Array, r: Operand, rows: Rows) -> Array:
-    """Ct [m, n] x r [g, k, n] -> [m, k]. Scales of r that do not change along k go to ct before it is quantized."""
+    """ct [m, n] x r [g, k, n] -> [m, k]. Scales of r that do not change along k go to ct before it is quantized."""
     asked = layer.asked
     axis = 2 if asked.transpose_rhs else 1  # k
     if isinstance(r, Scaled) and r.scale.shape[axis] == 1:
         by_group = jnp.squeeze(r.scales(), axis)  # [g or 1, n]
         each = by_group if by_group.shape[0] == 1 else jnp.take(by_group, rows.group, axis=0)
         ct, r = jnp.where(rows.mine, ct * each, 0), _bare(r)
-    options = {"transpose_rhs": not asked.transpose_rhs, "group_offset": rows.first, **layer.options}
     tile = layer.tilings.d_lhs and layer.tilings.d_lhs.swapped()  # k and n change places
-    return grouped_matmul(layer.recipe.gradient(ct), r, rows.sizes, asked.lhs, tile, **options)
+    return rows_product(
+        layer.recipe.gradient(ct), r, rows.sizes, asked.lhs, layer.tiled(tile),
+        transpose_rhs=not asked.transpose_rhs, group_offset=rows.first,
+    )  # fmt: skip
 
 
 def _d_weights(layer: Layer, ct: Array, q: Operand, rows: Rows) -> Array:
-    """Q [m, k] x ct [m, n] -> [g, k, n]. Scales of q that do not change along k go to ct before it is quantized."""
-    asked, turned = layer.asked, layer.asked.transpose_rhs
+    """q [m, k] x ct [m, n] -> [g, k, n]. Scales of q that do not change along k go to ct before it is quantized."""
+    asked, transposed = layer.asked, layer.asked.transpose_rhs
     if isinstance(q, Scaled) and q.scale.shape[1] == 1:
         ct, q = jnp.where(rows.mine, ct * q.scales(), 0), _bare(q)
     y, scale = _by_column(layer.recipe, ct, rows, asked.local_groups)
-    options = {"num_actual_groups": asked.local_groups, "group_offset": rows.first, **layer.options}
     lhs: Operand
     rhs: Operand
-    lhs, rhs = (y, q) if turned else (q, y)
-    tile = layer.tilings.d_rhs and (layer.tilings.d_rhs.swapped() if turned else layer.tilings.d_rhs)
-    out = transposed_grouped_matmul(lhs, rhs, rows.sizes, jnp.float32, tile, transpose_lhs=True, **options)
-    return (out * jnp.expand_dims(scale, 2 if turned else 1)).astype(asked.rhs)
+    lhs, rhs = (y, q) if transposed else (q, y)
+    tile = layer.tilings.d_rhs and (layer.tilings.d_rhs.swapped() if transposed else layer.tilings.d_rhs)
+    out = contraction_product(
+        lhs, rhs, rows.sizes, jnp.float32, layer.tiled(tile),
+        transpose_lhs=True, window=(rows.first, asked.local_groups),
+    )  # fmt: skip
+    return (out * jnp.expand_dims(scale, 2 if transposed else 1)).astype(asked.rhs)
 
 
 def _by_column(recipe: Recipe, y: Array, rows: Rows, groups: int) -> tuple[Scaled, Array]:
-    """Rows [m, n] as numbers of few bits, and their scales: one for each column of each group, [g, n].
+    """Quantized rows [m, n], and their scales [g, n]: one for each column of each group.
 
-    Such scales are factors of the sums over a group. Groups do not share them: neither a large row nor NaN in one tells
-    in another.
+    Such scales are factors of the sums over a group. Groups do not share them, so that neither a large row nor a NaN in
+    one group changes another.
     """
     kind = recipe.summed
     most = jax.ops.segment_max(jnp.abs(y), rows.group, groups, indices_are_sorted=True)
     scale = kind.scale_of(recipe.bound("grad", jnp.maximum(most, 0)))  # that of no rows is -inf
     values = kind.rounded(y / jnp.take(scale, rows.group, axis=0))
-    return _bare(Scaled(values, scale, kind.name, values.shape)), scale
+    return Scaled(values, jnp.ones((1, 1), jnp.float32), kind.name, values.shape), scale
 
 
 def _bare(x: Scaled) -> Scaled:
-    """The values alone."""
+    """The stored values with a scale of 1."""
     return Scaled(x.values, jnp.ones([1] * x.ndim, jnp.float32), x.format, x.shape)

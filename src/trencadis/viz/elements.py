@@ -1,4 +1,4 @@
-"""The elements of a picture: paper, words and shapes as SVG text, with nothing but the standard library."""
+"""The elements of a picture as SVG text: the page, words and shapes, with nothing but the standard library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNOWNED = 'fill="url(#trencadis-unowned)"'
 
 
 def page(title: str, height: float, parts: Iterable[str]) -> str:
-    """The document: paper with a title, and what is drawn on it."""
+    """The SVG document: a page with a title, and the parts that are drawn on it."""
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" class="trencadis" role="img" aria-label="{title}" '
         f'width="{WIDTH:g}" height="{num(height)}" viewBox="0 0 {WIDTH:g} {num(height)}">',
@@ -40,19 +40,19 @@ def page(title: str, height: float, parts: Iterable[str]) -> str:
 
 
 def count(n: int, thing: str) -> str:
-    """A number of things, in words."""
+    """A number with thousands separated, and what it counts, in the singular or the plural."""
     return f"{n:,} {thing}" if n == 1 else f"{n:,} {thing}s"
 
 
 def label(group: int, x: float, y: float, width: float, height: float, least: float) -> Iterator[str]:
-    """The number of a group in the middle of a box, unless it had to be smaller than the least size."""
+    """The number of a group in the middle of a box, unless its letters had to be smaller than the least size."""
     size = min(max(height * 0.46, min(height, 10.0)), 26.0, (width - 3) / (0.6 * len(str(group))))
     if size >= least:
         yield text(x + width / 2, y + height / 2 + size * 0.36, f"{group}", size, anchor="middle", fill=ink(group))
 
 
 def num(x: float) -> str:
-    """A coordinate in as few characters as a hundredth of a pixel needs."""
+    """A coordinate as text, rounded to a hundredth of a pixel."""
     return f"{x:.2f}".rstrip("0").rstrip(".")
 
 
@@ -67,7 +67,7 @@ def text(
     fill: str = "",
     weight: int = 0,
 ) -> str:
-    """Words, by where their foot starts, or where its middle or end is."""
+    """An SVG text whose baseline starts at (x, y), or has its middle or its end there."""
     look = f'fill="{fill}" ' if fill else f'class="faint" fill="{FAINT}" ' if faint else f'class="text" fill="{TEXT}" '
     look += f'font-weight="{weight}" ' if weight else ""
     middle = f'text-anchor="{anchor}" ' if anchor else ""
@@ -75,13 +75,13 @@ def text(
 
 
 def shape(kind: str, path: str, look: str, tip: str | None = None) -> str:
-    """A piece by its path, with words to be seen when it is pointed at."""
+    """An SVG path of a class, with a tooltip if there is one."""
     inside = f"><title>{tip}</title></path>" if tip else "/>"
     return f'<path class="{kind}" d="{path}" {look}{inside}'
 
 
 def dashed(x: float, y: float, width: float, height: float) -> str:
-    """The outline of a box in which nothing is."""
+    """The dashed outline of an empty box."""
     box = f'x="{num(x + 0.5)}" y="{num(y + 0.5)}" width="{num(max(width - 1, 0.5))}" height="{num(height - 1)}"'
     return f'<rect class="past line" {box} rx="2" fill="none" stroke="{LINE}" stroke-dasharray="3 3"/>'
 
@@ -94,7 +94,7 @@ def quad(
     slants: tuple[float, float] = (0.0, 0.0),
     radii: tuple[float, float] = (2.0, 2.0),
 ) -> str:
-    """Path of a piece: left and right edge lean by the slants; a side with a radius has round corners, and no slant."""
+    """The path of a box whose left and right edges lean by the slants; a side with a radius is rounded instead."""
     left, right = (min(radius, width / 2) for radius in radii)
     end, foot = x + width, y + height
     path = [f"M{num(x + slants[0] + left)} {num(y)}H{num(end + slants[1] - right)}"]
@@ -108,3 +108,17 @@ def quad(
         path.append(f"Q{num(x)} {num(foot)} {num(x)} {num(foot - left)}V{num(y + left)}")
         path.append(f"Q{num(x)} {num(y)} {num(x + left)} {num(y)}")
     return "".join([*path, "Z"])
+
+
+def visible(widths: list[float], joint: float) -> list[float]:
+    """The widths with slivers made wide enough to be seen, at the cost of the wider ones; unchanged if all are narrow.
+
+    >>> visible([1.0, 30.0, 60.0], joint=1.0)
+    [3.0, 29.357..., 58.642...]
+    """
+    least = 2.0 + joint
+    if len(widths) < 2 or sum(widths) < 3 * least * len(widths):
+        return widths
+    extra = [max(width - least, 0.0) for width in widths]
+    share = (sum(widths) - least * len(widths)) / sum(extra)
+    return [least + each * share for each in extra]

@@ -1,4 +1,4 @@
-"""The schedule as a thing to look at: which group works on which tile, and what it wastes."""
+"""Row tiles as a thing to look at: which rows a backend computes for which group, and what it wastes."""
 
 from __future__ import annotations
 
@@ -6,148 +6,178 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
-from trencadis.core import problem as what
-from trencadis.core.schedule import visits
-from trencadis.viz import svg, terminal
+from trencadis.core import arguments
+from trencadis.core.schedule import RowTile
+from trencadis.viz import mosaic_svg, mosaic_text
 from trencadis.viz.picture import Picture
+from trencadis.viz.terminal import Line, counted
 
-NOTEBOOK_LIMIT = 20_000  # visits; a notebook shows the text of anything larger
+NOTEBOOK_LIMIT = 20_000  # tiles; a notebook shows the text of anything larger
 
 
-class Cell(NamedTuple):
-    """What one visit works on: the rows `[start, end)` of a tile that belong to its group."""
+class Tile(NamedTuple):
+    """A tile of rows that is computed for one group."""
 
     group: int
-    tile: int
-    start: int
-    end: int
+    rows: range  # all rows that are computed
+    owned: range  # those of them that belong to the group
+
+
+class Rows(NamedTuple):
+    """The checked arguments of `show` that say which rows belong to which group."""
+
+    sizes: tuple[int, ...]  # of all groups
+    m: int
+    first: int  # the local groups are [first, first + local_groups)
+    local_groups: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)  # no slots: it caches
 class Mosaic(Picture):
-    """A schedule: groups of rows laid over tiles. Prints as text, draws as SVG, and counts. Made by `show`.
+    """Groups of rows and the tiles that cover them. Prints as text, draws as SVG, and counts. Made by `show`.
 
-    >>> mosaic = schedule([100, 150, 50], tile=128)
-    >>> mosaic.visits, mosaic.tiles, mosaic.shared, mosaic.unowned, mosaic.waste
-    (5, 3, (0, 1), 0, 0.53125)
+    >>> picture = mosaic([3, 0, 5], lambda start, end: [RowTile(range(start, start + 8), range(start, end))])
+    >>> picture.heights, picture.owned, picture.computed, picture.waste
+    ((8, 8), 8, 16, 0.5)
     """
 
     sizes: tuple[int, ...]  # of all groups
     m: int
-    tile: int  # rows of a tile
     first: int  # the local groups are [first, first + local_groups)
     local_groups: int
-    pairs: tuple[tuple[int, int], ...]  # the visits (group, tile), in order
+    cells: tuple[Tile, ...]  # in the order of their rows
+    note: str  # what was drawn: the backend, its target and the problem
 
     @property
-    def visits(self) -> int:
-        """How many (group, tile) pairs are worked on."""
-        return len(self.pairs)
+    def local(self) -> range:
+        """The groups whose rows are computed."""
+        return range(self.first, self.first + self.local_groups)
 
     @property
-    def tiles(self) -> int:
-        """How many tiles cover the m rows."""
-        return -(-self.m // self.tile)
+    def heights(self) -> tuple[int, ...]:
+        """The number of rows that are computed in each tile."""
+        return tuple(len(tile.rows) for tile in self.cells)
+
+    @property
+    def heights_count(self) -> dict[int, int]:
+        """How many tiles there are of each height, the tallest first."""
+        return dict(sorted(Counter(self.heights).items(), reverse=True))
+
+    @property
+    def heights_range(self) -> str:
+        """The least and the largest height of a tile in words, such as "8 to 64 rows"."""
+        low, high = min(self.heights, default=0), max(self.heights, default=0)
+        return counted(high, "row") if low == high else f"{low} to {counted(high, 'row')}"
 
     @property
     def owned(self) -> int:
-        """Rows of the local groups."""
-        return sum(self.sizes[self.first : self.first + self.local_groups])
+        """The number of rows that belong to local groups."""
+        return sum(self.sizes[group] for group in self.local)
 
     @property
     def unowned(self) -> int:
-        """Rows of no local group."""
+        """The number of rows that belong to no local group."""
         return self.m - self.owned
 
     @property
     def computed(self) -> int:
-        """Rows the visits compute: a whole tile for each."""
-        return self.visits * self.tile
+        """The number of rows that are computed, over all tiles."""
+        return sum(self.heights)
 
     @property
     def waste(self) -> float:
-        """The share of the computed rows that do not belong to the group of their visit."""
-        return 1 - self.owned / self.computed if self.visits else 0.0
+        """The share of the computed rows that do not belong to the group of their tile."""
+        return 1 - self.owned / self.computed if self.computed else 0.0
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
-        """The row after the last of each group."""
+        """The row after the last row of each group."""
         return tuple(itertools.accumulate(self.sizes))
-
-    @functools.cached_property
-    def visits_per_tile(self) -> tuple[int, ...]:
-        """For each tile, by how many groups it is visited."""
-        count = Counter(tile for _, tile in self.pairs)
-        return tuple(count[tile] for tile in range(self.tiles))
-
-    @property
-    def shared(self) -> tuple[int, ...]:
-        """The tiles that several groups visit."""
-        return tuple(tile for tile, count in enumerate(self.visits_per_tile) if count > 1)
 
     @property
     def empty(self) -> tuple[int, ...]:
-        """The local groups without rows."""
-        return tuple(g for g in range(self.first, self.first + self.local_groups) if self.sizes[g] == 0)
+        """The local groups that have no rows."""
+        return tuple(group for group in self.local if self.sizes[group] == 0)
 
-    def cells(self) -> Iterator[Cell]:
-        """The visits with their rows."""
-        for group, tile in self.pairs:
-            end = self.ends[group]
-            start = end - self.sizes[group]
-            yield Cell(group, tile, max(start, tile * self.tile), min(end, (tile + 1) * self.tile))
-
-    def lines(self, width: int) -> list[terminal.Line]:
+    def lines(self, width: int) -> list[Line]:
         """The lines of the text, with the colours of groups."""
-        return terminal.layout(self, width)
+        return mosaic_text.layout(self, width)
 
     def svg(self) -> str:
-        """The mosaic as an SVG document: a cell for each visit, a tile that groups share is broken."""
-        return svg.draw(self)
+        """The picture as an SVG document: one piece for each tile, as wide as the tile has rows."""
+        return mosaic_svg.draw(self)
 
     @property
     def huge(self) -> bool:
-        """Whether it is too much for a notebook, which then shows the text."""
-        return self.visits > NOTEBOOK_LIMIT
+        """Whether there are too many tiles for a notebook, which then shows the text."""
+        return len(self.cells) > NOTEBOOK_LIMIT
 
 
-def schedule(
-    group_sizes: Any, tile: Any, *, m: int | None = None, group_offset: Any = None, num_groups: int | None = None
+def mosaic(
+    group_sizes: npt.ArrayLike,
+    row_tiles: Callable[[int, int], Sequence[RowTile]],
+    *,
+    note: str = "",
+    m: int | None = None,
+    group_offset: npt.ArrayLike | None = None,
+    num_groups: int | None = None,
 ) -> Mosaic:
-    """The mosaic of sizes and a tile; arguments as in `show`.
+    """The picture of groups that a function cuts into tiles, given the first row of a group and the row after its last.
 
-    >>> schedule([3, 0, 5], tile=4).pairs
-    ((0, 0), (2, 0), (2, 1))
+    >>> mosaic([3, 0, 5], lambda start, end: [RowTile(range(start, end), range(start, end))]).heights
+    (3, 5)
+    """
+    rows = checked_rows(group_sizes, m, group_offset, num_groups)
+    return Mosaic(**rows._asdict(), cells=cells(rows, row_tiles), note=note)
+
+
+def cells(rows: Rows, row_tiles: Callable[[int, int], Sequence[RowTile]]) -> tuple[Tile, ...]:
+    """The tiles of all local groups that have rows, in order."""
+    bounds = list(itertools.accumulate(rows.sizes, initial=0))
+    local = range(rows.first, rows.first + rows.local_groups)
+    return tuple(
+        Tile(group, tile.rows, tile.owned)
+        for group in local
+        if rows.sizes[group]
+        for tile in row_tiles(bounds[group], bounds[group + 1])
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def checked_rows(
+    group_sizes: npt.ArrayLike, m: int | None, group_offset: npt.ArrayLike | None, num_groups: int | None
+) -> Rows:
+    """The arguments of `show` that describe rows and groups as Python integers, or an error that names one.
+
+    >>> checked_rows([3, 0, 5], None, 1, None)
+    Rows(sizes=(3, 0, 5), m=8, first=1, local_groups=2)
     """
     sizes = checked_sizes(group_sizes)
-    tile, m = _integer("tile", tile, at_least=1), sum(sizes) if m is None else _integer("m", m, at_least=0)
+    m = sum(sizes) if m is None else checked_int("m", m)
     if m >= 2**31:
         raise ValueError(f"m: want fewer than 2**31 rows; got {m}")
-    what.check_sizes(np.asarray(sizes, np.int64), m)
+    arguments.check_sizes(np.asarray(sizes, np.int64), m)
     first = known_first(group_offset, len(sizes))
     rest = len(sizes) - first
-    local = rest if num_groups is None else _integer("num_groups", num_groups, at_least=0)
+    local = rest if num_groups is None else checked_int("num_groups", num_groups)
     if local > rest:
         raise ValueError(f"num_groups: want at most {rest}, the groups from group_offset = {first} on; got {local}")
-    walk = _visits(jnp.asarray(sizes, jnp.int32), first, m=m, tile=tile, local=local)
-    return Mosaic(sizes=sizes, m=m, tile=tile, first=first, local_groups=local, pairs=tuple(walk.pairs()))
+    return Rows(sizes, m, first, local)
 
 
-@functools.partial(jax.jit, static_argnames=("m", "tile", "local"))
-def _visits(sizes: jax.Array, first: Any, *, m: int, tile: int, local: int) -> Any:
-    return visits(sizes, m, tile, first=first, local_groups=local)
-
-
-def known_first(group_offset: Any, groups: int) -> int:
+def known_first(group_offset: npt.ArrayLike | None, groups: int) -> int:
     """The first of the local groups as a Python integer, or an error."""
-    first = what.concrete(what.first_group(group_offset))
+    first = arguments.concrete(arguments.first_group(group_offset))
     if first is None:
         raise ValueError("group_offset: want a value known now; got a traced array")
     if not 0 <= int(first) <= groups:
@@ -155,8 +185,8 @@ def known_first(group_offset: Any, groups: int) -> int:
     return int(first)
 
 
-def checked_sizes(group_sizes: Any) -> tuple[int, ...]:
-    """The sizes as Python integers, or an error."""
+def checked_sizes(group_sizes: npt.ArrayLike) -> tuple[int, ...]:
+    """The group sizes as Python integers, or an error."""
     if isinstance(group_sizes, jax.core.Tracer):
         raise ValueError("group_sizes: want values known now; got a traced array")
     try:
@@ -172,7 +202,8 @@ def checked_sizes(group_sizes: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in sizes)
 
 
-def _integer(name: str, value: Any, *, at_least: int) -> int:
+def checked_int(name: str, value: object, *, at_least: int = 0) -> int:
+    """The value as a Python integer that is at least 0, or at least 1; or an error that names the argument."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < at_least:
         raise ValueError(f"{name}: want {'a positive' if at_least else 'a nonnegative'} int; got {value!r}")
     return int(value)

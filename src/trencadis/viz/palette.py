@@ -1,8 +1,8 @@
 """A colour for every group.
 
-Seven hues that stay apart for every kind of colour vision (Okabe and Ito), in an order in which neighbours differ in
-lightness too. Then the same hues as tints, then as shades: 21 colours, which repeat. Groups lie in order: what has to
-differ is a group from the next ones, not from all others.
+There are seven hues that stay apart for every kind of colour vision (Okabe and Ito), in an order in which neighbours
+differ in lightness too. The same hues follow as tints, then as shades: 21 colours, which repeat. Groups lie in order,
+so a group has to differ from the next few, and not from all others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[RGB, float], ...] = ((WHITE, 0.0), (WHITE, 0.55), (BLACK, 0.
 
 
 def colour(group: int) -> str:
-    """The colour of a group, for the terminal and for SVG.
+    """The colour of a group as a hexadecimal string, for the terminal and for SVG.
 
     >>> colour(0), colour(7), colour(21)
     ('#0072b2', '#8cc0dc', '#0072b2')

@@ -1,4 +1,4 @@
-"""A tensor of a grouped GEMM as a thing to look at: where the rectangle of each group lies in it."""
+"""One tensor in the picture of a grouped GEMM: where the rectangle of each group lies in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Kind(enum.StrEnum):
-    """How groups lie in a tensor."""
+    """How the groups of a tensor lie in its array."""
 
     ROWS = "ragged rows"
     COLUMNS = "ragged columns"
@@ -20,7 +20,7 @@ class Kind(enum.StrEnum):
 
 
 class Box(NamedTuple):
-    """A rectangle of entries, by its first row and column."""
+    """A rectangle of entries, given by its first row, its first column and its extents."""
 
     row: int
     column: int
@@ -42,13 +42,13 @@ class Panel:
     shape: tuple[int, ...]  # of the array of all groups
     first_dims: tuple[int, ...] | None
     last_dims: tuple[int, ...] | None
-    roles: str  # of each axis of a group: m, k or n, of which k is summed over
+    roles: str  # of each axis of a group: m, k or n; k is summed over
     split: int  # how many axes of a group go down
     local: range  # the groups that are multiplied; a stack holds no others
 
-    @property
+    @functools.cached_property
     def kind(self) -> Kind:
-        """How groups lie."""
+        """How the groups lie in the array."""
         ragged = self.first_dims is not None, self.last_dims is not None
         return {(True, False): Kind.ROWS, (False, True): Kind.COLUMNS, (True, True): Kind.FLAT}.get(ragged, Kind.STACK)
 
@@ -59,22 +59,22 @@ class Panel:
 
     @property
     def down(self) -> str:
-        """The roles of what goes down."""
+        """The roles of the axes that go down the page."""
         return "".join(sorted(set(self.roles[: self.split])))
 
     @property
     def across(self) -> str:
-        """The roles of what goes across."""
+        """The roles of the axes that go across the page."""
         return "".join(sorted(set(self.roles[self.split :])))
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Rows and columns of the array that bands lie in."""
+        """The numbers of rows and columns of the array that holds the bands of all groups."""
         return math.prod(self.shape[: self.split]), math.prod(self.shape[self.split :])
 
     @property
     def title(self) -> str:
-        """The shape, with a sign at the axes that are summed over."""
+        """The shape as text, with a Σ at the axes that are summed over."""
         if self.kind is Kind.FLAT:
             summed = {0: ", Σ down", 1: ", Σ across"}.get(self.roles.find("k"), "")
             return f"[{self.shape[0]}]{summed}"
@@ -83,7 +83,7 @@ class Panel:
         return f"[{', '.join(axes)}]"
 
     def shape_of(self, group: int) -> tuple[int, ...]:
-        """The shape of a group."""
+        """The shape of the part that belongs to a group."""
         first, last = self.first_dims, self.last_dims
         if first is not None and last is not None:
             return first[group], last[group]
@@ -92,20 +92,20 @@ class Panel:
         return self.shape[1:] if last is None else (*self.shape[:-1], last[group])
 
     def box(self, group: int) -> Box:
-        """Where a group lies in its array."""
+        """The rectangle of a group in its array."""
         shape = self.shape_of(group)
         rows, columns = math.prod(shape[: self.split]), math.prod(shape[self.split :])
         start = 0 if self.separate else self._bounds[group]
         return Box(0, start, rows, columns) if self.kind is Kind.COLUMNS else Box(start, 0, rows, columns)
 
     def where(self, group: int) -> str:
-        """The place of a group, as one would index the data."""
+        """The place of a group as an indexing expression, such as lhs[3:8]."""
         if self.kind is Kind.STACK:
             return f"{self.name}[{group - self.local.start}]"
         return self._slice(self._bounds[group], self._bounds[group + 1])
 
     def unowned(self) -> list[tuple[int, int]]:
-        """What no local group owns: ranges of rows, of columns, or of entries of a flat buffer."""
+        """The ranges of rows, of columns, or of entries of a flat buffer that no local group owns."""
         if self.kind is Kind.STACK:
             return []
         whole = self.shape[-1] if self.kind is Kind.COLUMNS else self.shape[0]
@@ -113,12 +113,12 @@ class Panel:
         return [(a, b) for a, b in ((0, mine[0]), (mine[1], whole)) if a < b]
 
     def unowned_places(self) -> list[str]:
-        """The same, as one would index the data."""
+        """The unowned ranges as indexing expressions, such as lhs[8:10]."""
         return [self._slice(a, b) for a, b in self.unowned()]
 
     @functools.cached_property
     def _bounds(self) -> tuple[int, ...]:
-        """Where each group starts, and where the last one ends, along what is ragged."""
+        """Where each group starts, and where the last one ends, along the ragged axis."""
         first, last = self.first_dims, self.last_dims
         if first is not None and last is not None:
             lengths = tuple(rows * columns for rows, columns in zip(first, last, strict=True))

@@ -1,4 +1,4 @@
-"""A product as a picture: lhs, rhs and the result side by side, the rectangle of each group in its colour.
+"""The picture of a grouped GEMM as SVG: lhs, rhs and the result side by side, each group in its colour.
 
 One scale holds for all three tensors. A dimension that would be a sliver beside the others is stretched, as a whole and
 wherever it occurs, so that sizes of one dimension can always be compared.
@@ -31,7 +31,7 @@ Rectangle = tuple[float, float, float, float]  # x, y, width, height
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """How large an entry is, and how matrices that lie apart are arranged: in columns, at one height in all tensors."""
+    """The size of an entry, and the arrangement of separate matrices: in columns, at one height in all tensors."""
 
     product: Product
     stretch: dict[str, float]  # by the role of a dimension
@@ -40,7 +40,7 @@ class _Plan:
     scale: float = 1.0
 
     def size(self, panel: Panel, group: int) -> tuple[float, float]:
-        """Width and height of a group."""
+        """The width and the height of a group in pixels."""
         box = panel.box(group)
         return box.columns * self.unit(panel.across), box.rows * self.unit(panel.down)
 
@@ -48,14 +48,14 @@ class _Plan:
         return self.scale * self.stretch[role]
 
     def widths(self, panel: Panel) -> list[float]:
-        """Of the columns of a tensor; a tensor in one piece is one column."""
+        """The widths of the columns of a tensor; a tensor in one piece is one column."""
         if not panel.separate:
             return [panel.extent[1] * self.unit(panel.across)]
         each = [self.size(panel, group)[0] for group in panel.local]
         return [max(each[i : i + self.per]) for i in range(0, len(each), self.per)]
 
     def heights(self) -> list[float]:
-        """Of the lines of matrices, the same in all tensors."""
+        """The heights of the lines of matrices, which are the same in all tensors."""
         apart = [panel for panel in self.product.panels if panel.separate]
         each = [max((self.size(panel, group)[1] for panel in apart), default=0.0) for group in self.product.local]
         return [max(each[i :: self.per]) for i in range(min(self.per, len(each)))]
@@ -69,11 +69,11 @@ class _Plan:
         return _spaced(self.widths(panel), self.gap)
 
     def slot(self, panel: Panel) -> float:
-        """The width that a tensor takes on the page, with its words."""
+        """The width that a tensor takes on the page, with the words above it."""
         return max(self.width(panel), min(7.5 * len(panel.title), WORDS), SMALLEST)
 
     def fitted(self) -> _Plan:
-        """The same at the largest scale at which all of it lies on the page."""
+        """The same plan at the largest scale at which all of it lies on the page."""
         lines = self.heights()
         tall = [(self.height(panel), 0.0) for panel in self.product.panels if not panel.separate]
         tall += [(sum(lines), _spaced(lines, self.gap) - sum(lines))] if len(tall) < 3 else []
@@ -92,7 +92,7 @@ def _spaced(lengths: list[float], gap: float) -> float:
 
 
 def draw(product: Product) -> str:
-    """The SVG document."""
+    """The SVG document of a product."""
     plan = _arranged(product)
     tall = max(max(plan.height(panel) for panel in product.panels), 24.0)
     slots = [plan.slot(panel) for panel in product.panels]
@@ -140,7 +140,7 @@ def _arranged(product: Product) -> _Plan:
 
 
 def _tensor(plan: _Plan, panel: Panel, x: float, y: float) -> Iterator[str]:
-    """A tensor: what nobody owns, then its groups, and a line along what is summed over."""
+    """A tensor: its unowned parts, then its groups, and a line along the axes that are summed over."""
     across, down = plan.unit(panel.across), plan.unit(panel.down)
     whole = (x, y, panel.extent[1] * across, panel.extent[0] * down)
     if not panel.separate:
@@ -163,7 +163,7 @@ def _tensor(plan: _Plan, panel: Panel, x: float, y: float) -> Iterator[str]:
 
 
 def _marked(panel: Panel, whole: Rectangle, places: list[Rectangle]) -> list[Rectangle]:
-    """What is marked as summed over: the first of matrices, every band where sums end with a group, or all at once."""
+    """The rectangles marked as summed over: the first matrix, every band where sums end with a group, or the whole."""
     seen = [place for place in places if min(place[2:]) >= 8]
     if panel.separate:
         return seen[:1]
@@ -178,7 +178,7 @@ def _bands(plan: _Plan, panel: Panel, x: float, y: float) -> list[Rectangle]:
 
 
 def _matrices(plan: _Plan, panel: Panel, x: float, y: float) -> list[Rectangle]:
-    """In columns; each in the middle of its line, so that factors and result of a group lie side by side."""
+    """The places of matrices in columns, each in the middle of its line, so that those of a group lie side by side."""
     lefts = list(itertools.accumulate((width + plan.gap for width in plan.widths(panel)), initial=x))
     heights = plan.heights()
     tops = list(itertools.accumulate((height + plan.gap for height in heights), initial=y))
@@ -198,7 +198,7 @@ def _filled(group: int, place: Rectangle, tip: str) -> str:
 
 
 def _hollow(group: int, place: Rectangle) -> Iterator[str]:
-    """A matrix or a band that has nothing to be multiplied with."""
+    """The dashed outline of a matrix or a band that has nothing to be multiplied with."""
     yield dashed(*place)
     x, y, width, height = place
     size = min(height, 13.0)
@@ -207,7 +207,7 @@ def _hollow(group: int, place: Rectangle) -> Iterator[str]:
 
 
 def _nothing(group: int, panel: Panel, place: Rectangle, *, written: bool) -> Iterator[str]:
-    """A band without rows, or without columns: a line where it would be, and its number where there is room."""
+    """A dashed line where a band without rows or columns would be, and its number where there is room."""
     x, y, width, height = place
     path = (
         f"M{num(x)} {num(y)}h{num(width + 6)}" if panel.kind is Kind.ROWS else f"M{num(x)} {num(y)}v{num(height + 6)}"
@@ -231,7 +231,7 @@ def _hatched(panel: Panel, whole: Rectangle, start: int, stop: int) -> str:
 
 
 def _summed(panel: Panel, place: Rectangle) -> Iterator[str]:
-    """A line along each side that is summed over."""
+    """A bracket and a Σ along each side that is summed over."""
     x, y, width, height = place
     look = f'fill="none" stroke="{FAINT}" stroke-width="1.5"'
     if panel.across == "k":
@@ -251,7 +251,7 @@ def _box(x: float, y: float, width: float, height: float) -> str:
 
 
 def _key(plan: _Plan, y: float) -> tuple[list[str], float]:
-    """What the signs mean, as far as they occur."""
+    """The legend of the signs that occur, and where it ends."""
     parts, x = [text(MARGIN, y + 12.5, "Σ  summed over", 13, faint=True)], MARGIN + 126
     if plan.product.empty:
         parts += [
@@ -265,7 +265,7 @@ def _key(plan: _Plan, y: float) -> tuple[list[str], float]:
 
 
 def _equations(product: Product, y: float) -> tuple[list[str], float]:
-    """For each group what multiplies what, by place and by shape, unless there are many; and what is nobody's."""
+    """The equations of all groups, unless there are many, then the unowned parts; and where that ends."""
     parts = [f'<path class="line" d="M{MARGIN:g} {num(y - 10)}H{num(WIDTH - MARGIN)}" stroke="{LINE}"/>']
     some = product.local if len(product.local) <= FEW else range(0)
     wide = max((len(product.equation(group)) for group in some), default=0)
@@ -278,6 +278,6 @@ def _equations(product: Product, y: float) -> tuple[list[str], float]:
     places = [place for panel in product.panels for place in panel.unowned_places()]
     if places:
         parts.append(f'<rect class="key" {_box(MARGIN, y, 28, 16)} {UNOWNED}/>')
-        parts.append(text(MARGIN + 40, y + 12.5, f"{', '.join(places)}: nobody's", 13))
+        parts.append(text(MARGIN + 40, y + 12.5, f"{', '.join(places)}: unowned", 13))
         y += 22
     return (parts, y - 4) if len(parts) > 1 else ([], y - 28)

@@ -1,4 +1,4 @@
-"""A product as text: a character for each entry where that fits, and an equation for each group."""
+"""The picture of a grouped GEMM as text: a character for each entry where that fits, and an equation per group."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _trimmed(line: Line) -> Line:
 
 
 def product_facts(product: Product) -> list[str]:
-    """What there is to count."""
+    """The numbers of groups, of empty groups and of multiply-adds, in words."""
     facts = [f"{len(product.local):,} group{'' if len(product.local) == 1 else 's'}"]
     if len(product.local) != product.groups:
         facts[0] += f" of {product.groups:,}"
@@ -48,7 +48,7 @@ def product_facts(product: Product) -> list[str]:
 
 
 def _equations(product: Product, width: int) -> list[Line]:
-    """For each group what multiplies what, by place and, if there is room, by shape."""
+    """An equation for each group, in indexing expressions and, if there is room, in shapes."""
     some = product.local if len(product.local) <= EQUATIONS else product.local[: EQUATIONS - 1]
     gutter = max(GUTTER, len(f"group {some[-1]} ") if some else 0)
     rows = [
@@ -71,7 +71,7 @@ def _equations(product: Product, width: int) -> list[Line]:
 
 
 def _entries(product: Product, width: int) -> list[Line]:
-    """The three tensors side by side, a character for each entry; nothing if that does not fit."""
+    """The three tensors side by side, with a character for each entry; [] if that does not fit."""
     separate = [panel for panel in product.panels if panel.separate]
     tall = [max((panel.box(group).rows for panel in separate), default=0) or 1 for group in product.local]
     rows = [panel.extent[0] for panel in product.panels if not panel.separate]
@@ -90,12 +90,12 @@ def _entries(product: Product, width: int) -> list[Line]:
 
 
 def _columns(panel: Panel) -> int:
-    """How many characters wide a panel is."""
+    """The width of a panel in characters."""
     return max((panel.box(group).columns for group in panel.local), default=0) if panel.separate else panel.extent[1]
 
 
 def _bands(panel: Panel) -> list[Line]:
-    """The groups in their one array."""
+    """The lines of an array that holds all groups as bands."""
     owner: list[list[int | None]] = [[None] * panel.extent[1] for _ in range(panel.extent[0])]
     for group in panel.local:
         row, column, rows, columns = panel.box(group)
@@ -105,13 +105,13 @@ def _bands(panel: Panel) -> list[Line]:
 
 
 def _runs(owner: list[int | None]) -> Line:
-    """A line, with neighbours of one group in one piece."""
+    """A line in which neighbouring entries of one group are one piece."""
     pieces = ((group, len(list(run))) for group, run in itertools.groupby(owner))
     return [((UNOWNED if g is None else LETTERS[g % len(LETTERS)]) * length, g) for g, length in pieces]
 
 
 def _matrices(panel: Panel, tall: list[int]) -> list[Line]:
-    """The groups one below the other, at one height in all panels that hold matrices."""
+    """The lines of separate matrices, one below the other, each as tall as in the other panels."""
     lines: list[Line] = []
     for group, room in zip(panel.local, tall, strict=True):
         box = panel.box(group)

@@ -1,4 +1,4 @@
-"""A kernel whose warpgroups wait for each other for ever ends the process that runs it, and says where they wait."""
+"""A deadlock between warpgroups of an interpreted kernel ends the test process, with a traceback of every thread."""
 
 import faulthandler
 import sys

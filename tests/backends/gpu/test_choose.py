@@ -1,4 +1,4 @@
-"""A layout fits into the shared memory of the card, and a tile that the caller asks for is rounded to what there is."""
+"""Every layout fits into shared memory and registers, and a tile that the caller asks for is rounded to one of them."""
 
 import functools
 import itertools
@@ -11,16 +11,16 @@ import pytest
 from hypothesis import strategies as st
 
 import trencadis as tr
-from trencadis.api.matmul import problem_of
-from trencadis.backends.gpu.choose import choose, multiplied, obey, tiling_of
-from trencadis.backends.gpu.layout import BLOCK, CONSUMERS
+from trencadis.backends.gpu.choose import choose, choose_for_tile, mma_dtype, tiling_of
+from trencadis.backends.gpu.layout import CONSUMERS, WGMMA_M
+from trencadis.core.arguments import problem_of
 from trencadis.core.devices import CARDS
 from trencadis.core.dtypes import bits
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import plan
 from trencadis.core.problem import Form
 from trencadis.core.target import Target
-from trencadis.core.tiling import Pins, Tiling, resolve
+from trencadis.core.tiling import Overrides, Tiling, resolve
 
 from .ahead import H200, kernels, lowered
 
@@ -38,47 +38,51 @@ def question(form, m, k, n, g, dtype="bfloat16", **changes):
 
 
 def size(limit):
-    """Sizes of all magnitudes."""
+    """Sizes up to a limit, of all magnitudes."""
     return st.floats(0, math.log2(limit)).map(lambda x: round(2**x))
 
 
 def shared(problem, layout):
-    """Bytes of shared memory that the kernel of a layout takes, written down again: arrays lie at multiples of 1024."""
+    """The bytes of shared memory of a kernel, from its arrays: Mosaic places each at a multiple of 1024."""
     whole = lambda size: -(-size // 1024) * 1024
-    item = multiplied(problem).itemsize
-    few = bits(problem.rhs) if layout.packed else 8 * item
-    stages = whole(layout.stages * layout.tall * layout.deep * item)
-    stages += whole(layout.stages * layout.wide * layout.deep * few // 8)
-    widened = whole(2 * layout.wide * layout.deep * item) * layout.widened
-    staged = whole(CONSUMERS * layout.slots * (layout.tall if layout.turned else BLOCK) * 128)
-    ends = problem.epilogue
+    item = mma_dtype(problem).itemsize
+    rhs_bits = bits(problem.rhs) if layout.upcast else 8 * item
+    stages = whole(layout.stages * layout.block_m * layout.block_k * item)
+    stages += whole(layout.stages * layout.block_n * layout.block_k * rhs_bits // 8)
+    upcast = whole(2 * layout.block_n * layout.block_k * item) * layout.upcast_in_smem
+    stores = whole(CONSUMERS * layout.store_buffers * (layout.block_m if layout.swap_ab else WGMMA_M) * 128)
+    steps = problem.epilogue
     vector = lambda length, size: whole(CONSUMERS * -(-length // 128) * 128 * size)
-    noted = 0 if ends.bias is None else vector(layout.wide, ends.bias.itemsize)
-    if ends.blocks:
-        noted += whole(layout.stages * layout.tall * 4) + vector(-(-problem.k // 128), 4)
+    vectors = 0 if steps.bias is None else vector(layout.block_n, steps.bias.itemsize)
+    if steps.blocks:
+        vectors += whole(layout.stages * layout.block_m * 4) + vector(-(-problem.k // 128), 4)
     else:
-        noted += vector(layout.tall, 4) * ends.by_row + vector(layout.wide, 4) * ends.by_column
-    barriers = 8 * (3 * layout.stages + 2 * 2 + 2 * 4 + 1 + (1 + layout.slots) * CONSUMERS)
-    return stages + widened + staged + noted + whole(5 * 9 * 4) + barriers
+        vectors += vector(layout.block_m, 4) * steps.by_row + vector(layout.block_n, 4) * steps.by_column
+    barriers = 8 * (3 * layout.stages + 2 * 2 + 2 * 4 + 1 + (1 + layout.store_buffers) * CONSUMERS)
+    return stages + upcast + stores + vectors + whole(5 * 9 * 4) + barriers
 
 
 def check(problem, layout):
     assert shared(problem, layout) <= H200.shared
-    assert 2 <= layout.stages <= 8  # with fewer, copies and products would wait for each other
-    item = multiplied(problem).itemsize
-    lines = 64 if item == 1 and problem.form is Form.CONTRACTION else 128
-    assert layout.deep in ([128, 256] if layout.packed else [lines // item])
-    assert layout.flat == (item != 2)
-    if layout.turned:
+    assert 2 <= layout.stages <= 8  # with fewer, copies and wgmma would wait for each other
+    item = mma_dtype(problem).itemsize
+    swizzle = 64 if item == 1 and problem.form is Form.CONTRACTION else 128
+    assert layout.block_k in ([128, 256] if layout.upcast else [swizzle // item])
+    assert layout.k_major == (item != 2)
+    if layout.swap_ab:
         assert problem.form is Form.ROWS and problem.out.itemsize == 2
-        if layout.packed:
-            assert layout.tall in range(16, 193, 16) and layout.wide == 128
+        if layout.upcast:
+            assert layout.block_m in range(16, 193, 16) and layout.block_n == 128
         else:
-            assert layout.tall in (64, 128, 192) and layout.wide == 256  # half the columns to each consumer, in blocks
-    assert layout.turned or (layout.tall in (128, 256) and layout.wide % BLOCK == 0)
-    assert layout.tall * layout.wide <= (128 * 128 if problem.epilogue.blocks else 256 * 192)  # sums in registers
-    assert layout.wide <= (256 if problem.form is Form.ROWS else 192)  # of one instruction
-    assert layout.panel >= 1 and layout.blocks == H200.cores
+            assert (
+                layout.block_m in (64, 128, 192) and layout.block_n == 256
+            )  # half the columns to each consumer, in blocks
+    assert layout.swap_ab or (layout.block_m in (128, 256) and layout.block_n % WGMMA_M == 0)
+    assert layout.block_m * layout.block_n <= (
+        128 * 128 if problem.epilogue.blocks else 256 * 192
+    )  # accumulators in registers
+    assert layout.block_n <= (256 if problem.form is Form.ROWS else 192)  # N of one wgmma
+    assert layout.raster_group >= 1 and layout.num_ctas == H200.cores
 
 
 @pytest.mark.parametrize("form", ["rows", "contraction"])
@@ -97,12 +101,13 @@ def test_a_layout_fits(form, m, k, n, g, pair, out, extra, flip, by_row, by_colu
     kinds = {name: np.dtype(jnp.dtype(x)) for name, x in (("lhs", lhs), ("rhs", rhs), ("out", out))}
     flips = {"transpose_rhs": flip} if form == "rows" else {"transpose_lhs": flip}
     problem = question(form, m, k, n, g, **kinds, **flips)
-    scales = {"by_row": by_row, "by_column": by_column, "blocks": blocks}
+    scales = {"by_row": by_row, "by_column": by_column}
+    scales |= {"row_block": blocks, "column_block": (blocks, blocks)} if blocks else {}
     problem = problem.replace(epilogue=Epilogue(bias=bias, accumulate=extra == "accumulate", **scales))
     layout = choose(problem, H200)
     check(problem, layout)
     for tile in ((m, k, n), (1, 1, 1), (128, 64, 256), (10**6, 10**6, 10**6)):
-        check(problem, obey(problem, H200, Tiling(*tile)))
+        check(problem, choose_for_tile(problem, H200, Tiling(*tile)))
 
 
 @pytest.mark.parametrize(
@@ -115,8 +120,8 @@ def test_a_layout_fits(form, m, k, n, g, pair, out, extra, flip, by_row, by_colu
         ("contraction", "float32", "float32", (32, 128, 256), False),
     ],
 )
-def test_what_fits_by_arithmetic_fits(form, dtype, out, tile, bias):
-    """Mosaic adds it up itself, and raises; one stage more would not fit, or would hide nothing."""
+def test_mosaic_agrees_that_a_layout_fits(form, dtype, out, tile, bias):
+    """Mosaic raises if a kernel needs more shared memory; one more stage would not fit, or would hide no latency."""
     m, k, n, g = 1024, 512, 512, 4
     options = dict(preferred_element_type=out, backend="gpu", tiling=tile)
     shapes = [((m, k), dtype), ((g, k, n) if form == "rows" else (m, n), dtype), ((g,), "int32")]
@@ -132,35 +137,35 @@ def test_what_fits_by_arithmetic_fits(form, dtype, out, tile, bias):
     assert kernels(lowered(fn, *shapes)) == 1
     epilogue = Epilogue(bias=np.dtype("float32") if bias else None)
     problem = question(form, m, k, n, g, dtype, out=np.dtype(jnp.dtype(out)), epilogue=epilogue)
-    layout = obey(problem, H200, Tiling(*tile))
+    layout = choose_for_tile(problem, H200, Tiling(*tile))
     more = shared(problem, layout.replace(stages=layout.stages + 1))
     assert layout.stages == 8 or more > H200.shared - 2048
 
 
 @pytest.mark.parametrize(
-    ("asked", "tall", "wide"),
+    ("asked", "block_m", "block_n"),
     [
         ((128, 64, 256), 128, 256), ((256, 64, 128), 256, 128), ((256, 64, 256), 256, 192), ((255, 1, 200), 128, 192),
         ((1, 1, 1), 128, 64), ((1000, 5000, 5000), 256, 192), ((200, 64, 5000), 192, 256), ((512, 64, 100), 256, 64),
         ((100, 64, 300), 64, 256), ((20, 64, 256), 64, 256),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("form", ["turned", "rows", "contraction"])
-def test_a_tile_is_rounded_to_what_the_machine_has(form, asked, tall, wide):
-    """Turned tiles, of groups that are not large, may be of any number of blocks; others of two or four."""
-    if form != "turned":
-        tall = 256 if tall >= 256 else 128
-        wide = min(wide, 192) if form == "contraction" else wide
+@pytest.mark.parametrize("form", ["swap-AB", "rows", "contraction"])
+def test_a_tile_is_rounded_to_one_that_the_kernels_have(form, asked, block_m, block_n):
+    """Swap-AB tiles, for groups that are not large, have any number of 64-row blocks; others have two or four."""
+    if form != "swap-AB":
+        block_m = 256 if block_m >= 256 else 128
+        block_n = min(block_n, 192) if form == "contraction" else block_n
     m = 16384 if form == "rows" else 4096
-    form = "rows" if form == "turned" else form
+    form = "rows" if form == "swap-AB" else form
     problem = question(form, m, 1024, 1024, 8)
     m, k, n = asked
     tile = Tiling(m, k, n) if form == "rows" else Tiling(k, m, n)
-    layout = obey(problem, H200, tile)
-    assert (layout.tall, layout.wide) == (tall, wide)
+    layout = choose_for_tile(problem, H200, tile)
+    assert (layout.block_m, layout.block_n) == (block_m, block_n)
     target = Target(platform="cuda", kind=H200.kind)
-    pinned = plan(problem, target, Pins(backend="gpu", tilings=resolve(tile, problem.m, problem.k, problem.n)))
-    assert pinned.tiling == tile and pinned.backend == "gpu"
+    planned = plan(problem, target, Overrides(backend="gpu", tilings=resolve(tile, problem.m, problem.k, problem.n)))
+    assert planned.tiling == tiling_of(problem, layout) and planned.layout == layout
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=list(CARDS))
@@ -168,39 +173,39 @@ def test_a_tile_is_rounded_to_what_the_machine_has(form, asked, tall, wide):
 def test_the_plan_names_the_tile_of_the_layout(form, card):
     problem = question(form, 8192, 7168, 2048, 32)
     layout = choose(problem, card)
-    tile = (layout.tall, layout.deep) if form == "rows" else (layout.deep, layout.tall)
-    want = Tiling(*tile, layout.wide)
+    tile = (layout.block_m, layout.block_k) if form == "rows" else (layout.block_k, layout.block_m)
+    want = Tiling(*tile, layout.block_n)
     assert plan(problem, Target(platform="cuda", kind=card.kind)).tiling == want == tiling_of(problem, layout)
 
 
 def test_the_larger_the_groups_the_taller_the_tiles():
     layouts = [choose(question("rows", 32 * rows, 4096, 4096, 32), H200) for rows in (4, 60, 500, 4000)]
-    assert [(x.tall, x.wide, x.turned) for x in layouts] == [
+    assert [(x.block_m, x.block_n, x.swap_ab) for x in layouts] == [
         (64, 256, True), (128, 256, True), (192, 256, True), (256, 192, False),
     ]  # fmt: skip
-    assert choose(question("rows", 4096, 4096, 40, 8), H200).wide == 64
+    assert choose(question("rows", 4096, 4096, 40, 8), H200).block_n == 64
 
 
-def test_float32_results_are_not_turned():
+def test_float32_results_do_not_swap_ab():
     small = question("rows", 4096, 4096, 4096, 32, out=np.dtype(np.float32))
-    assert not choose(small, H200).turned and choose(small.replace(out=np.dtype(np.float16)), H200).turned
+    assert not choose(small, H200).swap_ab and choose(small.replace(out=np.dtype(np.float16)), H200).swap_ab
 
 
-def test_a_layout_says_what_it_is():
+def test_a_layout_prints_itself():
     layout = choose(question("rows", 16384, 4096, 14336, 8), H200)
-    assert str(layout) == f"256x192x64, {layout.stages} stages, 132 blocks, tiles claimed"
-    assert "tiles dealt" in str(layout.replace(claim=False))
-    assert "192x256x64 turned" in str(choose(question("rows", 16384, 4096, 4096, 32), H200))
+    assert str(layout) == f"256x192x64, {layout.stages} stages, 132 CTAs, dynamic scheduling"
+    assert "static scheduling" in str(layout.replace(dynamic=False))
+    assert "192x256x64 swap-AB" in str(choose(question("rows", 16384, 4096, 4096, 32), H200))
 
 
-def test_few_tiles_are_cut_so_that_all_multiprocessors_have_some():
+def test_small_problems_get_tiles_small_enough_for_all_sms():
     def tile(form, *shape):
         layout = choose(question(form, *shape), H200)
-        return layout.tall, layout.wide
+        return layout.block_m, layout.block_n
 
-    # one matrix of 16 x 22 tiles would be two waves of them and the rest of a third; of 16 x 32, almost four whole ones
+    # 16 x 22 tiles of 256 x 192 would be two waves and a part of a third; 16 x 32 of 256 x 128 are almost four waves
     assert tile("contraction", 8192, 4096, 4096, 1) == tile("rows", 8192, 4096, 4096, 1) == (256, 128)
     # 18 tiles for a group that may have half of the rows
     assert tile("contraction", 32768, 1536, 512, 40) == (128, 128)
-    # as many tiles as anybody could want
+    # many waves of tiles
     assert tile("contraction", 16384, 7168, 4096, 32) == (256, 192)

@@ -1,4 +1,4 @@
-"""The public operations over interpreted kernels, and their transformations: values are those of the meaning."""
+"""The public operations by interpreted kernels, under JAX transformations: values equal those of the oracle."""
 
 import functools
 
@@ -15,7 +15,7 @@ from trencadis.backends.gpu import kernel
 pytestmark = pytest.mark.core
 
 M, K, N, G = 77, 43, 37, 3  # multiples of nothing
-SIZES = np.array([9, 0, 61], np.int32)  # the last seven rows belong to nobody
+SIZES = np.array([9, 0, 61], np.int32)  # the last seven rows are unowned
 OWNED = int(SIZES.sum())
 HOW = dict(backend="gpu", interpret=True)
 
@@ -35,12 +35,12 @@ def xwy(rng):
 
 @jax.jit
 def forms(x, w, y, sizes):
-    """Both operations with sizes that are traced, compiled once."""
+    """Both operations with traced sizes, compiled once."""
     return rows(x, w, sizes, **HOW), summed(x, y, sizes, **HOW)
 
 
 def same(transform, *args):
-    """The kernels and the reference agree under a transformation of a function with a free choice of the backend.
+    """Check that the kernels and the reference backend agree under a transformation.
 
     Without jit, a kernel is compiled once for all tests that call it.
     """
@@ -70,7 +70,7 @@ def test_sizes_of_other_integers(xwy):
     ids=["silu", "gelu", "lambda", "arctan"],
 )  # fmt: skip
 def test_bias_and_activations(activation, rng):
-    """Rows that nobody owns stay zero, also where the activation of zero is not; the last follows the kernel."""
+    """Unowned rows stay zero, also where the activation of zero is not; arctan is applied after the kernel."""
     x, w, b = (rng.normal(size=s).astype(jnp.bfloat16) for s in ((M, 64), (G, 64, 64), (G, 64)))
     out = np.asarray(rows(x, w, bias=b, activation=activation, **HOW))
     want = np.array(jax.jit(activation)(oracle.rows(x, w, SIZES, bias=b).astype(np.float32)))
@@ -80,7 +80,7 @@ def test_bias_and_activations(activation, rng):
 
 
 def test_existing_out(xwy):
-    """What nobody owns, and a group without rows, keep theirs to the bit, and be it NaN."""
+    """Unowned rows and empty groups keep existing_out to the bit, even NaN."""
     x, w, y = xwy
     y[OWNED:] = np.nan
     e = np.random.default_rng(1).normal(size=(G, K, N)).astype(np.float32)
@@ -96,7 +96,7 @@ def test_existing_out(xwy):
 
 
 def test_gradients(xwy):
-    """NaN in what nobody owns reaches none of them."""
+    """NaN in unowned rows reaches no gradient."""
     x, w, c = xwy
     x[OWNED:] = c[OWNED:] = np.nan
     out, back = jax.vjp(lambda x, w: rows(x, w, **HOW), x, w)
@@ -108,7 +108,7 @@ def test_gradients(xwy):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_gradient_of_a_bias(dtype, xwy):
-    """Summed in float32, not cut to tf32 on the way."""
+    """The gradient of a bias is summed in float32, and not in tf32."""
     x, w, c = (a.astype(jnp.bfloat16) for a in xwy)
     c[OWNED:] = np.nan
     c = c.astype(dtype) if dtype == jnp.bfloat16 else c.astype(dtype) * np.float32(1 + 2.0**-20)
@@ -146,7 +146,7 @@ def test_vmap_of_a_contraction(xwy):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_windows(traced, xwy):
-    """A first group that is known, and one that is not; a window outside of the groups holds nothing."""
+    """A static first group, and a traced one; a window outside of the groups has no rows."""
     x, w, y = xwy
     held = w[:2]
 
@@ -162,14 +162,14 @@ def test_windows(traced, xwy):
             oracle.check(weights, oracle.contraction(x, y, SIZES, first=first, local=2))
 
 
-def test_a_tile_of_the_caller_changes_the_layout_and_not_the_value(xwy, monkeypatch):
+def test_the_callers_tile_changes_the_layout_and_not_the_value(xwy, monkeypatch):
     x, w, _ = xwy
     seen, call = [], kernel.call
     monkeypatch.setattr(
         kernel, "call", lambda problem, layout, *rest: seen.append(layout) or call(problem, layout, *rest)
     )
     first, second = (jax.jit(functools.partial(rows, tiling=tile, **HOW))(x, w) for tile in (None, (128, 32, 128)))
-    assert [(layout.tall, layout.wide) for layout in seen] == [(256, 64), (128, 128)]
+    assert [(layout.block_m, layout.block_n) for layout in seen] == [(256, 64), (128, 128)]
     oracle.check(first, oracle.wide(second))
     oracle.check(first, oracle.rows(x, w, SIZES))
 

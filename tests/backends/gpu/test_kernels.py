@@ -1,4 +1,4 @@
-"""Laws of the kernels in layouts so small that few rows cross every boundary: spans, grains, blocks, tiles, stages."""
+"""Laws of the kernels in layouts so small that few rows cross every boundary: spans, atoms, blocks, tiles, stages."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,69 +20,77 @@ def relu(z):
 BIAS = Epilogue(bias=np.dtype("float32"), activation=relu)
 MORE = Epilogue(accumulate=True)
 
-TURNED = {"turned": True, "tall": 96, "wide": 128, "slots": 1}
+SWAP_AB = {"swap_ab": True, "block_m": 96, "block_n": 128, "store_buffers": 1}
 
 CASES = {
     # a window; the last column of tiles is narrower than the others; m and k are multiples of nothing
     "rows": (rows_problem(203, 100, 136, 6, "bf16 bf16 bf16", local=4), {}),
-    "rows, stored [n, k]": (rows_problem(203, 70, 40, 6, transpose_rhs=True), {"wide": 64, "panel": 1}),
-    "rows, tall": (rows_problem(330, 64, 64, 5, "f16 f16 f16"), {"tall": 256, "stages": 3, "blocks": 1}),
-    "rows, largest": (rows_problem(330, 64, 384, 4, "bf16 bf16 bf16"), {"tall": 256, "wide": 192, "slots": 3}),
-    "rows, float32": (rows_problem(203, 70, 96, 6, "f32 f32 bf16", local=5), {"wide": 64, "stages": 3}),
-    "rows, mixed": (rows_problem(140, 33, 32, 6, "bf16 f16 f16", transpose_rhs=True), {"wide": 64, "blocks": 1}),
-    "rows, lhs in halves": (rows_problem(140, 100, 72, 6, "f32 bf16 bf16", local=4, transpose_rhs=True), {"stages": 3}),
-    "rows, rhs in halves": (rows_problem(140, 33, 72, 6, "bf16 f32 f32"), {"wide": 64}),
-    "rows, bias": (rows_problem(140, 64, 264, 6, "bf16 bf16 bf16", epilogue=BIAS), {"wide": 256}),
+    "rows, stored [n, k]": (rows_problem(203, 70, 40, 6, transpose_rhs=True), {"block_n": 64, "raster_group": 1}),
+    "rows, 256 x 128": (rows_problem(330, 64, 64, 5, "f16 f16 f16"), {"block_m": 256, "stages": 3, "num_ctas": 1}),
+    "rows, 256 x 192": (
+        rows_problem(330, 64, 384, 4, "bf16 bf16 bf16"), {"block_m": 256, "block_n": 192, "store_buffers": 3},
+    ),
+    "rows, float32": (rows_problem(203, 70, 96, 6, "f32 f32 bf16", local=5), {"block_n": 64, "stages": 3}),
+    "rows, mixed": (rows_problem(140, 33, 32, 6, "bf16 f16 f16", transpose_rhs=True), {"block_n": 64, "num_ctas": 1}),
+    "rows, lhs hi/lo": (rows_problem(140, 100, 72, 6, "f32 bf16 bf16", local=4, transpose_rhs=True), {"stages": 3}),
+    "rows, rhs hi/lo": (rows_problem(140, 33, 72, 6, "bf16 f32 f32"), {"block_n": 64}),
+    "rows, bias": (rows_problem(140, 64, 264, 6, "bf16 bf16 bf16", epilogue=BIAS), {"block_n": 256}),
     "rows, existing_out": (
-        rows_problem(140, 64, 200, 6, "bf16 bf16 f16", local=4, epilogue=MORE), {"wide": 192, "slots": 4},
+        rows_problem(140, 64, 200, 6, "bf16 bf16 f16", local=4, epilogue=MORE), {"block_n": 192, "store_buffers": 4},
     ),
-    "rows, batch": (rows_problem(75, 64, 64, 5, "bf16 bf16 bf16", local=4, batch=2, rhs_batch=2), {"wide": 64}),
-    "rows, batch that shares weights": (rows_problem(75, 64, 32, 5, "f16 f16 f32", local=3, batch=2), {"wide": 64}),
-    # rows as columns of the products; two columns of tiles, the last narrower
-    "rows, turned": (rows_problem(203, 100, 136, 6, "bf16 bf16 bf16", local=4), TURNED),
-    "rows, turned, stored [n, k]": (
-        rows_problem(203, 70, 128, 6, "f16 f16 bf16", transpose_rhs=True), {**TURNED, "wide": 256, "stages": 3},
+    "rows, batch": (rows_problem(75, 64, 64, 5, "bf16 bf16 bf16", local=4, batch=2, rhs_batch=2), {"block_n": 64}),
+    "rows, batch that shares weights": (rows_problem(75, 64, 32, 5, "f16 f16 f32", local=3, batch=2), {"block_n": 64}),
+    # two columns of tiles, the last narrower
+    "rows, swap-AB": (rows_problem(203, 100, 136, 6, "bf16 bf16 bf16", local=4), SWAP_AB),
+    "rows, swap-AB, stored [n, k]": (
+        rows_problem(203, 70, 128, 6, "f16 f16 bf16", transpose_rhs=True), {**SWAP_AB, "block_n": 256, "stages": 3},
     ),
-    "rows, turned, bias": (rows_problem(140, 64, 200, 6, "bf16 bf16 bf16", epilogue=BIAS), {**TURNED, "tall": 64}),
-    "rows, turned, existing_out": (
-        rows_problem(140, 64, 200, 6, "bf16 bf16 f16", local=4, epilogue=MORE), {**TURNED, "slots": 2, "blocks": 1},
+    "rows, swap-AB, bias": (rows_problem(140, 64, 200, 6, "bf16 bf16 bf16", epilogue=BIAS), {**SWAP_AB, "block_m": 64}),
+    "rows, swap-AB, existing_out": (
+        rows_problem(140, 64, 200, 6, "bf16 bf16 f16", local=4, epilogue=MORE),
+        {**SWAP_AB, "store_buffers": 2, "num_ctas": 1},
     ),
-    "rows, turned, float32": (rows_problem(140, 33, 64, 6, "f32 f32 bf16", local=5), TURNED),
-    "rows, turned, batch": (rows_problem(75, 64, 64, 5, "bf16 bf16 bf16", local=4, batch=2, rhs_batch=2), TURNED),
+    "rows, swap-AB, float32": (rows_problem(140, 33, 64, 6, "f32 f32 bf16", local=5), SWAP_AB),
+    "rows, swap-AB, batch": (rows_problem(75, 64, 64, 5, "bf16 bf16 bf16", local=4, batch=2, rhs_batch=2), SWAP_AB),
     # two tiles of k, the last smaller; a tile and a bit of n
     "contraction": (sum_problem(203, 140, 136, 4, "bf16 bf16 bf16", local=3), {}),
     "contraction, stored [k, m]": (
-        sum_problem(203, 140, 40, 3, "bf16 bf16 f32", transpose_lhs=True), {"wide": 64, "panel": 1, "stages": 3},
+        sum_problem(203, 140, 40, 3, "bf16 bf16 f32", transpose_lhs=True),
+        {"block_n": 64, "raster_group": 1, "stages": 3},
     ),
-    "contraction, tall": (sum_problem(140, 270, 64, 3, "f16 f16 f16"), {"tall": 256, "wide": 64, "blocks": 1}),
-    "contraction, wide": (sum_problem(140, 70, 200, 3, "bf16 bf16 f16"), {"wide": 192, "stages": 3}),
-    "contraction, largest": (sum_problem(140, 270, 320, 3), {"tall": 256, "wide": 192, "slots": 3}),
-    "contraction, float32": (sum_problem(203, 100, 40, 4, "f32 f32 bf16"), {"wide": 64, "stages": 3}),
-    "contraction, mixed": (sum_problem(140, 72, 40, 4, "bf16 f16 f16", transpose_lhs=True), {"wide": 64, "blocks": 1}),
-    "contraction, rhs in halves": (sum_problem(203, 72, 72, 4, "bf16 f32 bf16", local=3), {"stages": 3}),
-    "contraction, lhs in halves": (
-        sum_problem(140, 72, 40, 4, "f32 bf16 f32", transpose_lhs=True), {"wide": 64, "blocks": 1},
+    "contraction, 256 x 64": (
+        sum_problem(140, 270, 64, 3, "f16 f16 f16"), {"block_m": 256, "block_n": 64, "num_ctas": 1},
+    ),
+    "contraction, 128 x 192": (sum_problem(140, 70, 200, 3, "bf16 bf16 f16"), {"block_n": 192, "stages": 3}),
+    "contraction, 256 x 192": (sum_problem(140, 270, 320, 3), {"block_m": 256, "block_n": 192, "store_buffers": 3}),
+    "contraction, float32": (sum_problem(203, 100, 40, 4, "f32 f32 bf16"), {"block_n": 64, "stages": 3}),
+    "contraction, mixed": (
+        sum_problem(140, 72, 40, 4, "bf16 f16 f16", transpose_lhs=True), {"block_n": 64, "num_ctas": 1},
+    ),
+    "contraction, rhs hi/lo": (sum_problem(203, 72, 72, 4, "bf16 f32 bf16", local=3), {"stages": 3}),
+    "contraction, lhs hi/lo": (
+        sum_problem(140, 72, 40, 4, "f32 bf16 f32", transpose_lhs=True), {"block_n": 64, "num_ctas": 1},
     ),
     "contraction, existing_out": (
-        sum_problem(140, 72, 72, 5, "bf16 bf16 bf16", local=4, epilogue=MORE), {"wide": 64, "panel": 1},
+        sum_problem(140, 72, 72, 5, "bf16 bf16 bf16", local=4, epilogue=MORE), {"block_n": 64, "raster_group": 1},
     ),
-    "contraction, batch": (sum_problem(75, 64, 64, 4, "bf16 bf16 bf16", local=3, batch=2), {"wide": 64}),
+    "contraction, batch": (sum_problem(75, 64, 64, 4, "bf16 bf16 bf16", local=3, batch=2), {"block_n": 64}),
 }  # fmt: skip
 
 
 def windows(problem):
-    """First groups: the last window, one in the middle, and some that reach out of the groups."""
+    """First groups of windows: the last one, one in the middle, and some that reach out of the groups."""
     outside = problem.groups - problem.local_groups
     return [outside, outside // 2, 0, -1, problem.groups - 1, outside] if outside else [0]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_its_meaning_whatever_others_hold(name):
-    """NaN and Inf in all that is somebody else's or nobody's; what nobody owns is zero, or kept to the bit."""
+def test_equals_the_oracle_with_poison_elsewhere(name):
+    """NaN and Inf fill other groups and unowned rows; unowned rows of the result are zero, or kept to the bit."""
     problem, changes = CASES[name]
     layout, at = layout_of(problem, **changes), list(CASES).index(name)
     several = tricky(problem, seed=at)
-    for i in (0, 1 + at % 6):  # every case crosses all ends; the other sizes take turns
+    for i in (0, 1 + at % 6):  # every case has the sizes that cross all edges, and one of the others
         sizes = several[i]
         first = np.roll(np.resize(windows(problem), max(6, problem.batch)), -i)[: problem.batch]
         poison = (np.nan, np.inf)[i % 2]

@@ -1,4 +1,4 @@
-"""Laws of the interpreted kernels over sizes, at one shape: each kernel is compiled once."""
+"""Laws of the interpreted kernels over group sizes, at one shape, so that each kernel is compiled once."""
 
 import functools
 
@@ -34,11 +34,11 @@ def operands(seed):
 
 @few
 @hypothesis.given(sizes=strategies.sizes(M, G - 1), seed=strategies.seeds, at=st.integers(0, G - 1))
-def test_where_an_empty_group_stands_changes_nothing(sizes, seed, at):
+def test_the_place_of_an_empty_group_changes_nothing(sizes, seed, at):
     x, w, y = operands(seed)
     orders = [np.insert(np.arange(G - 1), i, G - 1) for i in (at, G - 1)]
     more = np.append(sizes, 0)
-    w[-1] = np.nan  # which has no rows to meet
+    w[-1] = np.nan  # weights of the empty group
     one, other = (gmm(x, w[order], more[order]) for order in orders)
     np.testing.assert_array_equal(one, other)
     one, other = (np.asarray(tgmm(x, y, more[order])) for order in orders)

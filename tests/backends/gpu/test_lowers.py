@@ -1,4 +1,4 @@
-"""Mosaic takes every kind of problem, from a process without a GPU, and there is nothing beside the kernel."""
+"""Mosaic lowers every kind of problem in a process without a GPU, and the kernel is the only large operation."""
 
 import functools
 
@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import pytest
 
 import trencadis as tr
-from trencadis.api.matmul import problem_of
 from trencadis.backends.gpu.choose import choose
+from trencadis.core.arguments import problem_of
 from trencadis.core.jax_compat import abstract_device
 
-from .ahead import H200, kernels, lowered, made, structs
+from .ahead import H200, kernels, largest_result, lowered, structs
 
 pytestmark = pytest.mark.core
 
 M, K, N, G = 1024, 256, 128, 4
-WIDE = 384  # columns of turned tiles, of which the last is narrow: many branches, which take their time to lower
+WIDE = 384  # columns of swap-AB tiles, the last of them narrow: many branches, which take long to lower
 KINDS = {
     "bf16": ("bfloat16", "bfloat16", "bfloat16"),
     "f16": ("float16", "float16", "float32"),
@@ -34,7 +34,7 @@ COVER = [
 
 
 def call(form, option, lhs, rhs, out, n=N):
-    """A function and the shapes of its operands; existing_out comes last."""
+    """A function and the shapes of its operands; existing_out is the last of them."""
     groups = 2 * G if option == "window" else G
     flip, sizes = option == "transposed", ((groups,), "int32")
     common = dict(preferred_element_type=jnp.dtype(out), backend="gpu", group_offset=1 if option == "window" else None)
@@ -59,13 +59,13 @@ def call(form, option, lhs, rhs, out, n=N):
 
 @pytest.mark.parametrize(("form", "kind", "option"), COVER)
 def test_lowers_to_one_kernel(form, kind, option):
-    """Operands of 16 bits are not touched: no transpose, no pad, no conversion, no sum over group sizes."""
+    """16-bit operands are passed to the kernel as they are: no transpose, pad, conversion, or sum over group sizes."""
     wide = option in ("plain", "bias", "existing_out") and kind == "bf16"
     fn, shapes = call(form, option, *KINDS[kind], n=WIDE if wide else N)
     text = lowered(fn, *shapes)
     assert kernels(text) == 1
     if kind in ("bf16", "f16"):
-        size, operation = made(text)
+        size, operation = largest_result(text)
         assert size <= 4 * G, operation
 
 
@@ -90,14 +90,13 @@ def test_layers_of_real_models_lower(form, name):
         fn = functools.partial(tr.transposed_grouped_matmul, transpose_lhs=True)
     text = lowered(fn, *shapes)
     assert kernels(text) == 1
-    assert made(text)[0] <= 2 * g
+    assert largest_result(text)[0] <= 2 * g
 
 
-def test_a_large_problem_is_claimed_and_a_small_one_dealt():
-    """The counter is the one operand that tells them apart."""
-    claims = {name: choose(problem_of((m, k), (g, k, n), dtype="bfloat16"), H200).claim
-              for name, (m, k, n, g) in SHAPES.items()}  # fmt: skip
-    assert claims["mixtral"] and claims["gpt-oss"] and not claims["decode"]
+def test_large_problems_are_scheduled_dynamically_and_small_ones_statically():
+    dynamic = {name: choose(problem_of((m, k), (g, k, n), dtype="bfloat16"), H200).dynamic
+               for name, (m, k, n, g) in SHAPES.items()}  # fmt: skip
+    assert dynamic["mixtral"] and dynamic["gpt-oss"] and not dynamic["decode"]
 
 
 def test_a_training_step_is_three_kernels_and_nothing_else():
@@ -108,13 +107,13 @@ def test_a_training_step_is_three_kernels_and_nothing_else():
     shapes = [((M, K), "bfloat16"), ((G, K, WIDE), "bfloat16"), ((G,), "int32"), ((M, WIDE), "bfloat16")]
     text = lowered(step, *shapes)
     assert kernels(text) == 3
-    assert made(text)[0] <= 2 * G
+    assert largest_result(text)[0] <= 2 * G
     beside = ("transpose", "pad", "concatenate", "sort", "reduce_window", "cumsum", "convert", "while")
     assert not [operation for operation in beside if f"stablehlo.{operation}" in text]
 
 
 def test_a_training_step_by_default_leaves_operands_as_they_are():
-    """A float32 result has a float32 cotangent, which is split in halves; weights are neither widened nor turned."""
+    """A float32 result has a float32 cotangent, which is split into hi and lo; weights are not cast or transposed."""
 
     def step(x, w, s, c):
         out, back = jax.vjp(lambda x, w: tr.grouped_matmul(x, w, s), x, w)
@@ -123,17 +122,17 @@ def test_a_training_step_by_default_leaves_operands_as_they_are():
     shapes = [((M, K), "bfloat16"), ((G, K, N), "bfloat16"), ((G,), "int32"), ((M, N), "float32")]
     text = lowered(step, *shapes)
     assert kernels(text) == 3
-    assert made(text)[0] <= 2 * M * N
+    assert largest_result(text)[0] <= 2 * M * N
     assert "stablehlo.transpose" not in text and "stablehlo.pad" not in text
     large = [jax.ShapeDtypeStruct((64 * shape[0], *shape[1:]), dtype) for shape, dtype in shapes[:2]]
     passes = tr.why(*large, jnp.zeros((64 * G,), jnp.int32), target="h200").passes
     assert [len(each.copies) for each in passes] == [0, 1, 1]
-    assert all(each.copies[0].startswith(f"halves float32[65536,{N}]") for each in passes[1:])
+    assert all(each.copies[0].startswith(f"hi_lo float32[65536,{N}]") for each in passes[1:])
 
 
 @pytest.mark.parametrize("form", ["rows", "contraction"])
 def test_64_bits(form, x64):
-    """With 64-bit integers and floats about, the kernel's own numbers keep their 32."""
+    """With jax_enable_x64, the kernel's own numbers still have 32 bits."""
     fn, shapes = call(form, "plain", *KINDS["bf16"])
     for sizes in ("int32", "int64"):
         assert kernels(lowered(fn, *shapes[:2], (shapes[2][0], sizes))) == 1
@@ -141,9 +140,12 @@ def test_64_bits(form, x64):
 
 def test_without_a_known_kind_there_is_no_kernel():
     fn, shapes = call("rows", "plain", *KINDS["bf16"])
-    anywhere = jax.jit(functools.partial(fn, backend=None))
-    assert kernels(anywhere.trace(*structs(*shapes)).lower(lowering_platforms=("cuda",)).as_text()) == 0
-    assert kernels(lowered(functools.partial(fn, backend=None), *shapes, kind="NVIDIA A100-SXM4-80GB", cores=108)) == 0
+    anywhere = functools.partial(fn, backend=None)
+    with pytest.warns(tr.PerformanceWarning, match="which GPU this is for is not known here"):
+        text = jax.jit(anywhere).trace(*structs(*shapes)).lower(lowering_platforms=("cuda",)).as_text()
+    assert kernels(text) == 0
+    with pytest.warns(tr.PerformanceWarning, match="its kernels are for Hopper GPUs; the target is cuda"):
+        assert kernels(lowered(anywhere, *shapes, kind="NVIDIA A100-SXM4-80GB", cores=108)) == 0
     with pytest.raises(ValueError, match="which GPU this is for is not known here"):
         jax.jit(fn).trace(*structs(*shapes)).lower(lowering_platforms=("cuda",))
 
@@ -151,7 +153,7 @@ def test_without_a_known_kind_there_is_no_kernel():
 @pytest.mark.parametrize("form", ["rows", "contraction"])
 def test_export_for_a_gpu_from_a_process_without_one(form):
     fn, shapes = call(form, "plain", *KINDS["bf16"])
-    # the export knows no custom call of Pallas by itself: it is the caller who says that the kernel may age
+    # jax.export does not guarantee that Pallas kernels stay compatible: the caller has to accept that
     allowed = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
     with abstract_device(H200.kind, H200.cores, platform="cuda"):
         exported = jax.export.export(jax.jit(fn), platforms=["cuda"], disabled_checks=allowed)(*structs(*shapes))
@@ -161,7 +163,7 @@ def test_export_for_a_gpu_from_a_process_without_one(form):
 
 
 def test_the_platform_decides_at_lowering():
-    """One traced function: the kernel for a GPU, XLA for a CPU."""
+    """One traced function lowers to the kernel for a GPU and to XLA operations for a CPU."""
     fn, shapes = call("rows", "plain", *KINDS["bf16"])
     with abstract_device(H200.kind, H200.cores, platform="cuda"):
         traced = jax.jit(functools.partial(fn, backend=None)).trace(*structs(*shapes))
@@ -172,7 +174,7 @@ def test_the_platform_decides_at_lowering():
 
 @pytest.mark.parametrize("option", ["plain", "bias", "existing_out", "window"])
 def test_lowers_inside_shard_map(option):
-    """What varies over a manual axis goes through the kernel, whatever it is: operands, a bias, what is added to."""
+    """Any operand of the kernel may vary over a manual mesh axis: lhs, rhs, sizes, bias, existing_out."""
     mesh = jax.sharding.AbstractMesh(
         (2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=_device(H200.kind, H200.cores)
     )

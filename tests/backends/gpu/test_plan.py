@@ -1,4 +1,4 @@
-"""What the backend refuses, it refuses with a sentence, and another one takes over."""
+"""The backend refuses a problem or a target with a sentence, and another backend takes over."""
 
 import dataclasses
 import re
@@ -9,16 +9,25 @@ import numpy as np
 import pytest
 
 import trencadis as tr
-from trencadis.api.matmul import problem_of
 from trencadis.backends import gpu
 from trencadis.backends.gpu.choose import choose
+from trencadis.core.arguments import problem_of
+from trencadis.core.decision import Refusal
 from trencadis.core.devices import card_for
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import plan
 from trencadis.core.target import Target
+from trencadis.core.tiling import Overrides
 from trencadis.why import why
 
-from .ahead import kernels, lowered, made
+from .ahead import kernels, largest_result, lowered
+
+
+def refusal(problem, target):
+    """The reason why the backend refuses a problem; None if it has a plan."""
+    answer = gpu.plan(problem, target, Overrides())
+    return answer.reason if isinstance(answer, Refusal) else None
+
 
 pytestmark = pytest.mark.core
 
@@ -50,7 +59,7 @@ def cuda(kind):
         (ROWS, cuda(None), "its kernels are for Hopper GPUs, and which GPU this is for is not known here"),
         (ROWS, cuda("NVIDIA A100-SXM4-80GB"), r"for Hopper GPUs; the target is cuda \(NVIDIA A100-SXM4-80GB\)"),
         (ROWS, cuda("NVIDIA B200"), r"its kernels are for Hopper GPUs; the target is cuda \(NVIDIA B200\)"),
-        (ROWS, dataclasses.replace(H200, partitioned=True), "XLA cannot partition a kernel .*; wrap .* jax.shard_map"),
+        (ROWS, dataclasses.replace(H200, partitioned=True), "XLA cannot partition a kernel over devices"),
         (but(lhs="int16", rhs="int8"), H200, f"lhs is int16; {TAKES}"),
         (but(rhs=jnp.int4), H200, f"rhs is int4; {TAKES}"),
         (but(rhs="float64"), H200, f"rhs is float64; {TAKES}"),
@@ -61,7 +70,11 @@ def cuda(kind):
         (but(precision=jax.lax.Precision.HIGH), H200, "precision is HIGH; it multiplies float32 as tf32"),
         (but(precision=("highest", "default")), H200, r"precision is \('highest', 'default'\); it multiplies float32"),
         (but(SUM, precision="highest"), H200, "precision is highest; it multiplies float32 as tf32"),
-        (but(HALF, rhs="float32", precision="highest"), H200, "precision is highest; it multiplies float32 as two"),
+        (
+            but(HALF, rhs="float32", precision="highest"),
+            H200,
+            "precision is highest; it multiplies float32 as a bf16 hi/lo split",
+        ),
         (but(m=0), H200, "there is nothing to multiply"),
         (but(k=0), H200, "there is nothing to multiply"),
         (but(n=0), H200, "there is nothing to multiply"),
@@ -72,48 +85,50 @@ def cuda(kind):
     ],
 )
 def test_reasons(problem, target, reason):
-    assert re.fullmatch(f".*{reason}.*", gpu.supports(problem, target))
+    assert re.fullmatch(f".*{reason}.*", refusal(problem, target))
     assert plan(problem, target).backend != "gpu"
 
 
 def test_scales_along_k_are_for_operands_of_8_bits():
-    blocks = Epilogue(by_row=True, by_column=True, blocks=128)
-    assert re.match("scales change along k; .* of 8 bits", gpu.supports(but(epilogue=blocks), H200) or "")
-    assert gpu.supports(but(lhs="int8", rhs="int8", epilogue=blocks), H200) is None
+    blocks = Epilogue(by_row=True, by_column=True, row_block=128, column_block=(128, 128))
+    assert re.match(
+        "scales change along k; it takes scales per 1 x 128 .* 8-bit", refusal(but(epilogue=blocks), H200) or ""
+    )
+    assert refusal(but(lhs="int8", rhs="int8", epilogue=blocks), H200) is None
 
 
 def test_too_many_tiles_to_count():
     for problem in (but(m=2**31 - 1, n=2**20), but(SUM, k=2**22, n=2**22)):
-        assert re.fullmatch(r"\d+ tiles are too many to count in 32 bits", gpu.supports(problem, H200) or "")
+        assert re.fullmatch(r"\d+ tiles are too many to count in 32 bits", refusal(problem, H200) or "")
     for problem in (but(m=2**20, n=2**15), but(SUM, m=2**20, k=2**15, n=2**15)):
-        assert gpu.supports(problem, H200) is None
+        assert refusal(problem, H200) is None
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB"])
 def test_takes_what_it_takes(kind):
     for problem in (ROWS, SUM, HALF, but(HALF, rhs="float32"), but(lhs="float16", rhs="float16", out="float16")):
-        assert gpu.supports(problem, cuda(kind)) is None
+        assert refusal(problem, cuda(kind)) is None
         assert plan(problem, cuda(kind)).backend == "gpu"
 
 
 @pytest.mark.parametrize("precision", [None, "default", "tensorfloat32", jax.lax.DotAlgorithmPreset.TF32_TF32_F32])
 def test_float32_is_tf32(precision):
-    assert gpu.supports(but(precision=precision), H200) is None
+    assert refusal(but(precision=precision), H200) is None
 
 
 def test_narrow_operands_have_one_precision():
-    """Whatever is asked for, or set: products of 16 bits are exact in float32."""
+    """Every precision is accepted: products of 16-bit operands are exact in float32."""
     for precision in ("highest", "high", jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.BF16_BF16_F32):
-        assert gpu.supports(but(HALF, precision=precision), H200) is None
+        assert refusal(but(HALF, precision=precision), H200) is None
     with jax.default_matmul_precision("highest"):
-        assert gpu.supports(HALF, H200) is None
-        assert gpu.supports(ROWS, H200) == "precision is highest; it multiplies float32 as tf32"
-        assert gpu.supports(but(precision="default"), H200) is None
+        assert refusal(HALF, H200) is None
+        assert refusal(ROWS, H200) == "precision is highest; it multiplies float32 as tf32"
+        assert refusal(but(precision="default"), H200) is None
 
 
 @pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.silu, jax.nn.gelu, jnp.tanh, lambda z: 2 * z + 1])
 def test_activations_that_a_kernel_applies(activation):
-    assert gpu.supports(but(HALF, epilogue=Epilogue(activation=activation)), H200) is None
+    assert refusal(but(HALF, epilogue=Epilogue(activation=activation)), H200) is None
     assert gpu._lowers(activation, np.dtype("float32"))
 
 
@@ -133,13 +148,13 @@ def test_an_activation_that_does_not_lower_is_applied_after_the_kernel():
     after, within = text(jnp.arctan), text(jnp.tanh)
     assert kernels(after) == kernels(within) == 1
     assert "chlo.atan" in after or "stablehlo.atan2" in after
-    assert made(after)[0] >= 256 * 128 > 16 >= made(within)[0]
+    assert largest_result(after)[0] >= 256 * 128 > 16 >= largest_result(within)[0]
 
 
-def test_there_is_a_block_for_every_core():
+def test_there_is_a_cta_for_every_sm():
     for cores in (132, 114, 78):
-        assert choose(ROWS, card_for(dataclasses.replace(H200, cores=cores))).blocks == cores
-    assert choose(ROWS, card_for(H200)).blocks == 132
+        assert choose(ROWS, card_for(dataclasses.replace(H200, cores=cores))).num_ctas == cores
+    assert choose(ROWS, card_for(H200)).num_ctas == 132
 
 
 def struct(*shape, dtype="bfloat16"):

@@ -1,4 +1,4 @@
-"""Operands of few bits: by value in the interpreter, and lowered to one kernel with nothing of size beside it."""
+"""Low-precision operands: values in the interpreter, and programs with no large operation beside the kernel."""
 
 import functools
 
@@ -7,14 +7,23 @@ import numpy as np
 import pytest
 
 import trencadis as tr
-from benchmarks.gpu_quantized import checks, limit
-from trencadis.api.matmul import problem_of
+from benchmarks.quantized_cases import checks
 from trencadis.backends import gpu
+from trencadis.core.arguments import problem_of
+from trencadis.core.decision import Refusal
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.target import Target
+from trencadis.core.tiling import Overrides
 from trencadis.quant import Scaled
 
-from .ahead import kernels, lowered, made, structs
+from .ahead import kernels, largest_result, lowered, structs
+
+
+def refusal(problem, target):
+    """The reason why the backend refuses a problem; None if it has a plan."""
+    answer = gpu.plan(problem, target, Overrides())
+    return answer.reason if isinstance(answer, Refusal) else None
+
 
 pytestmark = pytest.mark.core
 
@@ -33,8 +42,8 @@ INTERPRETED = [
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_by_value(name):
     """Unowned rows and their scales are NaN, sizes are no multiples of anything, the first group is not held here."""
-    error, *args = CASES()[name]
-    assert error(*args) < limit(args[-1])
+    check = CASES()[name]
+    assert check.error() < check.limit
 
 
 def test_integer_sums_are_added_to_fractions():
@@ -46,18 +55,18 @@ def test_integer_sums_are_added_to_fractions():
 
 
 def test_more_scales_along_k_than_a_copy_takes_come_in_parts():
-    blocks = Epilogue(by_row=True, by_column=True, blocks=128)
+    blocks = Epilogue(by_row=True, by_column=True, row_block=128, column_block=(128, 128))
     asked = problem_of((8, 128 * 257), (2, 128 * 257, 128), dtype="int8", out=np.dtype("float32"), epilogue=blocks)
     target = Target(platform="cuda", kind="NVIDIA H200")
-    assert "at most 256" in gpu.supports(asked, target)
-    assert gpu.supports(asked.replace(k=128 * 256), target) is None
+    assert "at most 256" in refusal(asked, target)
+    assert refusal(asked.replace(k=128 * 256), target) is None
 
 
 M, K, N, G = 512, 256, 320, 4
 
 
 def rows(left, right, k=K, blocks=False, last=True):
-    """A product of rows of one dtype, scaled or bfloat16, with weights of another; shapes of its arguments."""
+    """A product of lhs, scaled or bfloat16, with scaled weights of another dtype, and the shapes of its arguments."""
     row, column = ((1, 128), (1, 128, 128)) if blocks else ((1, k), (1, 1, k) if last else (1, k, 1))
     shape = (G, N, k) if last else (G, k, N)
 
@@ -81,28 +90,28 @@ def contraction(dtype):
 
 
 LOWERED = {
-    "e4m3, lines of 64": lambda: rows("float8_e4m3fn", "float8_e4m3fn", k=192),
+    "e4m3, 64-byte swizzle": lambda: rows("float8_e4m3fn", "float8_e4m3fn", k=192),
     "int8, blocks": lambda: rows("int8", "int8", blocks=True),
-    "int4 in registers": lambda: rows("bfloat16", "int4"),
-    "e5m2 widened": lambda: rows("bfloat16", "float8_e5m2", last=False),
+    "int4, RS operand": lambda: rows("bfloat16", "int4"),
+    "e5m2, upcast in shared memory": lambda: rows("bfloat16", "float8_e5m2", last=False),
     "e4m3, contraction": lambda: contraction("float8_e4m3fn"),
 }
 
 
 @pytest.mark.parametrize("name", LOWERED)
 def test_lowers_to_one_kernel(name):
-    """Neither are weights widened beside it, nor is anything moved but scales, and rows for weights in registers."""
+    """Weights are upcast in the kernel; outside of it only scales are moved, and lhs if weights are an RS operand."""
     fn, shapes = LOWERED[name]()
     text = lowered(fn, *shapes)
     assert kernels(text) == 1
-    size, operation = made(text)
-    assert size <= (M * K if "registers" in name else G * max(K, N, M)), operation
+    size, operation = largest_result(text)
+    assert size <= (M * K if "RS" in name else G * max(K, N, M)), operation
 
 
-def test_why_says_that_rows_follow_the_order_of_weights():
+def test_why_says_that_lhs_is_permuted_along_k():
     x, sizes = structs(((M, K), "bfloat16"), ((G,), "int32"))
     values, scale = structs(((G, N, K), "int4"), ((G, N, 1), "float32"))
     weights = Scaled(values, scale, "int4", (1, 1, K))
     answer = tr.why(x, weights, sizes, preferred_element_type=jnp.bfloat16, transpose_rhs=True, target="h200")
     (copy,) = answer.passes[0].copies
-    assert copy.startswith(f"ordered bfloat16[{M},{K}]")
+    assert copy.startswith(f"permute_k bfloat16[{M},{K}]")

@@ -1,4 +1,4 @@
-"""No warpgroup reads what another may still be writing, where the interpreter can tell."""
+"""No warpgroup reads memory that another may still be writing, as far as the race detector sees."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from .interpreted import check, layout_of, rows_problem, sum_problem
 
 pytestmark = [
     pytest.mark.core,
-    pytest.mark.skipif(JAX < (0, 11), reason="its interpreter has no clocks for products and for copies out"),
+    pytest.mark.skipif(JAX < (0, 11), reason="its race detector does not follow wgmma and copies to global memory"),
 ]
 
 
@@ -21,10 +21,10 @@ pytestmark = [
     ids=["rows", "contraction"],
 )
 def test_no_races(problem):
-    """Three steps in two stages, and a group that starts in the middle of a grain."""
+    """Three steps in two stages, and a group that starts in the middle of an 8-row atom."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     params = dataclasses.replace(gpu_interpreter(), detect_races=True)
-    layout = layout_of(problem, wide=64, blocks=1)
+    layout = layout_of(problem, block_n=64, num_ctas=1)
     check(problem, layout, *numbers(problem, 0), [21, problem.m - 30], [0], params=params)
     assert not gpu_callbacks.get_races().races_found

@@ -1,4 +1,4 @@
-"""The real compiler, in this process: compiled text, and what is in it beside the kernel."""
+"""Ahead-of-time compiles for TPUs in this process, and what their HLO contains beside the kernel."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ def device(chip):
 
 
 def compiled(chip, fn, *shapes, donate=()):
-    """The compiled module of a call for a chip; shapes are (shape, dtype)."""
+    """The compiled HLO text of a call for a chip; operands are pairs (shape, dtype)."""
     sharding = jax.sharding.SingleDeviceSharding(device(chip))
     args = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding) for shape, dtype in shapes]
     with abstract_device(chip.kind, chip.cores):
@@ -33,12 +33,12 @@ def compiled(chip, fn, *shapes, donate=()):
 
 
 def kernels(text):
-    """The names of the kernels in a compiled module."""
+    """The names of the Pallas kernels in a compiled HLO text."""
     return re.findall(r"%(trencadis_\w+?)(?:\.\d+)? = [^\n]*custom_call_target=\"tpu_custom_call\"", text)
 
 
 def largest(text):
-    """Bytes and operation of the largest array that is made beside the kernels; bitcasts make none."""
+    """Bytes and operation of the largest array that is made outside of the kernels; a bitcast makes none."""
     made = [(0, "nothing")]
     for _, dtype, shape, operation in _SHAPE.findall(text):
         if operation not in ("parameter", "custom-call", "bitcast", "get-tuple-element", "tuple"):

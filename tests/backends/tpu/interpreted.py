@@ -1,4 +1,4 @@
-"""Kernels in layouts made by hand, interpreted: a read of what nobody wrote gives NaN, and a race is an error."""
+"""Interpreted kernels in small layouts: a read of uninitialized memory gives NaN, and a race is an error."""
 
 import functools
 
@@ -10,26 +10,27 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax.experimental.pallas import tpu as pltpu
 
 from trencadis.backends.tpu import execute
-from trencadis.backends.tpu.layout import Layout, heights_table
+from trencadis.backends.tpu.layout import Layout, cheapest_heights
 
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
 def races_found():
-    """Whether the kernel that ran last had a race; since jax 0.11 it would have raised already."""
+    """Whether the last kernel had a race; since jax 0.11 it would have raised already."""
     return interpreter.races.races_found
 
 
 def rows_layout(**changes):
-    """Two heights, chosen by a table; blocks of two chunks."""
-    sizes = {**dict(slab=8, grain=8, heights=(16, 32), deep=0, wide=256, chunk=128), **changes}
-    return Layout(table=heights_table(sizes["heights"], sizes["slab"], lambda h: h + 8), **sizes)
+    """A layout of the rows form with two tile heights, and column blocks of two chunks."""
+    sizes = {**dict(sublane_tile=8, dma_align=8, heights=(16, 32), block_k=0, block_n=256, chunk=128), **changes}
+    return Layout(height_table=cheapest_heights(sizes["heights"], sizes["sublane_tile"], lambda h: h + 8), **sizes)
 
 
-def sum_layout(**changes):
-    """Tiles of two long steps; blocks of one column block of k and one of n, the latter in chunks."""
-    sizes = {**dict(slab=8, grain=8, heights=(64,), deep=128, wide=256, chunk=128, fine=16, out_slots=2), **changes}
-    return Layout(table=sizes["heights"], **sizes)
+def contraction_layout(**changes):
+    """A layout of the contraction form with row tiles of two long steps, and column blocks of two chunks of n."""
+    blocks = dict(heights=(64,), block_k=128, block_n=256, chunk=128, step_m=16)
+    sizes = {**dict(sublane_tile=8, dma_align=8, out_buffers=2), **blocks, **changes}
+    return Layout(height_table=sizes["heights"], **sizes)
 
 
 @functools.cache
@@ -38,13 +39,14 @@ def kernel(problem, layout, params=STRICT, **options):
 
 
 def run(problem, layout, *operands, **options):
+    """The result of an interpreted kernel, which had no race."""
     out = jax.block_until_ready(kernel(problem, layout, **options)(*operands))
     assert not races_found()
     return out
 
 
 def check(problem, layout, lhs, rhs, sizes, first, *extras, **options):
-    """The kernel's result, equal to its meaning."""
+    """The result of an interpreted kernel, which equals that in float64."""
     sizes, first = np.asarray(sizes).reshape(problem.batch, -1), np.asarray(first, np.int32).reshape(-1)
     got = run(problem, layout, lhs, rhs, sizes, first, *extras, **options)
     with np.errstate(invalid="ignore"):
@@ -54,10 +56,10 @@ def check(problem, layout, lhs, rhs, sizes, first, *extras, **options):
     return got
 
 
-def tricky(problem, slab, seed):
-    """Group sizes that cross every boundary of a slab and of the rows; int32[count, batch, groups]."""
+def boundary_sizes(problem, unit, seed):
+    """Group sizes that end at and around every boundary of a sublane tile; int32[count, batch, groups]."""
     m, g, rng = problem.m, problem.groups, np.random.default_rng(seed)
-    edges = [slab - 1, 2, slab, 0, slab + 1, 1]
+    edges = [unit - 1, 2, unit, 0, unit + 1, 1]
     one = np.zeros(g, int)
     one[g // 2] = m
     full = np.diff([0, *np.sort(rng.integers(0, m + 1, g - 1)), m])

@@ -1,4 +1,4 @@
-"""The real compiler takes every kind of problem for every chip, and finds nothing to do beside the kernel."""
+"""Ahead-of-time compiles: every kind of problem, for every chip, becomes one kernel and no other large operation."""
 
 import functools
 
@@ -15,7 +15,7 @@ from .ahead import compiled, kernels, largest
 pytestmark = pytest.mark.core
 
 M, K, N, G = 512, 384, 640, 3
-TILE = (128, 256, 256)  # three blocks of n, two of k; the last of each is smaller
+TILE = (128, 256, 256)  # three blocks of n and two of k; the last of each is smaller
 KINDS = {
     "bf16": ("bfloat16", "bfloat16", "bfloat16"),
     "f32": ("float32", "float32", "float32"),
@@ -24,7 +24,7 @@ KINDS = {
 }
 OPTIONS = ("plain", "transposed", "bias", "existing_out", "window", "batch")
 CHIP = ("v5e", "v5p", "v6e", "v7x")
-# every pair of kind, option, chip and form occurs
+# every pair of values of kind, option, chip and form occurs
 COVER = [
     (("rows", "contraction")[(i // 2 + j) % 2 if option != "bias" else 0], kind, option, CHIP[(i + j) % 4])
     for i, kind in enumerate(KINDS)
@@ -59,7 +59,7 @@ def call(form, option, lhs, rhs, out):
 
 @pytest.mark.parametrize(("form", "kind", "option", "chip"), COVER)
 def test_compiles_to_a_kernel_and_nothing_else(form, kind, option, chip):
-    """No transpose, no copy of an operand, no sum over group sizes: nothing of more than a few numbers."""
+    """There is no transpose, no copy of an operand, no cumsum of sizes: nothing with more than a few numbers."""
     fn, shapes = call(form, option, *KINDS[kind])
     text = compiled(CHIPS[chip], fn, *shapes, donate=(3,) if option == "existing_out" else ())
     assert kernels(text) == [f"trencadis_{form}"]
@@ -78,7 +78,7 @@ def test_compiles_to_a_kernel_and_nothing_else(form, kind, option, chip):
     ],
 )
 def test_quantized_operands_compile_to_a_kernel(form, lhs, rhs, flip, chip):
-    """Values go in as they are stored: what is made beside the kernel are vectors of scales."""
+    """The kernel reads values as they are stored; XLA makes nothing but vectors of scales."""
     common = dict(preferred_element_type=jnp.bfloat16, tiling=TILE, backend="tpu")
     if form == "rows":
         shapes = [((M, K), lhs), ((G, N, K) if flip else (G, K, N), rhs)]
@@ -121,7 +121,7 @@ def test_export_for_tpu_from_a_process_without_one(form):
 
 @pytest.mark.parametrize("form", ["rows", "contraction"])
 def test_the_platform_decides_at_lowering(form):
-    """One traced function: the kernel for a TPU, XLA for a CPU, both in a program for both."""
+    """One traced function gives the kernel for a TPU, XLA loops for a CPU, and both in a program for both."""
     fn, shapes = call(form, "plain", *KINDS["bf16"])
     anywhere = jax.jit(functools.partial(fn, backend=None))
     args = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]

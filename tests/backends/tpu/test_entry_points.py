@@ -1,4 +1,4 @@
-"""Transformations of the public operations over interpreted kernels: their values are those of the reference."""
+"""Transformations of the public operations over interpreted kernels give the values of the reference backend."""
 
 import functools
 
@@ -17,7 +17,7 @@ from trencadis.quant import quantize
 pytestmark = pytest.mark.core
 
 M, K, N, G = 24, 12, 20, 3
-SIZES = np.array([7, 0, 12], np.int32)  # the last five rows belong to nobody
+SIZES = np.array([7, 0, 12], np.int32)  # the last five rows are unowned
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +39,8 @@ def xwy(rng):
     return tuple(rng.normal(size=s).astype(np.float32) for s in ((M, K), (G, K, N), (M, N)))
 
 
-def same(transform, *args):
-    """The kernels and the reference agree under a transformation of a function with a free choice of the backend.
+def check_against_reference(transform, *args):
+    """The kernels and the reference backend agree on `transform(options)`, a function of the arguments.
 
     Without jit, a kernel is compiled once for all tests that call it.
     """
@@ -61,7 +61,7 @@ def test_gradient(xwy):
 
 
 def test_quantized_operands(xwy):
-    """Rows of nobody are 0 though their scales are NaN."""
+    """Unowned rows are 0 although their scales are NaN."""
     x, w, y = xwy
     mine, how = np.arange(M)[:, None] < sum(SIZES), dict(backend="tpu", interpret=True)
     q, p = quantize(np.where(mine, x, np.nan), "int8", "row"), quantize(w, "int8", "column")
@@ -72,18 +72,20 @@ def test_quantized_operands(xwy):
 
 def test_forward_mode(xwy):
     x, _, y = xwy
-    same(lambda how: lambda x, y, dx: jax.jvp(lambda x: summed(x, y, **how), (x,), (dx,)), x, y, x[::-1])
+    check_against_reference(
+        lambda how: lambda x, y, dx: jax.jvp(lambda x: summed(x, y, **how), (x,), (dx,)), x, y, x[::-1]
+    )
 
 
 def test_second_order(xwy):
-    """Along a direction: the derivative of a gradient that has every operand in it."""
+    """The derivative, along a direction, of a gradient that depends on every operand."""
     x, w, _ = xwy
 
     def transform(how):
         loss = lambda x, w: jnp.sum(jnp.sin(rows(x, w, **how)))
         return lambda x, w: jax.jvp(jax.grad(loss), (x, w), (x[::-1], w[::-1]))[1]
 
-    same(transform, x, w)
+    check_against_reference(transform, x, w)
 
 
 def test_bias_activation_and_existing_out(xwy):
@@ -95,19 +97,19 @@ def test_bias_activation_and_existing_out(xwy):
 
         return f
 
-    same(transform, x, w, w[:, 0], y)
+    check_against_reference(transform, x, w, w[:, 0], y)
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, 0)])
 def test_vmap(axes, xwy):
-    """Entries with weights of their own, and with weights that they share."""
+    """Batch entries with weights of their own, and with shared weights."""
     given = (*xwy[:2], SIZES)
     stacked = [np.stack([a, a[::-1]]) if axis == 0 else a for a, axis in zip(given, axes, strict=True)]
-    same(lambda how: jax.vmap(functools.partial(rows, **how), in_axes=axes), *stacked)
+    check_against_reference(lambda how: jax.vmap(functools.partial(rows, **how), in_axes=axes), *stacked)
 
 
 def test_shard_map(xwy):
-    """Experts over two devices, with varying axes checked: each has a window, and the sum over devices is whole."""
+    """Experts over two devices, with check_vma on: each has a window, and the sum over devices is the whole result."""
     x, w, _ = xwy
     w, sizes = np.concatenate([w, w[:1]]), np.array([7, 0, 12, 2], np.int32)
     mesh = jax.make_mesh((2,), ("e",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
@@ -120,11 +122,11 @@ def test_shard_map(xwy):
 
         return f
 
-    same(transform, x, w)
+    check_against_reference(transform, x, w)
 
 
 def test_64_bits(x64, rng):
-    """With 64-bit integers and floats about, the kernel's own numbers keep their 32; sizes that need 64 are clamped."""
+    """With x64 on, scalars of the kernel stay int32, and int64 group sizes are clamped."""
     x, w = rng.normal(size=(M, K)).astype(np.float32), rng.normal(size=(G, K, N)).astype(np.float32)
     f = jax.jit(functools.partial(rows, backend="tpu", interpret=True))
     for sizes in (SIZES, [7, -(2**40), 2**40]):
@@ -134,7 +136,7 @@ def test_64_bits(x64, rng):
 
 
 def test_grouped_gemm(xwy):
-    """Both forms by what tensors say, with gradients."""
+    """Both forms through `grouped_gemm`, with gradients."""
     x, w, y = xwy
     x[sum(SIZES) :] = y[sum(SIZES) :] = np.nan
     check_both_forms(x, w, y, SIZES, backend="tpu", interpret=True)

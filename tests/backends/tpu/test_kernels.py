@@ -1,4 +1,4 @@
-"""Laws of the kernels in layouts so small that few rows cross every boundary: spans, slabs, tiles, chunks, blocks."""
+"""Laws of the kernels, interpreted in layouts so small that few rows cross the boundaries of all tiles and blocks."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from poisoned import numbers, rows_problem, spans, spoil, sum_problem
 from trencadis.core.devices import CHIPS
 from trencadis.core.epilogue import Epilogue
 
-from .interpreted import STRICT, check, races_found, rows_layout, run, sum_layout, tricky
+from .interpreted import STRICT, boundary_sizes, check, contraction_layout, races_found, rows_layout, run
 
 pytestmark = pytest.mark.core
 
@@ -24,98 +24,103 @@ def relu(z):
     return np.maximum(z, 0) if isinstance(z, np.ndarray) else jnp.maximum(z, 0)
 
 
-def scaled(ends=Epilogue(), by_row=True):
-    return dataclasses.replace(ends, by_row=by_row, by_column=True)
+def scaled(epilogue=Epilogue(), by_row=True):
+    return dataclasses.replace(epilogue, by_row=by_row, by_column=True)
 
 
-BIAS, MORE = Epilogue(bias=np.dtype("float32"), activation=relu), Epilogue(accumulate=True)
-HALF, BYTE = dict(slab=16, heights=(32, 64)), dict(slab=32, grain=32, heights=(32, 64))
+BIAS, ACCUMULATE = Epilogue(bias=np.dtype("float32"), activation=relu), Epilogue(accumulate=True)
+BITS16, BITS8 = dict(sublane_tile=16, heights=(32, 64)), dict(sublane_tile=32, dma_align=32, heights=(32, 64))
 
 CASES = {
-    # a window; the last block has one chunk less; m and k are multiples of nothing
-    "rows": (rows_problem(70, 60, 384, 6, local=4), rows_layout(out_slots=2, x_slots=3)),
-    "rows, single numbers": (rows_problem(37, 1, 1, 6, transpose_rhs=True), rows_layout(wide=1, chunk=1)),
+    # a window; the last column block has one chunk less; m and k are not aligned
+    "rows": (rows_problem(70, 60, 384, 6, local=4), rows_layout(out_buffers=2, lhs_buffers=3)),
+    "rows, single numbers": (rows_problem(37, 1, 1, 6, transpose_rhs=True), rows_layout(block_n=1, chunk=1)),
     "rows, bias": (
         rows_problem(100, 128, 200, 6, "bf16 bf16 bf16", epilogue=BIAS),
-        rows_layout(wide=200, chunk=200, **HALF),
+        rows_layout(block_n=200, chunk=200, **BITS16),
     ),
-    # the last chunk is smaller than the others; a block that both cores had would be added twice
+    # the last chunk is smaller than the others; a column block that both cores computed would be added twice
     "rows, existing_out": (
-        rows_problem(61, 128, 640, 5, local=3, epilogue=MORE),
-        rows_layout(wide=512, chunk=256, cores=2),
+        rows_problem(61, 128, 640, 5, local=3, epilogue=ACCUMULATE),
+        rows_layout(block_n=512, chunk=256, cores=2),
     ),
     "rows, int8": (
         rows_problem(96, 130, 384, 6, "s8 s8 s32", transpose_rhs=True),
-        rows_layout(wide=128, **BYTE),
+        rows_layout(block_n=128, **BITS8),
     ),
     "rows, batch": (
         rows_problem(45, 96, 256, 5, "bf16 f32 bf16", local=4, batch=2, rhs_batch=2, precision=HIGHEST),
-        rows_layout(grain=16, **HALF),
+        rows_layout(dma_align=16, **BITS16),
     ),
     "rows, batch that shares weights": (
         rows_problem(37, 96, 256, 4, "s8 bf16 f32", local=3, batch=2, transpose_rhs=True),
-        rows_layout(wide=128, **BYTE),
+        rows_layout(block_n=128, **BITS8),
     ),
-    # tiles begin inside lines of 128 scales; two cores
+    # row tiles start inside of lane vectors of 128 scales; two cores
     "rows, int8 with scales": (
         rows_problem(200, 130, 384, 6, "s8 s8 f32", local=4, epilogue=scaled(BIAS)),
-        rows_layout(wide=128, cores=2, slab=32, grain=32, heights=(32, 160)),
+        rows_layout(block_n=128, cores=2, sublane_tile=32, dma_align=32, heights=(32, 160)),
     ),
     "rows, float8 weights": (
-        rows_problem(61, 128, 256, 5, "bf16 e4 f32", transpose_rhs=True, epilogue=scaled(MORE, by_row=False)),
-        rows_layout(wide=128, **HALF),
+        rows_problem(61, 128, 256, 5, "bf16 e4 f32", transpose_rhs=True, epilogue=scaled(ACCUMULATE, by_row=False)),
+        rows_layout(block_n=128, **BITS16),
     ),
     "rows, int4 weights": (
         rows_problem(61, 130, 200, 5, "s8 s4 f32", epilogue=scaled(by_row=False)),
-        rows_layout(wide=200, chunk=200, **BYTE),
+        rows_layout(block_n=200, chunk=200, **BITS8),
     ),
-    # a window; the last block of k, the last block of n and its last chunk are smaller than the others; steps are
-    # taller than slabs, so that a span's last step is filled up with rows that were never copied
+    # a window; the last block of k, the last block of n and its last chunk are smaller than the others; a step has more
+    # rows than a sublane tile, so that the last step of a span is padded with rows that were never copied
     "contraction": (
         sum_problem(90, 384, 640, 6, local=4),
-        sum_layout(deep=256, wide=512, chunk=256, heights=(32,), fine=16, k_outside=False, cores=2),
+        contraction_layout(block_k=256, block_n=512, chunk=256, heights=(32,), step_m=16, k_outer=False, cores=2),
     ),
     "contraction, single numbers": (
-        sum_problem(37, 1, 1, 6, epilogue=MORE),
-        sum_layout(deep=1, wide=1, chunk=1, fine=8, heights=(16,)),
+        sum_problem(37, 1, 1, 6, epilogue=ACCUMULATE),
+        contraction_layout(block_k=1, block_n=1, chunk=1, step_m=8, heights=(16,)),
     ),
     "contraction, stored [k, m]": (
         sum_problem(700, 60, 200, 6, "bf16 bf16 bf16", transpose_lhs=True),
-        sum_layout(slab=128, grain=128, heights=(256,), fine=128, deep=60, wide=200, chunk=200, out_slots=4),
+        contraction_layout(
+            sublane_tile=128, dma_align=128, heights=(256,), step_m=128, block_k=60, block_n=200, chunk=200,
+            out_buffers=4,
+        ),
     ),
     "contraction, int8": (
-        sum_problem(110, 128, 256, 6, "s8 s8 s32", epilogue=MORE),
-        sum_layout(slab=32, grain=32, fine=64, heights=(128,)),
+        sum_problem(110, 128, 256, 6, "s8 s8 s32", epilogue=ACCUMULATE),
+        contraction_layout(sublane_tile=32, dma_align=32, step_m=64, heights=(128,)),
     ),
     "contraction, float8 with scales": (
-        sum_problem(110, 384, 640, 6, "e4 e5 f32", local=4, epilogue=scaled(MORE)),
-        sum_layout(slab=32, grain=32, fine=64, heights=(128,), deep=256, wide=512, chunk=256, cores=2),
+        sum_problem(110, 384, 640, 6, "e4 e5 f32", local=4, epilogue=scaled(ACCUMULATE)),
+        contraction_layout(
+            sublane_tile=32, dma_align=32, step_m=64, heights=(128,), block_k=256, block_n=512, chunk=256, cores=2
+        ),
     ),
     "contraction, batch": (
         sum_problem(75, 128, 256, 5, "bf16 f32 f32", local=4, batch=2, precision=HIGHEST),
-        sum_layout(slab=16, fine=32, wide=128),
+        contraction_layout(sublane_tile=16, step_m=32, block_n=128),
     ),
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def clean():
-    """What an exception leaves in the interpreter is not for the next test."""
+    """Reset the interpreter, in which an exception may leave state behind for the next test."""
     yield
     pltpu.reset_tpu_interpret_mode_state()
 
 
 def windows(problem):
-    """First groups: the last window, one in the middle, and some that reach out of the groups."""
+    """First groups: of the last window, of one in the middle, and of some that reach outside of the groups."""
     outside = problem.groups - problem.local_groups
     return [outside, outside // 2, 0, -1, problem.groups - 1, outside] if outside else [0]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_its_meaning_whatever_others_hold(name):
-    """NaN and Inf in all that is somebody else's or nobody's; what nobody owns is kept to the bit."""
+def test_equals_float64_with_poison_in_other_groups(name):
+    """NaN and Inf in the rows and weights of another group and in unowned rows, which are kept bit by bit."""
     problem, layout = CASES[name]
-    for i, sizes in enumerate(tricky(problem, layout.slab, seed=len(name))):
+    for i, sizes in enumerate(boundary_sizes(problem, layout.sublane_tile, seed=len(name))):
         first = np.roll(np.resize(windows(problem), max(6, problem.batch)), -i)[: problem.batch]
         clean = numbers(problem, i)
         lhs, rhs, *extras = spoil(problem, sizes, first, clean, i % problem.spans, (np.nan, np.inf)[i % 2])
@@ -127,24 +132,24 @@ def test_equals_its_meaning_whatever_others_hold(name):
 
 
 def test_int8_is_exact_where_it_is_multiplied_as_bfloat16():
-    """A sum of more than 2**24 is odd: float32 would round it."""
-    problem, layout = rows_problem(40, 1300, 128, 2, "s8 s8 s32"), rows_layout(chip=CHIPS["v4"], wide=128, **BYTE)
+    """The sum is odd and above 2**24: float32 would round it."""
+    problem, layout = rows_problem(40, 1300, 128, 2, "s8 s8 s32"), rows_layout(chip=CHIPS["v4"], block_n=128, **BITS8)
     lhs, rhs = np.full((40, 1300), -128, np.int8), np.full((2, 1300, 128), -128, np.int8)
     lhs[:, 0] = rhs[:, 0] = 1
     got = run(problem, layout, lhs, rhs, np.array([[23, 17]], np.int32), np.zeros(1, np.int32))
     np.testing.assert_array_equal(got, 1299 * 2**14 + 1)
 
 
-def test_cores_do_not_meet():
-    """Two cores at the same time, and the detector of races between them; slow, so one run."""
-    problem, layout = rows_problem(20, 128, 256, 3), rows_layout(heights=(16,), wide=128, out_slots=2, cores=2)
+def test_two_cores_do_not_race():
+    """Both cores at the same time, with the detection of races between them; slow, so one run."""
+    problem, layout = rows_problem(20, 128, 256, 3), rows_layout(heights=(16,), block_n=128, out_buffers=2, cores=2)
     params = dataclasses.replace(STRICT, num_cores_or_threads=2)
     parallel = pltpu.CompilerParams(dimension_semantics=("parallel",))
     check(problem, layout, *numbers(problem, 0), [5, 6, 7], [0], params=params, compiler_params=parallel)
 
 
-def test_a_race_would_be_found():
-    """A copy that is not waited for before its target is read."""
+def test_the_interpreter_finds_a_race():
+    """A copy whose target is read before the wait."""
 
     def body(x, y, buffer, sem):
         copy = pltpu.make_async_copy(x, buffer, sem)

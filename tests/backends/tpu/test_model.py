@@ -1,4 +1,4 @@
-"""The model that chooses, against what the compiler's schedules say."""
+"""The cost model against the time of the compiler's schedules."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,9 @@ import pytest
 
 import trencadis as tr
 from trencadis import inspect as tpu
-from trencadis.api.matmul import problem_of
-from trencadis.backends.tpu.choose import choose, machine_for
+from trencadis.backends.tpu.choose import choose, mxu_model_for
 from trencadis.backends.tpu.model import predict
+from trencadis.core.arguments import problem_of
 from trencadis.core.devices import CHIPS
 
 pytestmark = pytest.mark.core
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.core
     [
         ("rows", "v7x", "bfloat16", 4096, 64),  # bound by memory
         ("rows", "v6e", "float32", 2048, 8),  # bound by products
-        ("rows", "v6e", "int8", 4096, 64),  # half of the bytes
+        ("rows", "v6e", "int8", 4096, 64),  # 8-bit operands
         ("contraction", "v5e", "bfloat16", 4096, 64),
         ("contraction", "v6e", "float32", 2048, 8),
     ],
@@ -38,6 +38,6 @@ def test_predicts_the_schedule_within_a_quarter(form, chip, dtype, m, g):
     lhs, rhs = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in (problem.lhs_shape, problem.rhs_shape))
     found = tpu.inspect(lambda *xs: fn(*xs, out, backend="tpu"), lhs, rhs, sizes, generation=chip)
     (kernel,) = found.kernels
-    expected = predict(problem, choose(problem, CHIPS[chip]), machine_for(problem, CHIPS[chip]))
+    expected = predict(problem, choose(problem, CHIPS[chip]), mxu_model_for(problem, CHIPS[chip]))
     assert 0.75 <= expected / kernel.seconds <= 1.25
     assert not kernel.warnings

@@ -1,4 +1,4 @@
-"""What the backend refuses, it refuses with a sentence, and another one takes over."""
+"""The problems that the backend refuses, each with a reason, and what its plan leaves to XLA."""
 
 import dataclasses
 import functools
@@ -11,15 +11,24 @@ import pytest
 from jax.experimental import topologies
 
 import trencadis as tr
-from trencadis.api.matmul import problem_of
 from trencadis.backends import tpu
 from trencadis.core import autodiff
+from trencadis.core.arguments import problem_of
+from trencadis.core.decision import Refusal
 from trencadis.core.devices import CHIPS
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import plan
 from trencadis.core.target import Target
+from trencadis.core.tiling import Overrides
 
 from .ahead import compiled, device, kernels
+
+
+def refusal(problem, target):
+    """The reason why the backend refuses a problem; None if it has a plan."""
+    answer = tpu.plan(problem, target, Overrides())
+    return answer.reason if isinstance(answer, Refusal) else None
+
 
 pytestmark = pytest.mark.core
 
@@ -28,7 +37,7 @@ SUM = problem_of((128, 256), (256, 128), groups=4)
 V6E = Target(platform="tpu", kind="TPU v6 lite")
 
 
-def but(problem=ROWS, **changes):
+def changed(problem=ROWS, **changes):
     return problem.replace(**changes)
 
 
@@ -37,27 +46,30 @@ def but(problem=ROWS, **changes):
     [
         (ROWS, Target(platform="cpu", kind="cpu"), "it runs on TPU; the target is cpu"),
         (ROWS, Target(platform="tpu", kind="TPU v99"), "it knows no TPU of the kind 'TPU v99'"),
-        (but(lhs=np.dtype("float16")), V6E, "lhs is float16; it takes bfloat16, float32, int8"),
-        (but(rhs=np.dtype("float64")), V6E, "rhs is float64"),
-        (but(out=np.dtype("float16")), V6E, "the result is float16; it takes bfloat16, float32, int8, int32"),
-        (but(epilogue=Epilogue(bias=np.dtype("int32"))), V6E, "bias is int32; it takes bfloat16, float32"),
-        (but(m=0), V6E, "there is nothing to multiply"),
-        (but(k=0), V6E, "there is nothing to multiply"),
-        (but(local_groups=0), V6E, "there is nothing to multiply"),
-        (but(groups=0, local_groups=0), V6E, "there is nothing to multiply"),
-        (but(SUM, local_groups=0), V6E, "there is nothing to multiply"),
-        (but(groups=2**17), V6E, "131072 group sizes are too many for scalar memory"),
-        (but(precision="high"), V6E, "precision is high; it has DEFAULT and HIGHEST"),
-        (but(precision=("highest", "default")), V6E, r"precision is \('highest', 'default'\)"),
-        (but(precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32), V6E, "precision is BF16_BF16_F32"),
-        (but(epilogue=Epilogue(activation=jnp.arctan)), V6E, "activation arctan does not lower in a kernel .*atan"),
-        (but(lhs=np.dtype(jnp.int4)), V6E, "lhs is int4; it takes"),
-        (but(rhs=np.dtype(jnp.float8_e4m3fnuz)), V6E, "rhs is float8_e4m3fnuz; it takes .* float8_e4m3fn, float8_e5m2"),
-        (but(k=200_000), V6E, "no block of k = 200000 columns fits into the 128 MiB of VMEM of a v6e"),
+        (changed(lhs=np.dtype("float16")), V6E, "lhs is float16; it takes bfloat16, float32, int8"),
+        (changed(rhs=np.dtype("float64")), V6E, "rhs is float64"),
+        (changed(out=np.dtype("float16")), V6E, "the result is float16; it takes bfloat16, float32, int8, int32"),
+        (changed(epilogue=Epilogue(bias=np.dtype("int32"))), V6E, "bias is int32; it takes bfloat16, float32"),
+        (changed(m=0), V6E, "there is nothing to multiply"),
+        (changed(k=0), V6E, "there is nothing to multiply"),
+        (changed(local_groups=0), V6E, "there is nothing to multiply"),
+        (changed(groups=0, local_groups=0), V6E, "there is nothing to multiply"),
+        (changed(SUM, local_groups=0), V6E, "there is nothing to multiply"),
+        (changed(groups=2**17), V6E, "131072 group sizes are too many for scalar memory"),
+        (changed(precision="high"), V6E, "precision is high; it has DEFAULT and HIGHEST"),
+        (changed(precision=("highest", "default")), V6E, r"precision is \('highest', 'default'\)"),
+        (changed(precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32), V6E, "precision is BF16_BF16_F32"),
+        (changed(lhs=np.dtype(jnp.int4)), V6E, "lhs is int4; it takes"),
+        (
+            changed(rhs=np.dtype(jnp.float8_e4m3fnuz)),
+            V6E,
+            "rhs is float8_e4m3fnuz; it takes .* float8_e4m3fn, float8_e5m2",
+        ),
+        (changed(k=200_000), V6E, "no block of k = 200000 columns fits into the 128 MiB of VMEM of a v6e"),
     ],
 )
-def test_reasons(problem, target, reason):
-    assert re.search(reason, tpu.supports(problem, target))
+def test_a_refusal_has_a_reason_and_another_backend_runs_it(problem, target, reason):
+    assert re.search(reason, refusal(problem, target))
     assert plan(problem, target).backend != "tpu"
 
 
@@ -70,40 +82,40 @@ def call(dtype, **options):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
-def test_the_setting_of_precision_holds_where_nobody_asks(dtype):
+def test_jax_default_matmul_precision_holds_for_float32_alone(dtype):
     """Operands of fewer bits than float32 have only one precision, whatever the setting."""
     fn, shapes = call(dtype)
     with jax.default_matmul_precision("highest"):
         assert kernels(compiled(CHIPS["v6e"], fn, *shapes)) == ["trencadis_rows"]
     with jax.default_matmul_precision("high"):
         if dtype == "float32":
-            assert tpu.supports(ROWS, V6E) == "precision is high; it has DEFAULT and HIGHEST"
+            assert refusal(ROWS, V6E) == "precision is high; it has DEFAULT and HIGHEST"
         else:
             assert kernels(compiled(CHIPS["v6e"], fn, *shapes)) == ["trencadis_rows"]
 
 
 def test_precision_reaches_the_kernel():
-    def spelt(**options):
+    def jaxpr(**options):
         problem = ROWS.replace(**options)
         shapes = [(problem.lhs_shape, "float32"), (problem.rhs_shape, "float32"), ((1, 4), "int32"), ((1,), "int32")]
         args = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
-        return str(jax.make_jaxpr(functools.partial(tpu.run, problem, plan(problem, V6E)))(*args))
+        return str(jax.make_jaxpr(functools.partial(tpu.run, plan(problem, V6E)))(*args))
 
-    assert "HIGHEST" not in spelt()
-    assert "HIGHEST" in spelt(precision="highest") and "HIGHEST" in spelt(precision=jax.lax.Precision.HIGHEST)
+    assert "HIGHEST" not in jaxpr()
+    assert "HIGHEST" in jaxpr(precision="highest") and "HIGHEST" in jaxpr(precision=jax.lax.Precision.HIGHEST)
     with jax.default_matmul_precision("float32"):
-        assert "HIGHEST" in spelt()
+        assert "HIGHEST" in jaxpr()
 
 
-def test_an_activation_that_does_not_lower_is_applied_by_another_backend():
-    def fn(x, w, s):
-        return tr.grouped_matmul(x, w, s, activation=jnp.arctan)
-
+def test_an_activation_that_does_not_lower_is_applied_after_the_kernel():
+    """The kernel gives the sums, and XLA applies the activation to owned rows."""
     shapes = call("float32")[1]
-    assert kernels(compiled(CHIPS["v5e"], fn, *shapes)) == []
-    assert kernels(compiled(CHIPS["v5e"], lambda *xs: tr.grouped_matmul(*xs, activation=jnp.tanh), *shapes)) != []
-    with pytest.raises(ValueError, match="activation arctan does not lower in a kernel"):
-        compiled(CHIPS["v5e"], call("float32", activation=jnp.arctan)[0], *shapes)
+    for activation in (jnp.arctan, jnp.tanh):
+        text = compiled(CHIPS["v5e"], call("float32", activation=activation)[0], *shapes)
+        assert kernels(text) == ["trencadis_rows"]
+        assert plan(changed(epilogue=Epilogue(activation=activation)), V6E).peeled == ("arctan",) * (
+            activation is jnp.arctan
+        )
 
 
 @pytest.mark.parametrize("axis", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
@@ -121,24 +133,26 @@ def test_a_program_that_xla_partitions_takes_another_backend(axis):
         with jax.set_mesh(mesh):
             return jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",)).compile().as_text()
 
-    assert kernels(text(fn)) == []
+    with pytest.warns(tr.PerformanceWarning, match="cannot partition a kernel over devices"):
+        assert kernels(text(fn)) == []
     spec = jax.sharding.PartitionSpec()
     assert kernels(text(jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec))) == ["trencadis_rows"]
-    assert "wrap the call in jax.shard_map" in tpu.supports(ROWS, dataclasses.replace(V6E, partitioned=True))
+    answer = tpu.plan(ROWS, dataclasses.replace(V6E, partitioned=True), Overrides())
+    assert "cannot partition" in answer.reason and "jax.shard_map" in answer.advice
 
 
-def test_a_mesh_is_no_reason_against_an_activation():
+def test_a_mesh_does_not_keep_an_activation_out_of_the_kernel():
     mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(mesh):
-        assert tpu.supports(ROWS.replace(epilogue=Epilogue(activation=jnp.cos)), V6E) is None
+        assert refusal(ROWS.replace(epilogue=Epilogue(activation=jnp.cos)), V6E) is None
 
 
 @pytest.mark.parametrize("name", ["v5e", "v6e"])
 def test_a_plain_jit_is_planned_for_its_device(name, monkeypatch):
-    """No mesh, no context: the client that compiles the call knows its devices."""
+    """Without a mesh and without a context, the target is found from the client that compiles the call."""
     chip, seen = CHIPS[name], []
     monkeypatch.setattr(
-        autodiff, "plan", lambda problem, target, pins: seen.append(target) or plan(problem, target, pins)
+        autodiff, "plan", lambda problem, target, overrides: seen.append(target) or plan(problem, target, overrides)
     )
     where = jax.sharding.SingleDeviceSharding(device(chip))
     args = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape, dtype in call("float32")[1]]

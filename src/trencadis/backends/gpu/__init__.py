@@ -1,12 +1,13 @@
-"""Pallas kernels for Hopper GPUs: copies, products and stores run beside each other, in tiles as tall as a group needs.
+"""Pallas kernels for Hopper GPUs: persistent and warp-specialized, with tiles that are as tall as a group needs.
 
-run         operands as the kernel wants them; the kernel; the result as the problem wants it
-choose      the layout for a problem
-kernel      the roles of the warpgroups of a block; what the form does in each (rows, contraction)
-shapes      what a warpgroup multiplies at a time
-unpack      weights of few bits in registers
-walk, mail  the order of tiles, and how the warpgroups hear of it
-stores      the epilogue, and the way out
+choose           the layout (tile, stages, swap-AB, scheduling) for a problem
+layout           what a layout holds
+kernel           the warpgroups of a CTA and their barriers
+rows             the mainloop of the rows form; contraction: that of the other form, with its mask
+consumer         the consumer warpgroups; mma_shapes: the products that they issue
+upcast           low-precision weights as a register (RS) operand
+store            the epilogue, and the stores to global memory
+tile_scheduler   the order of tiles; tile_queue: how the producer publishes them to the other warpgroups
 """
 
 from __future__ import annotations
@@ -20,187 +21,231 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trencadis.backends.gpu.choose import choose, multiplied, obey, packed, split, tiling_of
-from trencadis.backends.gpu.layout import BLOCK, GRAIN, Layout, line
-from trencadis.backends.prepare import filled, flat_sizes, up
-from trencadis.core.devices import Card, card_for
+from trencadis.backends.gpu.choose import (
+    SCALE_BLOCK,
+    choose,
+    choose_for_tile,
+    hi_lo_operand,
+    mma_dtype,
+    needs_upcast,
+    reason,
+    tiling_of,
+)
+from trencadis.backends.gpu.layout import ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
+from trencadis.backends.prepare import flat_sizes, pad_to, round_up
+from trencadis.core.decision import Plan, Refusal
+from trencadis.core.devices import card_for
 from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import activated, elementwise, inlined
+from trencadis.core.epilogue import elementwise, inlined
 from trencadis.core.jax_compat import apart, gpu_interpreter
 from trencadis.core.problem import Form, Problem
-from trencadis.core.spans import owned
 from trencadis.core.target import Target
-from trencadis.core.tiling import Tiling
+from trencadis.core.tiling import Overrides
 
 Array = jax.Array
 
 RESULTS = ("bfloat16", "float16", "float32")
 OPERANDS = (*RESULTS, "float8_e4m3fn", "float8_e5m2", "int8")
-BOX = 256  # entries that one copy takes along an axis
+TMA_BOX = 256  # entries that one TMA copy takes along an axis
 TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
 
 
-def supports(problem: Problem, target: Target) -> str | None:
-    """Products of operands that the tensor cores of a Hopper GPU multiply."""
+def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
+    """The plan of a kernel for a product that the tensor cores of a Hopper GPU can multiply, or why there is none."""
+    elsewhere = _elsewhere(target)
+    if elsewhere is not None:
+        return elsewhere
+    card, inner = card_for(target), _peeled(problem)
+    assert card is not None  # or `_elsewhere` had refused
+    refusal = _arithmetic(inner) or _size(inner) or _missing()
+    if refusal is not None:
+        return refusal
+    tile = overrides.tilings.forward
+    layout = choose(inner, card) if tile is None else choose_for_tile(inner, card, tile)
+    return Plan(
+        asked=problem,
+        problem=inner,
+        target=target,
+        backend="gpu",
+        tiling=tiling_of(inner, layout),
+        layout=layout,
+        interpret=overrides.interpret,
+        because=reason(inner, layout, card),
+    )
+
+
+def run(plan: Plan, *operands: Array) -> Array:
+    """The result of a plan's problem, computed by one kernel."""
+    return execute(plan.problem, plan.layout, *operands, interpret=gpu_interpreter() if plan.interpret else None)
+
+
+def _refusal(reason: str, advice: str = "", costly: bool = True) -> Refusal:
+    return Refusal(backend="gpu", reason=reason, advice=advice, costly=costly)
+
+
+def _elsewhere(target: Target) -> Refusal | None:
+    """The refusal of a target on which the kernels do not run; None if they do."""
     if target.platform != "cuda":
-        return f"it runs on NVIDIA GPUs; the target is {target}"
+        return _refusal(f"it runs on NVIDIA GPUs; the target is {target}")
     if target.partitioned:
-        return "XLA cannot partition a kernel over devices; wrap the call in jax.shard_map"
+        return _refusal("XLA cannot partition a kernel over devices", "wrap the call in jax.shard_map")
     if target.kind is None:
-        return "its kernels are for Hopper GPUs, and which GPU this is for is not known here"
+        return _refusal(
+            "its kernels are for Hopper GPUs, and which GPU this is for is not known here",
+            "lower in a process that has the GPU, or with an abstract device in the mesh",
+        )
     if card_for(target) is None:
-        return f"its kernels are for Hopper GPUs; the target is {target}"
-    return _arithmetic(problem) or _size(problem) or _missing()
-
-
-@functools.cache
-def _missing() -> str | None:
-    """Why Pallas for GPUs cannot be had here: that of jax < 0.11 wants a package which jax does not bring along."""
-    try:
-        importlib.import_module("trencadis.backends.gpu.kernel")
-    except ImportError as error:
-        return f"Pallas for GPUs does not import: {error}"
+        return _refusal(f"its kernels are for Hopper GPUs; the target is {target}")
     return None
 
 
-def _arithmetic(problem: Problem) -> str | None:
-    """Why the kernels cannot compute it."""
-    weights = (*OPERANDS, "int4") if packed(problem) else OPERANDS
+def _peeled(problem: Problem) -> Problem:
+    """The problem without the steps of its epilogue that the kernel leaves to XLA.
+
+    These are an activation that does not lower in a kernel, and all but the scales where scales change along k.
+    """
+    epilogue = problem.epilogue
+    if epilogue.along_k:
+        kept = epilogue.scaling
+    elif epilogue.activation is not None and not _lowers(epilogue.activation, accumulator(problem.sum, problem.out)):
+        kept = dataclasses.replace(epilogue, activation=None)
+    else:
+        return problem
+    return problem if kept == epilogue else problem.replace(epilogue=kept, out=problem.sum)
+
+
+@functools.cache
+def _missing() -> Refusal | None:
+    """The refusal if Pallas for GPUs does not import: with jax < 0.11 it needs a package that jax does not install."""
+    try:
+        importlib.import_module("trencadis.backends.gpu.kernel")
+    except ImportError as error:
+        return _refusal(
+            f"Pallas for GPUs does not import: {error}", "pip install 'trencadis[cuda]' brings what it needs"
+        )
+    return None
+
+
+def _arithmetic(problem: Problem) -> Refusal | None:
+    """The refusal of dtypes, scales or a precision that the kernels do not have; None if they can compute it."""
+    weights = (*OPERANDS, "int4") if needs_upcast(problem) else OPERANDS
     dtypes = [("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, weights), ("the result", problem.out, RESULTS)]
     if problem.epilogue.bias is not None:
         dtypes.append(("bias", problem.epilogue.bias, RESULTS))
     for name, dtype, known in dtypes:
         if dtype.name not in known:
-            return f"{name} is {dtype.name}; it takes {', '.join(known)}"
-    if problem.epilogue.blocks and multiplied(problem).itemsize > 1:
-        return f"scales change along k; it takes them with operands of 8 bits, not {problem.lhs.name}"
-    if problem.epilogue.blocks and problem.k > BOX * problem.epilogue.blocks:
-        return f"scales change along k; it takes at most {BOX} of them, for k = {problem.k} there are more"
+            return _refusal(f"{name} is {dtype.name}; it takes {', '.join(known)}", "cast it to one of these")
+    length = problem.epilogue.blocks
+    if problem.epilogue.along_k and (length != SCALE_BLOCK or mma_dtype(problem).itemsize > 1):
+        blocks = f"1 x {SCALE_BLOCK} of lhs with {SCALE_BLOCK} x {SCALE_BLOCK} of rhs"
+        return _refusal(f"scales change along k; it takes scales per {blocks}, and 8-bit dtypes of both")
+    if length and problem.k > TMA_BOX * length:
+        return _refusal(f"scales change along k; it takes at most {TMA_BOX} of them, and k = {problem.k} has more")
     if (
-        (multiplied(problem) == jnp.float32 or split(problem))
+        (mma_dtype(problem) == jnp.float32 or hi_lo_operand(problem))
         and problem.asked not in TF32
         and problem.precisions != {lax.Precision.DEFAULT}
     ):
-        how = "two bfloat16 numbers" if split(problem) else "tf32"
-        return f"precision is {problem.asked}; it multiplies float32 as {how}"
+        how = "a bf16 hi/lo split" if hi_lo_operand(problem) else "tf32"
+        return _refusal(
+            f"precision is {problem.asked}; it multiplies float32 as {how}", "pass precision=None, or bfloat16 operands"
+        )
     return None
 
 
-def _size(problem: Problem) -> str | None:
-    """Why there is no work for the kernels, or too much."""
+def _size(problem: Problem) -> Refusal | None:
+    """The refusal of a problem without work, or with more tiles than 32 bits count; None if there is neither."""
     if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
-        return "there is nothing to multiply"
-    high = -(-problem.rows // BLOCK) + 3 * problem.spans  # at most so many tiles in a column
+        return _refusal("there is nothing to multiply", costly=False)
+    down = -(-problem.rows // WGMMA_M) + 3 * problem.spans  # an upper bound of the tiles in a column
     if problem.form is Form.CONTRACTION:
-        high = problem.spans * -(-problem.k // BLOCK)
-    tiles = high * -(-problem.n // BLOCK)
-    return None if tiles < 2**31 else f"{tiles} tiles are too many to count in 32 bits"
-
-
-def tiling(problem: Problem, target: Target) -> Tiling:
-    """The tallest tile of the result, and the step of its sum."""
-    return tiling_of(problem, choose(problem, _card(target)))
-
-
-def run(problem: Problem, plan: Any, *operands: Array) -> Array:
-    """The result of a problem."""
-    activation = problem.epilogue.activation
-    if activation is not None and not _lowers(activation, accumulator(problem.sum, problem.out)):
-        epilogue = dataclasses.replace(problem.epilogue, activation=None)
-        sums = run(problem.replace(epilogue=epilogue, out=problem.sum), plan, *operands)
-        mine = owned(problem, *operands[2:4])[:, None]
-        return jnp.where(mine, activated(activation, sums, problem.out), 0).astype(problem.out)
-    layout = choose(problem, _card(plan.target))
-    if plan.tiling != tiling_of(problem, layout):
-        layout = obey(problem, _card(plan.target), plan.tiling)
-    return execute(problem, layout, *operands, interpret=gpu_interpreter() if plan.interpret else None)
+        down = problem.spans * -(-problem.k // WGMMA_M)
+    tiles = down * -(-problem.n // WGMMA_M)
+    return None if tiles < 2**31 else _refusal(f"{tiles} tiles are too many to count in 32 bits")
 
 
 def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any = None) -> Array:
-    """The result of a problem by a kernel of this layout; each operand is padded where a copy engine wants it."""
-    from trencadis.backends.gpu import store as stores  # here, so that who has no GPU needs nothing of what it imports
-    from trencadis.backends.gpu.kernel import call
-    from trencadis.backends.gpu.upcast import ordered
+    """The result of a problem by a kernel of this layout; each operand is padded where a TMA copy wants it."""
+    from trencadis.backends.gpu.kernel import call  # here, so that a machine without a GPU need not import it
+    from trencadis.backends.gpu.store import vectors
+    from trencadis.backends.gpu.upcast import permute_k
 
-    lhs, rhs, sizes, first, *extras = operands
-    ends = problem.epilogue.split(tuple(extras))
-    if interpret is not None:  # which has no atomic operations, and no factors in registers
-        layout = layout.replace(claim=False, blocks=min(layout.blocks, 2), widened=layout.packed)
-    inner, named = _stored(problem, layout, lhs, rhs, interpret is not None)
-    if layout.packed and not layout.widened:
-        named["lhs"] = ordered(named["lhs"], inner.rhs)
+    lhs, rhs, sizes, first_group, *extras = operands
+    given = problem.epilogue.split(tuple(extras))
+    if interpret is not None:  # the interpreter has no atomic operations and no register operands
+        layout = layout.replace(dynamic=False, num_ctas=min(layout.num_ctas, 2), upcast_in_smem=layout.upcast)
+    inner, named = _prepared(problem, layout, lhs, rhs, interpret is not None)
+    if layout.upcast and not layout.upcast_in_smem:
+        named["lhs"] = permute_k(named["lhs"], inner.rhs)
     named["sizes"] = flat_sizes(sizes, problem.m)
-    named["first"] = first
+    named["first_group"] = first_group
     out_shape = (*problem.out_shape[:-1], inner.n)
-    if problem.epilogue.blocks:  # rows of what a copy finds, one step after the other
-        ends = ends._replace(by_row=ends.by_row.mT, by_column=ends.by_column.mT)
-        length = stores.notes(inner, layout)["by_column"][0]
-        named["by_column"] = filled(ends.by_column, (*ends.by_column.shape[:2], length))
-        ends = ends._replace(by_column=None)
-    if ends.by_row is not None:  # what a copy finds in a row is a multiple of 16 bytes
-        named["by_row"] = filled(ends.by_row, (*ends.by_row.shape[:-1], up(ends.by_row.shape[-1], 4)))
-    for name, vector in (("by_column", ends.by_column), ("bias", ends.bias)):
+    by_row, by_column = given.by_row, given.by_column
+    if by_row is not None and by_column is not None and problem.epilogue.blocks:
+        # a copy reads the scales of one step, which are to be neighbours
+        length, _ = vectors(inner, layout)["by_column"]
+        named["by_column"] = pad_to(by_column.mT, (*by_column.mT.shape[:2], length))
+        given = given._replace(by_row=by_row.mT, by_column=None)
+    if given.by_row is not None:  # TMA wants rows of a multiple of 16 bytes
+        named["by_row"] = pad_to(given.by_row, (*given.by_row.shape[:-1], round_up(given.by_row.shape[-1], 4)))
+    for name, vector in (("by_column", given.by_column), ("bias", given.bias)):
         if vector is not None:
-            named[name] = filled(vector, (problem.local_groups, inner.n))
-    if ends.existing is not None:
-        named["existing"] = filled(ends.existing, out_shape)
+            named[name] = pad_to(vector, (problem.local_groups, inner.n))
+    if given.existing is not None:
+        named["existing"] = pad_to(given.existing, out_shape)
     out = call(inner, layout, named, out_shape, interpret)
     return out if out_shape == problem.out_shape else lax.slice(out, (0,) * out.ndim, problem.out_shape)
 
 
-def _stored(
+def _prepared(
     problem: Problem, layout: Layout, lhs: Array, rhs: Array, interpret: bool
 ) -> tuple[Problem, dict[str, Array]]:
-    """The problem as the kernel sees it, and the operands as they lie in memory then.
+    """The problem as the kernel sees it, and its operands cast, transposed and padded for it.
 
-    A copy takes whole lines of columns and a few rows at a time, so that the dimensions it runs along are multiples of
-    those; behind the last line it reads 0, but the interpreter has NaN there. Tensor cores take numbers that are not of
-    16 bits only with the axis of the sum last.
+    A TMA copy takes whole swizzle rows and starts at multiples of a few rows, so that dimensions are padded to those.
+    Past the end of an array it reads 0, but the interpreter reads NaN. Tensor cores multiply all but 16-bit dtypes only
+    K-major.
     """
-    dtype = multiplied(problem)
-    problem = problem.replace(lhs=dtype, rhs=problem.rhs if layout.packed else dtype)
-    run = line(dtype, layout.lines)
-    ragged = problem.form is Form.ROWS
-    rows, k = up(problem.rows, GRAIN), up(problem.k, layout.deep if interpret and ragged else run)
-    n = up(problem.n, line(problem.out) if layout.flat else max(run, line(problem.out)))
-    if problem.form is Form.ROWS:
-        last = problem.transpose_rhs or layout.flat
-        rhs = rhs.mT if layout.flat and not problem.transpose_rhs else rhs
-        shapes = (rows, k), (problem.weights, n, k) if last else (problem.weights, k, n)
-        inner = problem.replace(k=k, n=n, transpose_rhs=last)
+    dtype = mma_dtype(problem)
+    problem = problem.replace(lhs=dtype, rhs=problem.rhs if layout.upcast else dtype)
+    run, out_run = swizzle_elements(dtype, layout.swizzle), swizzle_elements(problem.out)
+    rows_form = problem.form is Form.ROWS
+    rows, k = round_up(problem.rows, ROW_ALIGN), round_up(problem.k, layout.block_k if interpret and rows_form else run)
+    n = round_up(problem.n, out_run if layout.k_major else max(run, out_run))
+    if rows_form:
+        k_major = problem.transpose_rhs or layout.k_major
+        rhs = rhs.mT if layout.k_major and not problem.transpose_rhs else rhs
+        weights = problem.weights
+        shapes: list[tuple[int, ...]] = [(rows, k), (weights, n, k) if k_major else (weights, k, n)]
+        inner = problem.replace(k=k, n=n, transpose_rhs=k_major)
     else:
-        last = problem.transpose_lhs or layout.flat
-        lhs = lhs.mT if layout.flat and not problem.transpose_lhs else lhs
-        rhs = rhs.mT if layout.flat else rhs
-        whole = up(problem.rows, run)
-        shapes = (up(problem.k, GRAIN), whole) if last else (rows, k), (n, whole) if layout.flat else (rows, n)
+        k_major = problem.transpose_lhs or layout.k_major
+        lhs = lhs.mT if layout.k_major and not problem.transpose_lhs else lhs
+        rhs = rhs.mT if layout.k_major else rhs
+        whole = round_up(problem.rows, run)
+        shapes = [(round_up(problem.k, ROW_ALIGN), whole) if k_major else (rows, k)]
+        shapes += [(n, whole) if layout.k_major else (rows, n)]
         inner = problem.replace(n=n)
     named = {
-        name: halves(filled(x, shape)) if layout.split == name else filled(x.astype(dtype), shape)
+        name: hi_lo(pad_to(x, shape)) if layout.hi_lo == name else pad_to(x.astype(dtype), shape)
         for name, x, shape, dtype in zip(("lhs", "rhs"), (lhs, rhs), shapes, (problem.lhs, problem.rhs), strict=True)
     }
     return inner, named
 
 
 @jax.jit
-def halves(x: Array) -> Array:
-    """A float32 array as the sum of two bfloat16 ones, stacked: what it rounds to, and what is left."""
+def hi_lo(x: Array) -> Array:
+    """The bf16 hi/lo split of a float32 array, stacked: x rounded to bfloat16, and x minus that. x = hi + lo."""
     limit = float(jnp.finfo(jnp.bfloat16).max)
-    high = lax.reduce_precision(x, 8, 7)  # and not a conversion there and back, which XLA may leave out
-    high = jnp.where(jnp.isfinite(x), jnp.clip(high, -limit, limit), high)
-    low = jnp.where(jnp.isfinite(x), x - high, 0)
-    return jnp.stack([high, low]).astype(jnp.bfloat16)
-
-
-def _card(target: Target) -> Card:
-    card = card_for(target)
-    assert card is not None, target  # or `supports` had refused
-    return card
+    hi = lax.reduce_precision(x, 8, 7)  # XLA may leave out a conversion there and back
+    hi = jnp.where(jnp.isfinite(x), jnp.clip(hi, -limit, limit), hi)
+    lo = jnp.where(jnp.isfinite(x), x - hi, 0)
+    return jnp.stack([hi, lo]).astype(jnp.bfloat16)
 
 
 @functools.lru_cache(maxsize=256)
 def _lowers(activation: Any, dtype: Any) -> bool:
-    """Whether a kernel can apply the activation to a tile; one that it cannot apply is applied after it."""
+    """Whether a kernel can apply the activation to a tile; where it cannot, XLA applies it after the kernel."""
 
     def body(x: Any, out: Any) -> None:
         out[...] = elementwise(inlined(activation))(x[...].astype(dtype)).astype(jnp.float32)
@@ -211,8 +256,8 @@ def _lowers(activation: Any, dtype: Any) -> bool:
 
         from trencadis.backends.gpu.kernel import PARAMS
 
-        tile = jax.ShapeDtypeStruct((BLOCK, BLOCK), jnp.float32)
-        mesh = mgpu.Mesh(grid=(1,), grid_names=("block",), num_threads=1, thread_name="role")
+        tile = jax.ShapeDtypeStruct((WGMMA_M, WGMMA_M), jnp.float32)
+        mesh = mgpu.Mesh(grid=(1,), grid_names=("cta",), num_threads=1, thread_name="warpgroup")
         apply = pl.kernel(body, out_type=tile, mesh=mesh, compiler_params=PARAMS)
         jax.jit(apply).trace(tile).lower(lowering_platforms=("cuda",))
 

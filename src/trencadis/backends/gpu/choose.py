@@ -1,12 +1,12 @@
-"""Which layout: from what a problem is bound by, and what fits into a multiprocessor.
+"""The choice of a layout, from what bounds a problem and from what fits into an SM.
 
-    turned tiles   192 x 256   rows as columns of instructions: the least padding (ADR 0027)
-    small ones      64 x 256   the most bytes of weights under way; where reading them is what takes the time
-    packed ones    192 x 128   and less tall: weights of few bits, which take shared memory twice
-    tall tiles     256 x 192   where there is no padding to speak of, or the result is float32; contraction
-    lesser ones    128 x 128   and sizes in between: where there are too few tiles to keep all multiprocessors at work
+    swap-AB tiles     192 x 256   rows are the N of wgmma, in units of 16: the least padding (ADR 0027)
+    for small groups   64 x 256   the most bytes of weights in flight, where reading them is what takes the time
+    with an upcast    192 x 128   and less tall: low-precision weights, which are in shared memory twice
+    large tiles       256 x 192   where there is little padding or the result is float32, and in contractions
+    smaller tiles     128 x 128   and sizes in between, where there are too few tiles to occupy all SMs
 
-The figures behind the choice are in docs/performance.md.
+The measurements behind the choice are in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -18,194 +18,236 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, LINE, TOLD, UNIT, WIDENED, Layout, line
+from trencadis.backends.gpu.layout import (
+    CONSUMERS,
+    QUEUE_SLOTS,
+    SWAP_AB_UNIT,
+    SWIZZLE,
+    UPCAST_STAGES,
+    WGMMA_M,
+    Layout,
+    swizzle_elements,
+)
 from trencadis.core.devices import Card
 from trencadis.core.dtypes import bits
 from trencadis.core.problem import Form, Problem
 from trencadis.core.tiling import Tiling
 
-DEEPEST = 8  # stages; more of them hide nothing more
-TALL = 256  # rows of a tile, and
-WIDE = 192  # columns, or in turned tiles the other way round: two consumers have registers for no more sums
-WIDEST = {Form.ROWS: 256, Form.CONTRACTION: WIDE}  # columns of one instruction; a blanker leaves registers for fewer
-BLOCKED = 128  # columns of a tile whose scales change along the sum: those of one block
-PACKED = 128  # columns of a tile whose weights are widened
-FEW = 64  # rows of a group that make one block: reading its weights is all there is to do
-FEWER = 16  # rows that make one unit
-LARGE = 1024  # rows of a group above which it hardly matters how its last tile is cut
-HOT = 2  # contraction is prepared for a group that has half of the rows: one tile sums over all of them
-CLAIMS = 10**11  # operations from which on it pays to give out tiles one by one: that costs one small kernel
+MAX_STAGES = 8  # more stages hide no more latency
+LARGE_M, LARGE_N = 256, 192  # the largest tile, exchanged in swap-AB: two consumers have registers for no more sums
+MAX_N = {Form.ROWS: 256, Form.CONTRACTION: LARGE_N}  # of one wgmma; a mask warpgroup leaves fewer registers
+SCALE_BLOCK = 128  # columns of a tile whose scales change along k: those of one block of scales
+UPCAST_N = 128  # columns of a tile whose weights are upcast
+SMALL_GROUP = 64  # mean rows of a group up to which the product is bound by reading weights
+TINY_GROUP = 16  # mean rows of a group up to which the smallest tiles do
+LARGE_GROUP = 1024  # mean rows of a group from which on the padding of its last tile hardly matters
+HOT_SHARE = 2  # contraction: prepare for a group that has 1/2 of all rows, which one CTA must sum up for each tile
+DYNAMIC_FLOPS = 10**11  # from here on dynamic scheduling pays for its counter, which one small kernel clears
 
-# time for the same work in tiles of each size, over that in the largest: what is smaller reads more
-PACES: dict[Form, dict[tuple[int, int], float]] = {
-    Form.ROWS: {(TALL, WIDE): 1.0, (TALL, 128): 1.03, (128, 256): 1.1, (128, 128): 1.15},
-    Form.CONTRACTION: {(TALL, WIDE): 1.0, (TALL, 128): 1.035, (128, WIDE): 1.07, (128, 128): 1.11},
+# the time for the same work in tiles of each size, relative to the largest; smaller tiles read operands more often
+RELATIVE_TIME: dict[Form, dict[tuple[int, int], float]] = {
+    Form.ROWS: {(LARGE_M, LARGE_N): 1.0, (LARGE_M, 128): 1.03, (128, 256): 1.1, (128, 128): 1.15},
+    Form.CONTRACTION: {(LARGE_M, LARGE_N): 1.0, (LARGE_M, 128): 1.035, (128, LARGE_N): 1.07, (128, 128): 1.11},
 }
 
 
 @functools.lru_cache(maxsize=1024)
 def choose(problem: Problem, card: Card) -> Layout:
-    """The layout for a problem."""
+    """The layout that is expected to be the fastest for a problem on a GPU."""
     return _layout(problem, card, *_tile(problem, card.cores))
 
 
-def obey(problem: Problem, card: Card, tiling: Tiling) -> Layout:
-    """The layout nearest to a tile that a caller asks for: no larger, if the machine has one that small."""
-    widest = WIDEST[problem.form]
-    tall, wide = (tiling.m if problem.form is Form.ROWS else tiling.k), tiling.n
-    if packed(problem):
-        return _layout(problem, card, *_packed_tile(problem, tall))
-    if _turned(problem) and tall < TALL and wide >= widest:
-        return _layout(problem, card, max(tall // BLOCK * BLOCK, BLOCK), widest)
+def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
+    """The layout nearest to a tile that the caller asks for: no larger than it, unless the smallest one is."""
+    max_n = MAX_N[problem.form]
+    block_m, block_n = (tiling.m if problem.form is Form.ROWS else tiling.k), tiling.n
+    if needs_upcast(problem):
+        return _layout(problem, card, *_upcast_tile(problem, block_m))
+    if _swap_ab(problem) and block_m < LARGE_M and block_n >= max_n:
+        return _layout(problem, card, max(block_m // WGMMA_M * WGMMA_M, WGMMA_M), max_n)
     if problem.epilogue.blocks:
-        return _layout(problem, card, CONSUMERS * BLOCK, BLOCKED)
-    tall = TALL if tall >= TALL else BLOCK * CONSUMERS
-    widest = min(widest, TALL * WIDE // tall)
-    wide = max(min(wide, widest) // BLOCK * BLOCK, BLOCK)
-    return _layout(problem, card, tall, wide)
+        return _layout(problem, card, CONSUMERS * WGMMA_M, SCALE_BLOCK)
+    block_m = LARGE_M if block_m >= LARGE_M else WGMMA_M * CONSUMERS
+    max_n = min(max_n, LARGE_M * LARGE_N // block_m)
+    block_n = max(min(block_n, max_n) // WGMMA_M * WGMMA_M, WGMMA_M)
+    return _layout(problem, card, block_m, block_n)
 
 
 def tiling_of(problem: Problem, layout: Layout) -> Tiling:
-    """A layout in the units of the caller."""
+    """The tile of a layout in the caller's units of m, k and n."""
     if problem.form is Form.ROWS:
-        return Tiling(layout.tall, layout.deep, layout.wide)
-    return Tiling(layout.deep, layout.tall, layout.wide)
+        return Tiling(layout.block_m, layout.block_k, layout.block_n)
+    return Tiling(layout.block_k, layout.block_m, layout.block_n)
 
 
-def _tile(problem: Problem, cores: int) -> tuple[int, int]:
-    """Rows and columns of a tile of the result."""
-    if packed(problem):
-        return _packed_tile(problem, 2 * UNIT if problem.m / problem.groups <= FEWER else WIDE)
-    if problem.epilogue.blocks:  # their sums take registers twice
-        return CONSUMERS * BLOCK, BLOCKED
-    if problem.n <= 128:
-        return TALL, BLOCK if problem.n <= BLOCK else 128
-    rows = problem.m / problem.groups
-    if _turned(problem):
-        return BLOCK if rows <= FEWER else 128 if rows <= FEW else WIDE, WIDEST[Form.ROWS]
-    if rows <= FEW:
-        return (128, 256) if problem.form is Form.ROWS else (TALL, 128)
-    # weights stored with k last come in lines from as many rows as a tile is wide: the more of them, the better
-    if problem.form is Form.ROWS and problem.transpose_rhs and rows >= LARGE:
-        return 128, 256
-    return min(PACES[problem.form], key=lambda tile: _time(problem, cores, *tile))
+def reason(problem: Problem, layout: Layout, card: Card) -> str:
+    """The figures behind a layout: its tiles, how many waves of them there are, and how they are scheduled."""
+    across = -(-problem.n // layout.block_n)
+    if problem.form is Form.ROWS:  # the last tile of a group is half full, on average
+        tiles = (problem.rows / layout.block_m + problem.spans / 2) * across
+    else:
+        tiles = problem.spans * -(-problem.k // layout.block_m) * across
+    swapped = "swap-AB " if layout.swap_ab else ""
+    order = "dynamic" if layout.dynamic else "static"
+    return (
+        f"{layout.block_m} x {layout.block_n} {swapped}tiles, {tiles / card.cores:.2f} waves of {card.cores} SMs, "
+        f"{layout.stages} stages of {layout.block_k} along the sum, {order} persistent scheduling"
+    )
 
 
-def _packed_tile(problem: Problem, tall: int) -> tuple[int, int]:
-    """A tile of at most so many rows, if there is one, whose weights are packed."""
-    if _turned(problem):
-        most = WIDE if problem.transpose_rhs else 2 * BLOCK  # beside weights that are widened in shared memory
-        return min(max(tall // UNIT * UNIT, UNIT), most), PACKED
-    return CONSUMERS * BLOCK, PACKED if problem.n > BLOCK else BLOCK
+def mma_dtype(problem: Problem) -> np.dtype[Any]:
+    """The dtype in which operands are multiplied: their own, or one that holds the values of both.
 
-
-def _time(problem: Problem, cores: int, tall: int, wide: int) -> float:
-    """How long the busiest multiprocessor multiplies, in units that do not depend on the tile."""
-    pace = PACES[problem.form][tall, wide] * tall * wide
-    if problem.form is Form.ROWS:  # each group's last tile is half full, on average
-        tiles = (problem.rows / tall + problem.spans / 2) * problem.n / wide
-        return math.ceil(tiles / cores) * pace * problem.k
-    each, hot = problem.m / problem.groups, problem.m / min(HOT, problem.groups)
-    tiles = problem.spans * math.ceil(problem.k / tall) * problem.n / wide
-    return max(math.ceil(tiles / cores) * each, hot) * pace  # a tile's sum is as long as its group
-
-
-def _turned(problem: Problem) -> bool:
-    """Whether padding is worth avoiding, and the result is of a width that an instruction transposes on its way out."""
-    if problem.epilogue.blocks:
-        return False
-    rows = 0 if packed(problem) else problem.m / problem.groups
-    return problem.form is Form.ROWS and problem.out.itemsize == 2 and problem.n > 128 and rows < LARGE
-
-
-def multiplied(problem: Problem) -> np.dtype[Any]:
-    """The dtype in which the operands are multiplied: their own, or one that holds both.
-
-    A float32 operand that meets a bfloat16 one is taken as the sum of two of those (ADR 0026).
+    A float32 operand beside a bfloat16 one is multiplied as a bf16 hi/lo split (ADR 0026).
     """
     kinds = {problem.lhs.name, problem.rhs.name}
     if len(kinds) == 1:
         return problem.lhs
-    if split(problem):
+    if hi_lo_operand(problem):
         return np.dtype(jnp.bfloat16)
     if "float32" in kinds or kinds == {"bfloat16", "float16"}:
         return np.dtype(np.float32)
-    return np.dtype(np.float16 if "float16" in kinds else jnp.bfloat16)  # either holds all numbers of 8 bits
+    return np.dtype(np.float16 if "float16" in kinds else jnp.bfloat16)  # either holds every 8-bit number
 
 
-def packed(problem: Problem) -> bool:
-    """Whether weights are widened by the kernel: those that no instruction multiplies with rows of 16 bits."""
-    narrow = problem.rhs.name in ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
-    return problem.form is Form.ROWS and problem.lhs == jnp.bfloat16 and narrow
+def needs_upcast(problem: Problem) -> bool:
+    """Whether the kernel upcasts the weights: no wgmma multiplies weights of 8 or 4 bits with bfloat16 rows."""
+    low_precision = problem.rhs.name in ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
+    return problem.form is Form.ROWS and problem.lhs == jnp.bfloat16 and low_precision
 
 
-def split(problem: Problem) -> str:
-    """The operand that is taken as a sum of two, if there is one."""
+def hi_lo_operand(problem: Problem) -> str:
+    """The operand that is multiplied as a bf16 hi/lo split, "lhs" or "rhs"; "" if neither is."""
     kinds = (problem.lhs.name, problem.rhs.name)
     return {("float32", "bfloat16"): "lhs", ("bfloat16", "float32"): "rhs"}.get(kinds, "")
 
 
-def _layout(problem: Problem, card: Card, tall: int, wide: int) -> Layout:
-    dtype, narrow = multiplied(problem), packed(problem)
-    lines = _lines(problem)
-    turned = _turned(problem) and (narrow or wide == WIDEST[Form.ROWS])
-    widened = narrow and not (turned and problem.transpose_rhs)  # a factor in registers is the first, with k last
-    deep = _deep(problem, lines, tall > BLOCK or widened)
-    stage = deep * (tall * bits(dtype) + wide * bits(problem.rhs if narrow else dtype)) // 8
-    slots, buffer = (1, tall) if turned else (_slots(problem, wide), BLOCK)
-    besides = _besides(problem, wide, slots, buffer) + widened * WIDENED * deep * wide * dtype.itemsize
-    stages = min((card.shared - besides) // stage, DEEPEST)
-    operations = 2 * problem.rows * problem.k * problem.n
+# ---------------------------------------------------------------------------------------------------------------------
+# The tile
+
+
+def _tile(problem: Problem, cores: int) -> tuple[int, int]:
+    """The rows and columns of a tile of the result."""
+    if needs_upcast(problem):
+        return _upcast_tile(problem, 2 * SWAP_AB_UNIT if problem.m / problem.groups <= TINY_GROUP else LARGE_N)
+    if problem.epilogue.blocks:  # promoted sums take as many registers again as the accumulators
+        return CONSUMERS * WGMMA_M, SCALE_BLOCK
+    if problem.n <= 128:
+        return LARGE_M, WGMMA_M if problem.n <= WGMMA_M else 128
+    rows = problem.m / problem.groups
+    if _swap_ab(problem):
+        return WGMMA_M if rows <= TINY_GROUP else 128 if rows <= SMALL_GROUP else LARGE_N, MAX_N[Form.ROWS]
+    if rows <= SMALL_GROUP:
+        return (128, 256) if problem.form is Form.ROWS else (LARGE_M, 128)
+    # K-major weights are read in swizzle rows from as many rows of memory as a tile has columns: the more, the better
+    if problem.form is Form.ROWS and problem.transpose_rhs and rows >= LARGE_GROUP:
+        return 128, 256
+    return min(RELATIVE_TIME[problem.form], key=lambda tile: _estimated_time(problem, cores, *tile))
+
+
+def _upcast_tile(problem: Problem, block_m: int) -> tuple[int, int]:
+    """The tile for weights that are upcast, of at most this many rows unless the smallest has more."""
+    if _swap_ab(problem):
+        most = LARGE_N if problem.transpose_rhs else 2 * WGMMA_M  # beside weights that are upcast in shared memory
+        return min(max(block_m // SWAP_AB_UNIT * SWAP_AB_UNIT, SWAP_AB_UNIT), most), UPCAST_N
+    return CONSUMERS * WGMMA_M, UPCAST_N if problem.n > WGMMA_M else WGMMA_M
+
+
+def _estimated_time(problem: Problem, cores: int, block_m: int, block_n: int) -> float:
+    """The time for which the busiest SM multiplies, in units that do not depend on the tile."""
+    per_row = RELATIVE_TIME[problem.form][block_m, block_n] * block_m * block_n
+    if problem.form is Form.ROWS:  # each group's last tile is half full, on average
+        tiles = (problem.rows / block_m + problem.spans / 2) * problem.n / block_n
+        return math.ceil(tiles / cores) * per_row * problem.k
+    mean, hot = problem.m / problem.groups, problem.m / min(HOT_SHARE, problem.groups)
+    tiles = problem.spans * math.ceil(problem.k / block_m) * problem.n / block_n
+    return max(math.ceil(tiles / cores) * mean, hot) * per_row  # the sum of a tile is as long as its group
+
+
+def _swap_ab(problem: Problem) -> bool:
+    """Whether to swap operands: padding is worth avoiding, and the result is 16 bits wide, as `stmatrix` transposes."""
+    if problem.epilogue.blocks:
+        return False
+    rows = 0 if needs_upcast(problem) else problem.m / problem.groups
+    return problem.form is Form.ROWS and problem.out.itemsize == 2 and problem.n > 128 and rows < LARGE_GROUP
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From the tile to the layout
+
+
+def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
+    """The layout with this tile and as many stages as fit into shared memory."""
+    dtype, upcast = mma_dtype(problem), needs_upcast(problem)
+    swizzle = _swizzle(problem)
+    swap_ab = _swap_ab(problem) and (upcast or block_n == MAX_N[Form.ROWS])
+    # RS wgmma takes weights from registers only as operand A, K-major
+    in_smem = upcast and not (swap_ab and problem.transpose_rhs)
+    block_k = _block_k(problem, swizzle, block_m > WGMMA_M or in_smem)
+    stage = block_k * (block_m * bits(dtype) + block_n * bits(problem.rhs if upcast else dtype)) // 8
+    buffers, rows = (1, block_m) if swap_ab else (_store_buffers(problem, block_n), WGMMA_M)
+    others = _shared_beside_stages(problem, block_n, buffers, rows)
+    others += in_smem * UPCAST_STAGES * block_k * block_n * dtype.itemsize
+    flops = 2 * problem.rows * problem.k * problem.n
     return Layout(
-        tall=tall,
-        wide=wide,
-        deep=deep,
-        stages=stages,
-        panel=8 if tall > 128 else 16,
-        blocks=card.cores,
-        lines=lines,
-        slots=slots,
-        split=split(problem),
-        turned=turned,
-        packed=narrow,
-        widened=widened,
-        flat=dtype.itemsize != 2,
-        claim=operations >= CLAIMS,
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        stages=min((card.shared - others) // stage, MAX_STAGES),
+        raster_group=8 if block_m > 128 else 16,
+        num_ctas=card.cores,
+        swizzle=swizzle,
+        store_buffers=buffers,
+        hi_lo=hi_lo_operand(problem),
+        swap_ab=swap_ab,
+        upcast=upcast,
+        upcast_in_smem=in_smem,
+        k_major=dtype.itemsize != 2,
+        dynamic=flops >= DYNAMIC_FLOPS,
     )
 
 
-def _deep(problem: Problem, lines: int, short: bool) -> int:
-    """Entries of the sum in one step: a line of each operand, and two of rows, or more, whose weights are packed."""
-    if packed(problem):
-        return 2 * line(problem.lhs) if short else line(problem.rhs)
-    return line(multiplied(problem), LINE if problem.form is Form.ROWS else lines)
+def _block_k(problem: Problem, swizzle: int, short: bool) -> int:
+    """The entries of the sum in one step: a swizzle row of the operands.
+
+    Where weights are upcast it is two swizzle rows of lhs if steps are to be short, and otherwise one of the weights.
+    """
+    if needs_upcast(problem):
+        return 2 * swizzle_elements(problem.lhs) if short else swizzle_elements(problem.rhs)
+    return swizzle_elements(mma_dtype(problem), SWIZZLE if problem.form is Form.ROWS else swizzle)
 
 
-def _lines(problem: Problem) -> int:
-    """Bytes of a line of operands that are stored with the axis of the sum last, and of others."""
-    size = multiplied(problem).itemsize
+def _swizzle(problem: Problem) -> int:
+    """The bytes of a swizzle row of the operands; half of the usual where that wastes less of K-major operands."""
+    size = mma_dtype(problem).itemsize
     if size == 2:
-        return LINE
+        return SWIZZLE
     if problem.form is Form.CONTRACTION:
-        return LINE // 2 if size == 1 else LINE
-    return LINE // 2 if problem.k * size % LINE == LINE // 2 else LINE
+        return SWIZZLE // 2 if size == 1 else SWIZZLE
+    return SWIZZLE // 2 if problem.k * size % SWIZZLE == SWIZZLE // 2 else SWIZZLE
 
 
-def _slots(problem: Problem, wide: int) -> int:
-    """Buffers on the way out: a row of them, half of one, or two where what they are added to is fetched into them."""
+def _store_buffers(problem: Problem, block_n: int) -> int:
+    """The number of store buffers of a consumer, each a swizzle row wide, into which a tile divides evenly.
+
+    There are at most three, or four where existing_out is loaded into them.
+    """
     most = 4 if problem.epilogue.accumulate else 3
-    lines = wide // line(problem.out)
-    return max(slots for slots in range(1, most + 1) if lines % slots == 0 or slots % lines == 0)
+    rows = block_n // swizzle_elements(problem.out)
+    return max(count for count in range(1, most + 1) if rows % count == 0 or count % rows == 0)
 
 
-def _besides(problem: Problem, wide: int, slots: int, rows: int) -> int:
-    """Bytes of shared memory that are not stages. Buffers have so many rows; arrays start at multiples of 1024."""
-    staged = CONSUMERS * slots * rows * LINE
+def _shared_beside_stages(problem: Problem, block_n: int, buffers: int, rows: int) -> int:
+    """The bytes of shared memory beside the stages: store buffers of this many rows, vectors, queue and barriers.
+
+    Mosaic places every array at a multiple of 1024.
+    """
+    stored = CONSUMERS * buffers * rows * SWIZZLE
     epilogue = problem.epilogue
-    vectors = [4 * TALL] * epilogue.by_row + [4 * wide] * epilogue.by_column
-    if epilogue.blocks:  # scales of the rows of each stage, and of the weights of all steps
-        vectors = [2 * BLOCK * DEEPEST * 4 // CONSUMERS, 4 * -(-problem.k // epilogue.blocks) + 128]
-    vectors += [] if epilogue.bias is None else [wide * epilogue.bias.itemsize]
-    noted = sum(-(-CONSUMERS * size // 1024) * 1024 for size in vectors)
-    barriers = 8 * (4 * DEEPEST + 2 * WIDENED + 2 * TOLD + (1 + slots) * CONSUMERS + 1)
-    return staged + noted + 1024 + barriers
+    vectors = [4 * LARGE_M] * epilogue.by_row + [4 * block_n] * epilogue.by_column
+    if epilogue.blocks:  # the scales of the rows of each stage, and of the weights of all steps
+        vectors = [2 * WGMMA_M * MAX_STAGES * 4 // CONSUMERS, 4 * -(-problem.k // epilogue.blocks) + 128]
+    vectors += [] if epilogue.bias is None else [block_n * epilogue.bias.itemsize]
+    loaded = sum(-(-CONSUMERS * size // 1024) * 1024 for size in vectors)
+    barriers = 8 * (4 * MAX_STAGES + 2 * UPCAST_STAGES + 2 * QUEUE_SLOTS + (1 + buffers) * CONSUMERS + 1)
+    return stored + loaded + 1024 + barriers

@@ -1,22 +1,26 @@
-"""What a consumer does with a tile: its half of the blocks, the products of each step, and then the way out."""
+"""The consumer warpgroups: each takes half of a tile's blocks, multiplies over all steps, and stores the result."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu import store as stores
-from trencadis.backends.gpu import tile_queue as mail
-from trencadis.backends.gpu.layout import BLOCK, WIDENED, Layout
-from trencadis.backends.gpu.mma_shapes import Shape, shapes
-from trencadis.backends.gpu.walk import Tile, Walk, i32
+from trencadis.backends.gpu import tile_queue
+from trencadis.backends.gpu.contraction import ContractionMainloop
+from trencadis.backends.gpu.layout import UPCAST_STAGES, WGMMA_M, Layout
+from trencadis.backends.gpu.mma_shapes import MmaShape, mma_shapes
+from trencadis.backends.gpu.rows import RowsMainloop
+from trencadis.backends.gpu.store import Store
+from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.core.problem import Problem
+
+Mainloop = RowsMainloop | ContractionMainloop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,99 +29,106 @@ class Consumer:
 
     problem: Problem
     layout: Layout
-    form: Any
-    refs: dict[str, Any]
-    walk: Walk
-    role: Any
+    mainloop: Mainloop
+    refs: Refs
+    scheduler: TileScheduler
+    warpgroup: Scalar  # 0 or 1
 
-    def consume(self, tile: Tile, done: Any) -> None:
-        """Its part of a tile, the first half of the blocks or the second, after so many steps of others."""
-        kinds = shapes(self.layout, self.problem.n)
-        blocks = kinds.blocks(tile)
+    def consume(self, tile: Tile, done: Scalar) -> None:
+        """Compute and store its half of a tile, the upper blocks or the lower; `done` steps came before it."""
+        shapes = mma_shapes(self.layout, self.problem.n)
+        blocks = shapes.blocks(tile)
         half = lax.div(blocks + i32(1), i32(2))
-        top = pl.multiple_of(jnp.where(self.role == 0, i32(0), half) * i32(BLOCK), BLOCK)
-        mine = jnp.where(self.role == 0, half, blocks - half)
+        top = pl.multiple_of(jnp.where(self.warpgroup == 0, i32(0), half) * i32(WGMMA_M), WGMMA_M)
+        mine = jnp.where(self.warpgroup == 0, half, blocks - half)
         skip = functools.partial(self._skip, tile, done)
-        branches = [skip, *(functools.partial(self._multiply, tile, done, top, shape) for shape in kinds.all)]
-        lax.switch(jnp.where(mine > 0, kinds.branch(tile, mine) + i32(1), i32(0)), branches)
+        branches = [skip, *(functools.partial(self._compute, tile, done, top, shape) for shape in shapes.all)]
+        lax.switch(jnp.where(mine > 0, shapes.branch(tile, mine) + i32(1), i32(0)), branches)
 
-    def _multiply(self, tile: Tile, done: Any, top: Any, shape: Shape) -> None:
-        out = stores.Out(self.problem, self.layout, self.form, self.refs, self.role)
-        parts = out.parts(top, shape)
-        out.prepare(tile, parts)
+    def _compute(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape) -> None:
+        """Multiply and store the blocks from row `top` of the product on."""
+        store = Store(self.problem, self.layout, self.refs, self.warpgroup)
+        subtiles = store.subtiles(top, shape)
+        store.prefetch(tile, subtiles)
         if self.problem.epilogue.blocks:
-            out.store(tile, parts, self._promoted(tile, done, top, shape, out))
+            store.store(tile, subtiles, self._promoted_sums(tile, done, top, shape, store))
             return
-        summed = functools.partial(self._in_turn, tile, done, top, shape)
-        acc = pl.run_scoped(summed, mgpu.ACC((shape.blocks * BLOCK, shape.columns), self.problem.acc))
-        out.store(tile, parts, [acc[down : down + BLOCK] for down in range(0, shape.blocks * BLOCK, BLOCK)])
+        summed = functools.partial(self._sums, tile, done, top, shape)
+        acc = pl.run_scoped(summed, mgpu.ACC((shape.blocks * WGMMA_M, shape.n), self.problem.acc))
+        store.store(tile, subtiles, [acc[at : at + WGMMA_M] for at in range(0, shape.blocks * WGMMA_M, WGMMA_M)])
 
-    def _in_turn(self, tile: Tile, done: Any, top: Any, shape: Shape, acc: Any) -> Any:
-        """The sums of a tile, one product after the other."""
+    def _sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, acc: Ref) -> jax.Array:
+        """The sums of a tile [blocks * 64, n], accumulated by wgmma over all steps."""
 
-        def step(i: Any, _: Any) -> None:
-            at = self._arrived(tile, done, i)
-            mgpu.wgmma(acc, *self._factors(at, top, shape.blocks, shape.columns))
-            # Meanwhile the other consumer multiplies: the sooner the stage is free, the better. And the compiler knows
-            # nothing of instructions under way that still read a factor in registers: it would use these again.
+        def step(i: Scalar, _: None) -> None:
+            at = self._wait(tile, done, i)
+            mgpu.wgmma(acc, *self._operands(at, top, shape.blocks, shape.n))
+            # The other consumer multiplies meanwhile: the sooner the stage is released, the better. And the compiler
+            # does not know that a wgmma in flight still reads its register operand, and would reuse the registers.
             mgpu.wgmma_wait(0)
-            self._free(done, i)
+            self._release(done, i)
 
         lax.fori_loop(i32(0), tile.steps, step, None)
         return acc[...]
 
-    def _promoted(self, tile: Tile, done: Any, top: Any, shape: Shape, out: stores.Out) -> list[Any]:
-        """The same, where each step has scales of its own: its product is added to sums that are kept apart."""
-        out.wait(tile)
+    def _promoted_sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, store: Store) -> list[jax.Array]:
+        """The sums of a tile, as blocks [64, n], where scales change along k.
 
-        def product(at: Any, down: int) -> Any:
-            def run(acc: Any) -> Any:
-                mgpu.wgmma(acc, *self._factors(at, top + i32(down), 1, shape.columns))
+        The product of each step is scaled and added to float32 sums in other registers (promotion).
+        """
+        store.wait_vectors(tile)
+
+        def product(at: tuple[Scalar, Scalar], row: int) -> jax.Array:
+            def run(acc: Ref) -> jax.Array:
+                mgpu.wgmma(acc, *self._operands(at, top + i32(row), 1, shape.n))
                 mgpu.wgmma_wait(0)
                 return acc[...].astype(jnp.float32)
 
-            return pl.run_scoped(run, mgpu.ACC((BLOCK, shape.columns), self.problem.acc))
+            return pl.run_scoped(run, mgpu.ACC((WGMMA_M, shape.n), self.problem.acc))
 
-        def step(i: Any, sums: list[Any]) -> list[Any]:
-            at = self._arrived(tile, done, i)
-            weights = self.refs["noted_by_column"][self.role, i]
-            downs = range(0, shape.blocks * BLOCK, BLOCK)
-            rows = [self.refs["scales"][at[0], pl.ds(top + i32(down), BLOCK)] * weights for down in downs]  # [64]
-            for block, (down, row) in enumerate(zip(downs, rows, strict=True)):
-                acc = product(at, down)
+        def step(i: Scalar, sums: list[jax.Array]) -> list[jax.Array]:
+            at = self._wait(tile, done, i)
+            of_weights, of_rows = self.refs["smem_by_column"][self.warpgroup, i], self.refs["smem_row_scales"]
+            rows = range(0, shape.blocks * WGMMA_M, WGMMA_M)
+            scales = [of_rows[at[0], pl.ds(top + i32(row), WGMMA_M)] * of_weights for row in rows]  # [64]
+            for block, (row, scale) in enumerate(zip(rows, scales, strict=True)):
+                acc = product(at, row)
                 if block == shape.blocks - 1:
-                    self._free(done, i)
-                sums[block] = sums[block] + acc * lax.broadcast_in_dim(row, acc.shape, (0,))
+                    self._release(done, i)
+                sums[block] = sums[block] + acc * lax.broadcast_in_dim(scale, acc.shape, (0,))
             return sums
 
-        zeros = [jnp.zeros((BLOCK, shape.columns), jnp.float32) for _ in range(shape.blocks)]
+        zeros = [jnp.zeros((WGMMA_M, shape.n), jnp.float32) for _ in range(shape.blocks)]
         return lax.fori_loop(i32(0), tile.steps, step, zeros)
 
-    def _skip(self, tile: Tile, done: Any) -> None:
-        """The tile is not so tall."""
+    def _skip(self, tile: Tile, done: Scalar) -> None:
+        """Release all stages of a tile that has no blocks for this consumer."""
 
-        def step(i: Any, _: Any) -> None:
-            self._arrived(tile, done, i)
-            self._free(done, i)
+        def step(i: Scalar, _: None) -> None:
+            self._wait(tile, done, i)
+            self._release(done, i)
 
         lax.fori_loop(i32(0), tile.steps, step, None)
 
-    def _factors(self, at: Any, top: Any, blocks: int, columns: int) -> Any:
-        return self.form.factors(self.refs, at, pl.ds(top, blocks * BLOCK), columns)
+    def _operands(self, at: tuple[Scalar, Scalar], top: Scalar, blocks: int, n: int) -> tuple[Ref, Ref]:
+        """Operands A and B of a wgmma over some blocks from row `top` on, in the stages of lhs and rhs."""
+        return self.mainloop.operands(self.refs, at, pl.ds(top, blocks * WGMMA_M), n)
 
-    def _arrived(self, tile: Tile, done: Any, i: Any) -> tuple[Any, Any]:
-        """Wait for a step; where its factors are."""
-        refs, at = self.refs, mail.slot(done + i, self.layout.stages)
+    def _wait(self, tile: Tile, done: Scalar, i: Scalar) -> tuple[Scalar, Scalar]:
+        """Wait until step i of a tile is in shared memory; returns the stages of lhs and rhs that hold it."""
+        refs, at = self.refs, tile_queue.slot(done + i, self.layout.stages)
         mgpu.barrier_wait(refs["full"].at[at])
-        if self.form.blanks:
-            pl.when(self.form.ends(self.walk, tile, i))(lambda: mgpu.barrier_wait(refs["blank"].at[at]))
-        if not self.layout.widened:
+        if isinstance(self.mainloop, ContractionMainloop):
+            may_need_mask = self.mainloop.may_need_mask(self.scheduler, tile, i)
+            pl.when(may_need_mask)(lambda: mgpu.barrier_wait(refs["masked"].at[at]))
+        if not self.layout.upcast_in_smem:
             return at, at
-        to = mail.slot(done + i, WIDENED)
-        mgpu.barrier_wait(refs["ready"].at[to])
+        to = tile_queue.slot(done + i, UPCAST_STAGES)
+        mgpu.barrier_wait(refs["upcast_full"].at[to])
         return at, to
 
-    def _free(self, done: Any, i: Any) -> None:
-        mgpu.barrier_arrive(self.refs["free"].at[mail.slot(done + i, self.layout.stages)])
-        if self.layout.widened:
-            mgpu.barrier_arrive(self.refs["spent"].at[mail.slot(done + i, WIDENED)])
+    def _release(self, done: Scalar, i: Scalar) -> None:
+        """Tell the producer, and the upcast warpgroup, that this consumer has read step i of a tile."""
+        mgpu.barrier_arrive(self.refs["empty"].at[tile_queue.slot(done + i, self.layout.stages)])
+        if self.layout.upcast_in_smem:
+            mgpu.barrier_arrive(self.refs["upcast_empty"].at[tile_queue.slot(done + i, UPCAST_STAGES)])

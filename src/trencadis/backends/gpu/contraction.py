@@ -1,7 +1,7 @@
-"""The contraction form: a tile is a part of one group's matrix, the sum runs over the group's rows.
+"""The mainloop of the contraction form: a tile is a part of one group's matrix, and the sum runs over its rows.
 
-Steps start at multiples of a few rows, so that the first step of a group and its last hold rows of its neighbours.
-These are blanked in both factors, since zero times whatever they hold need not be zero.
+Steps start at multiples of a few rows, so that the first and the last step of a group also hold rows of its neighbours.
+The mask warpgroup zeroes these in both operands, since zero times whatever they hold need not be zero.
 """
 
 from __future__ import annotations
@@ -14,129 +14,126 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu.layout import BLOCK, GRAIN, Layout, line
-from trencadis.backends.gpu.rows import leftmost, tiled
-from trencadis.backends.gpu.walk import Tile, Walk, i32
-from trencadis.core.jax_compat import flipped
+from trencadis.backends.gpu.layout import ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
+from trencadis.backends.gpu.rows import operand_b, swizzled
+from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
+from trencadis.core.jax_compat import transpose_ref
 from trencadis.core.problem import Problem
 
-FEW = 64  # rows that are blanked at a time
+MASK_ROWS = 64  # rows of a K-major stage that are masked at a time
+
+STAGED = ("smem_lhs", "smem_rhs")  # the stages of operands A and B
 
 
 @dataclasses.dataclass(frozen=True)
-class Contraction:
-    """What is copied, blanked, multiplied and written."""
+class ContractionMainloop:
+    """The loads of each step, the mask of its rows, and the operands of its wgmma."""
 
     problem: Problem
     layout: Layout
-    blanks = True
 
     @property
-    def flat(self) -> tuple[bool, bool]:
-        """Whether lhs is stored [k, rows], and rhs [n, rows]."""
-        return self.problem.transpose_lhs or self.layout.flat, self.layout.flat
+    def k_major(self) -> tuple[bool, bool]:
+        """Whether lhs is stored [k, rows], and whether rhs is stored [n, rows]: rows are the K of this GEMM."""
+        return self.problem.transpose_lhs or self.layout.k_major, self.layout.k_major
 
     def scratch(self) -> dict[str, Any]:
-        """The stages of both factors."""
+        """The stages of both operands in shared memory."""
         problem, cut = self.problem, self.layout
-        a, b = (
-            (wide, cut.deep) if flat else (cut.deep, wide)
-            for wide, flat in zip((cut.tall, cut.wide), self.flat, strict=True)
+        lhs, rhs = (
+            (columns, cut.block_k) if k_major else (cut.block_k, columns)
+            for columns, k_major in zip((cut.block_m, cut.block_n), self.k_major, strict=True)
         )
         return {
-            "a": mgpu.SMEM((cut.stages, *a), problem.lhs, transforms=tiled(problem.lhs, cut.lines)),
-            "b": mgpu.SMEM((cut.stages, *b), problem.rhs, transforms=tiled(problem.rhs, cut.lines)),
+            "smem_lhs": mgpu.SMEM((cut.stages, *lhs), problem.lhs, transforms=swizzled(problem.lhs, cut.swizzle)),
+            "smem_rhs": mgpu.SMEM((cut.stages, *rhs), problem.rhs, transforms=swizzled(problem.rhs, cut.swizzle)),
         }
 
-    def copy(self, refs: dict[str, Any], walk: Walk, tile: Tile, step: Any, slot: Any) -> None:
-        """Start the copies of one step: rows of both operands."""
-        cut, full = self.layout, refs["full"].at[slot]
-        second, step, _ = walk.half(tile, step)
-        rows = pl.ds(walk.row(tile, step), cut.deep)
-        k = pl.ds(pl.multiple_of(tile.down, BLOCK), cut.tall)
-        n = pl.ds(pl.multiple_of(tile.across, cut.wide), cut.wide)
-        for name, stage, columns, flat in zip(("lhs", "rhs"), "ab", (k, n), self.flat, strict=True):
-            place = (columns, rows) if flat else (rows, columns)
-            source = refs[name].at[(second, *place) if cut.split == name else place]
-            mgpu.copy_gmem_to_smem(source, refs[stage].at[slot], full)
+    def load(self, refs: Refs, scheduler: TileScheduler, tile: Tile, step: Scalar, stage: Scalar) -> None:
+        """Start the TMA copies of one step: rows of both operands."""
+        cut, full = self.layout, refs["full"].at[stage]
+        low, step, _ = scheduler.hi_lo_step(tile, step)
+        rows = pl.ds(scheduler.step_row(tile, step), cut.block_k)
+        k = pl.ds(pl.multiple_of(tile.row, WGMMA_M), cut.block_m)
+        n = pl.ds(pl.multiple_of(tile.column, cut.block_n), cut.block_n)
+        for name, staged, columns, k_major in zip(("lhs", "rhs"), STAGED, (k, n), self.k_major, strict=True):
+            place = (columns, rows) if k_major else (rows, columns)
+            source = refs[name].at[(low, *place) if cut.hi_lo == name else place]
+            mgpu.copy_gmem_to_smem(source, refs[staged].at[stage], full)
 
-    def factors(self, refs: dict[str, Any], slots: tuple[Any, Any], mine: Any, wide: int) -> tuple[Any, Any]:
-        """What a consumer multiplies: its rows of the matrix, by the columns of the tile."""
-        flat_a, flat_b = self.flat
-        a, b = (refs[name].at[slot] for name, slot in zip("ab", slots, strict=True))
-        return a.at[mine] if flat_a else flipped(a.at[:, mine]), leftmost(b, wide, flat_b)
+    def operands(self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int) -> tuple[Any, Any]:
+        """Operands A and B of a consumer: its rows of the matrix by the columns of the tile."""
+        lhs_k_major, rhs_k_major = self.k_major
+        lhs, rhs = (refs[name].at[stage] for name, stage in zip(STAGED, stages, strict=True))
+        return lhs.at[mine] if lhs_k_major else transpose_ref(lhs.at[:, mine]), operand_b(rhs, n, rhs_k_major)
 
-    def ends(self, walk: Walk, tile: Tile, step: Any) -> Any:
-        """Whether rows of other groups may be in a step: in the first of a sum, and in the last."""
-        _, step, steps = walk.half(tile, step)
+    def may_need_mask(self, scheduler: TileScheduler, tile: Tile, step: Scalar) -> Any:
+        """Whether a step may hold rows of other groups, as the first and the last of a sum may."""
+        _, step, steps = scheduler.hi_lo_step(tile, step)
         return (step == 0) | (step == steps - 1)
 
-    def blank(self, refs: dict[str, Any], walk: Walk, tile: Tile, step: Any, slot: Any) -> None:
-        """Zero the rows in a stage that are not the group's."""
-        deep, row = i32(self.layout.deep), walk.row(tile, walk.half(tile, step)[1])
-        low, high = jnp.maximum(tile.start - row, i32(0)), jnp.minimum(tile.end - row, deep)
+    def mask(self, refs: Refs, scheduler: TileScheduler, tile: Tile, step: Scalar, stage: Scalar) -> None:
+        """Zero the rows of a stage that belong to other groups, in both operands."""
+        block_k, row = i32(self.layout.block_k), scheduler.step_row(tile, scheduler.hi_lo_step(tile, step)[1])
+        low, high = jnp.maximum(tile.start - row, i32(0)), jnp.minimum(tile.end - row, block_k)
 
-        @pl.when((low > 0) | (high < deep))
+        @pl.when((low > 0) | (high < block_k))
         def _() -> None:
-            for stage, flat in zip("ab", self.flat, strict=True):
-                (_blank_columns if flat else _blank_rows)(refs[stage].at[slot], low, high)
+            for staged, k_major in zip(STAGED, self.k_major, strict=True):
+                (_mask_columns if k_major else _mask_rows)(refs[staged].at[stage], low, high)
             mgpu.commit_smem()
 
-    def place(self, ref: Any, tile: Tile, row: Any, rows: int, columns: Any) -> Any:
-        """A part of the tile in an array shaped like the result."""
-        return ref.at[tile.group, pl.ds(tile.down + row, rows), columns]
 
-
-def _spread(dtype: Any, run: int) -> Any:
-    """How rows of a stage lie in registers, cut into so many columns: 8 bytes to a lane."""
+def _registers(dtype: Any, run: int) -> Any:
+    """The register layout of rows of a stage that are cut into runs of columns: 8 bytes to a lane."""
     rows = 256 // (run * dtype.itemsize)  # of a warp
     tiles = mgpu.Tiling(((4 * rows, run), (rows, run), (8 // dtype.itemsize,)))
     return mgpu.Layout.TILED(tiles, (-5,), (-3, -2), -1)
 
 
-def _blank_rows(ref: Any, low: Any, high: Any) -> None:
-    """Zero the rows of a stage [deep, wide] outside of [low, high), a few at a time; most are not touched."""
-    deep, wide = ref.shape
-    layout = _spread(ref.dtype, line(ref.dtype))
-    zeros = mgpu.layout_cast(jnp.zeros((GRAIN, wide), ref.dtype), layout)
+def _mask_rows(ref: Ref, low: Scalar, high: Scalar) -> None:
+    """Zero the rows of a stage [block_k, columns] outside of [low, high), eight at a time; most are not touched."""
+    block_k, columns = ref.shape
+    layout = _registers(ref.dtype, swizzle_elements(ref.dtype))
+    zeros = mgpu.layout_cast(jnp.zeros((ROW_ALIGN, columns), ref.dtype), layout)
 
-    def rows(i: Any) -> Any:
-        return ref.at[pl.ds(pl.multiple_of(i * i32(GRAIN), GRAIN), GRAIN)]
+    def rows(i: Scalar) -> Ref:
+        return ref.at[pl.ds(pl.multiple_of(i * i32(ROW_ALIGN), ROW_ALIGN), ROW_ALIGN)]
 
-    def zero(i: Any, _: Any) -> None:
+    def zero(i: Scalar, _: None) -> None:
         rows(i)[...] = zeros
 
-    def cut(row: Any) -> None:
-        i = lax.div(row, i32(GRAIN))
+    def zero_around(row: Scalar) -> None:
+        i = lax.div(row, i32(ROW_ALIGN))
 
-        @pl.when(row > i * i32(GRAIN))
+        @pl.when(row > i * i32(ROW_ALIGN))
         def _() -> None:
-            at = mgpu.layout_cast(lax.broadcasted_iota(jnp.int32, zeros.shape, 0), layout) + i * i32(GRAIN)
+            at = mgpu.layout_cast(lax.broadcasted_iota(jnp.int32, zeros.shape, 0), layout) + i * i32(ROW_ALIGN)
             own = (at >= low) & (at < high)
             rows(i)[...] = jnp.where(own, mgpu.layout_cast(rows(i)[...], layout), zeros)
 
-    cut(low)
-    cut(high)
-    lax.fori_loop(i32(0), lax.div(low, i32(GRAIN)), zero, None)
-    lax.fori_loop(lax.div(high + i32(GRAIN - 1), i32(GRAIN)), i32(deep // GRAIN), zero, None)
+    zero_around(low)
+    zero_around(high)
+    lax.fori_loop(i32(0), lax.div(low, i32(ROW_ALIGN)), zero, None)
+    lax.fori_loop(lax.div(high + i32(ROW_ALIGN - 1), i32(ROW_ALIGN)), i32(block_k // ROW_ALIGN), zero, None)
 
 
-def _blank_columns(ref: Any, low: Any, high: Any) -> None:
-    """Zero the columns of a stage [wide, deep] outside of [low, high)."""
-    layout, shape = _spread(ref.dtype, ref.shape[1]), (FEW, ref.shape[1])
+def _mask_columns(ref: Ref, low: Scalar, high: Scalar) -> None:
+    """Zero the columns of a K-major stage [rows, block_k] outside of [low, high)."""
+    layout, shape = _registers(ref.dtype, ref.shape[1]), (MASK_ROWS, ref.shape[1])
     at = mgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), layout)
-    # All bits of what is the group's. Comparisons would be taken for a choice between numbers of 8 bits, one by one;
-    # bits are cleared a word at a time.
+    # -1, all bits set, in the group's columns, and 0 elsewhere. A comparison would be lowered to a select of 8-bit
+    # numbers, one by one; a bitwise and clears a word at a time.
     own = lax.shift_right_arithmetic((low - i32(1) - at) & (at - high), jnp.full(shape, 31, jnp.int32))
-    narrow = ref.dtype.itemsize == 1  # of which registers know bits only
-    mask = own.astype(jnp.int8) if narrow else own < 0
+    bitwise = ref.dtype.itemsize == 1  # Mosaic has no arithmetic on 8-bit floats in registers
+    mask = own.astype(jnp.int8) if bitwise else own < 0
 
-    def some(i: Any, _: Any) -> None:
-        rows = ref.at[pl.ds(pl.multiple_of(i * i32(FEW), FEW), FEW)]
+    def some(i: Scalar, _: None) -> None:
+        rows = ref.at[pl.ds(pl.multiple_of(i * i32(MASK_ROWS), MASK_ROWS), MASK_ROWS)]
         held = mgpu.layout_cast(rows[...], layout)
-        if narrow:
+        if bitwise:
             rows[...] = lax.bitcast_convert_type(lax.bitcast_convert_type(held, jnp.int8) & mask, ref.dtype)
         else:
             rows[...] = jnp.where(mask, held, mgpu.layout_cast(jnp.zeros(shape, ref.dtype), layout))
 
-    lax.fori_loop(i32(0), i32(ref.shape[0] // FEW), some, None)
+    lax.fori_loop(i32(0), i32(ref.shape[0] // MASK_ROWS), some, None)

@@ -1,14 +1,13 @@
-"""The kernel of both forms: one warpgroup copies operands into shared memory, two multiply, and a fourth does what
-there is to do in between, if anything.
+"""The persistent, warp-specialized kernel of both forms: a producer, two consumers, and at most one warpgroup between.
 
-    copier      walks the tiles and tells the others; waits for a free stage, starts the copies of one step
-    blanker     contraction: zeroes the rows of other groups in the first step and in the last of a sum
-    widener     weights of few bits: brings them into the dtype of the rows, in buffers of their own
-    consumers   half the blocks of a tile each: wait for a stage, multiply, free it; then the epilogue, while the
-                copies of the next tile are under way
+    producer    runs the tile scheduler and publishes its tiles; waits for an empty stage, starts the copies of a step
+    mask        contraction: zeroes the rows of other groups in the first and the last step of a sum
+    upcast      low-precision weights: upcasts them to the dtype of the rows, into buffers of their own
+    consumers   half the blocks of a tile each: wait for a full stage, issue wgmma, release it; then the epilogue, while
+                the copies of the next tile are in flight
 
-Barriers of a stage: `full`, its copies have arrived; `blank`, it is blanked; `free`, all others are done with it.
-Of widened weights: `ready`, they are there; `spent`, the consumers are done with them.
+Barriers of a stage: `full`, its copies have arrived; `masked`, other groups' rows are zero; `empty`, all have read it.
+Barriers of upcast weights: `upcast_full`, they are written; `upcast_empty`, the consumers have read them.
 """
 
 from __future__ import annotations
@@ -22,59 +21,59 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu import contraction, rows
-from trencadis.backends.gpu import store as stores
-from trencadis.backends.gpu import tile_queue as mail
-from trencadis.backends.gpu.consumer import Consumer
-from trencadis.backends.gpu.layout import CONSUMERS, WIDENED, Layout
-from trencadis.backends.gpu.walk import Tile, Walk, i32
+from trencadis.backends.gpu import store, tile_queue
+from trencadis.backends.gpu.consumer import Consumer, Mainloop
+from trencadis.backends.gpu.contraction import ContractionMainloop
+from trencadis.backends.gpu.layout import CONSUMERS, UPCAST_STAGES, Layout
+from trencadis.backends.gpu.rows import RowsMainloop
+from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.core.problem import Form, Problem
 
-FORMS: dict[Form, Any] = {Form.ROWS: rows.Rows, Form.CONTRACTION: contraction.Contraction}
 PARAMS = mgpu.CompilerParams(
     lowering_semantics=mgpu.LoweringSemantics.Warpgroup,
     reduction_scratch_bytes=0,
     unsafe_no_auto_barriers=True,  # all threads arrive at a barrier, and `commit_smem` is called where they must meet
 )
-# of a thread: consumers, the copier, and the others; there are 512 for all warpgroups
-REGISTERS = {"": (232, 40, 0), "blanker": (224, 32, 32), "widener": (168, 40, 136)}
+# registers of a thread: of consumers, producer, and the warpgroup between; 512 for all warpgroups together
+REGISTERS = {"": (232, 40, 0), "mask": (224, 32, 32), "upcast": (168, 40, 136)}
 
 
 def call(
     problem: Problem, layout: Layout, operands: dict[str, Any], out_shape: tuple[int, ...], interpret: Any = None
 ) -> jax.Array:
-    """Run the kernel. Operands by name: sizes, first, lhs, rhs, and those of the epilogue."""
+    """Run the kernel; operands by name are sizes, first_group, lhs, rhs, and those of the epilogue."""
     existing = operands.pop("existing", None)
-    form = FORMS[problem.form](problem, layout)
-    helper = _helper(layout, form)
-    warpgroups = CONSUMERS + 1 + bool(helper)
+    mainloop = (RowsMainloop if problem.form is Form.ROWS else ContractionMainloop)(problem, layout)
+    between = _between(mainloop)
+    warpgroups = CONSUMERS + 1 + bool(between)
     shared = {
-        **form.scratch(),
-        **stores.scratch(problem, layout),
-        **mail.scratch(warpgroups - 1),
+        **mainloop.scratch(),
+        **store.scratch(problem, layout),
+        **tile_queue.scratch(warpgroups - 1),
         "full": mgpu.Barrier(num_arrivals=2 + bool(problem.epilogue.blocks), num_barriers=layout.stages),
-        "free": mgpu.Barrier(num_arrivals=CONSUMERS + bool(helper), num_barriers=layout.stages),
+        "empty": mgpu.Barrier(num_arrivals=CONSUMERS + bool(between), num_barriers=layout.stages),
     }
-    if helper == "blanker":
-        shared["blank"] = mgpu.Barrier(num_barriers=layout.stages)
-    if helper == "widener":
-        shared["ready"] = mgpu.Barrier(num_barriers=WIDENED)
-        shared["spent"] = mgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=WIDENED)
+    if between == "mask":
+        shared["masked"] = mgpu.Barrier(num_barriers=layout.stages)
+    if between == "upcast":
+        shared["upcast_full"] = mgpu.Barrier(num_barriers=UPCAST_STAGES)
+        shared["upcast_empty"] = mgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=UPCAST_STAGES)
     # what the kernel reads and writes is a reference; what it only writes is a result
-    inout = {"counter": jnp.zeros((1,), jnp.int32)} if layout.claim else {}
+    inout = {"counter": jnp.zeros((1,), jnp.int32)} if layout.dynamic else {}
     inout |= {} if existing is None else {"out": existing}
     names = [*operands, *inout, *(["out"] if existing is None else [])]
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         given = dict(zip(names, refs, strict=True))
-        pl.run_scoped(lambda **memory: _body(problem, layout, form, given | memory), **shared, collective_axes="role")
+        run = functools.partial(_body, problem, layout, mainloop)
+        pl.run_scoped(lambda **memory: run(given | memory), **shared, collective_axes="warpgroup")
 
     result = jax.ShapeDtypeStruct(out_shape, problem.out)
     mesh = mgpu.Mesh(
-        grid=(layout.blocks,),
-        grid_names=("block",),
+        grid=(layout.num_ctas,),
+        grid_names=("cta",),
         num_threads=warpgroups,
-        thread_name="role",
+        thread_name="warpgroup",
     )
     kernel = pl.kernel(
         body,
@@ -89,80 +88,90 @@ def call(
     return jax.freeze(refs["out"]) if existing is not None else out[0]
 
 
-def _helper(layout: Layout, form: Any) -> str:
-    """What the warpgroup beside consumers and copier is, if there is one."""
-    return "blanker" if form.blanks else "widener" if layout.widened else ""
+def _between(mainloop: Mainloop) -> str:
+    """The warpgroup between producer and consumers, "mask" or "upcast"; "" if there is none."""
+    if isinstance(mainloop, ContractionMainloop):
+        return "mask"
+    return "upcast" if mainloop.layout.upcast_in_smem else ""
 
 
-def _body(problem: Problem, layout: Layout, form: Any, refs: dict[str, Any]) -> None:
-    block, role = lax.axis_index("block"), lax.axis_index("role")
-    walk = Walk(problem, layout, refs["sizes"], refs["first"])
-    helper = _helper(layout, form)
-    many, few, some = REGISTERS[helper]
+def _body(problem: Problem, layout: Layout, mainloop: Mainloop, refs: Refs) -> None:
+    """The kernel's body, which every warpgroup runs: it branches into the roles."""
+    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
+    scheduler = TileScheduler(problem, layout, refs["sizes"], refs["first_group"])
+    of_consumers, of_producer, of_between = REGISTERS[_between(mainloop)]
 
     def consume() -> None:
-        mgpu.set_max_registers(many, action="increase")
-        mail.listen(refs, Consumer(problem, layout, form, refs, walk, role).consume)
+        mgpu.set_max_registers(of_consumers, action="increase")
+        tile_queue.consume(refs, Consumer(problem, layout, mainloop, refs, scheduler, warpgroup).consume)
         mgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def copy() -> None:
-        mgpu.set_max_registers(few, action="decrease")
-        done = mail.tell(walk, layout, refs, block, functools.partial(_copy, layout, form, refs, walk))
-        mail.settle(refs["free"], done, layout.stages)
+    def produce() -> None:
+        mgpu.set_max_registers(of_producer, action="decrease")
+        load = functools.partial(_load, layout, mainloop, refs, scheduler)
+        done = tile_queue.publish(scheduler, layout, refs, cta, load)
+        tile_queue.drain(refs["empty"], done, layout.stages)
 
-    def blank() -> None:
-        mgpu.set_max_registers(some, action="decrease")
-        mail.listen(refs, functools.partial(_blank, layout, form, refs, walk))
+    def mask(mainloop: ContractionMainloop) -> None:
+        mgpu.set_max_registers(of_between, action="decrease")
+        tile_queue.consume(refs, functools.partial(_mask, layout, mainloop, refs, scheduler))
 
-    def widen() -> None:
-        mgpu.set_max_registers(some, action="increase")
-        done = mail.listen(refs, functools.partial(_widen, layout, form, refs))
-        mail.settle(refs["spent"], done, WIDENED)
+    def upcast(mainloop: RowsMainloop) -> None:
+        mgpu.set_max_registers(of_between, action="increase")
+        done = tile_queue.consume(refs, functools.partial(_upcast, layout, mainloop, refs))
+        tile_queue.drain(refs["upcast_empty"], done, UPCAST_STAGES)
 
-    # one tree of branches: the compiler gives each role its own number of registers only then
+    # one tree of branches: only then does the compiler give each role its own number of registers
     def others() -> None:
-        lax.cond(role == CONSUMERS, copy, {"blanker": blank, "widener": widen}[helper]) if helper else copy()
+        if isinstance(mainloop, ContractionMainloop):
+            lax.cond(warpgroup == CONSUMERS, produce, functools.partial(mask, mainloop))
+        elif layout.upcast_in_smem:
+            lax.cond(warpgroup == CONSUMERS, produce, functools.partial(upcast, mainloop))
+        else:
+            produce()
 
-    lax.cond(role < CONSUMERS, consume, others)
-
-
-def _copy(layout: Layout, form: Any, refs: dict[str, Any], walk: Walk, tile: Tile, done: Any) -> None:
-    """Start the copies of a tile, as stages get free."""
-
-    def step(i: Any, _: Any) -> None:
-        at = mail.slot(done + i, layout.stages)
-        pl.when(done + i >= i32(layout.stages))(lambda: mgpu.barrier_wait(refs["free"].at[at]))
-        form.copy(refs, walk, tile, i, at)
-
-    lax.fori_loop(i32(0), tile.steps, step, None)
+    lax.cond(warpgroup < CONSUMERS, consume, others)
 
 
-def _blank(layout: Layout, form: Any, refs: dict[str, Any], walk: Walk, tile: Tile, done: Any) -> None:
-    """Blank the steps that may hold rows of other groups."""
+def _load(layout: Layout, mainloop: Mainloop, refs: Refs, scheduler: TileScheduler, tile: Tile, done: Scalar) -> None:
+    """Producer: start the TMA copies of all steps of a tile, each as soon as its stage is empty."""
 
-    def step(i: Any, _: Any) -> None:
-        at = mail.slot(done + i, layout.stages)
-        mgpu.barrier_wait(refs["full"].at[at])
-
-        @pl.when(form.ends(walk, tile, i))
-        def _() -> None:
-            form.blank(refs, walk, tile, i, at)
-            mgpu.barrier_arrive(refs["blank"].at[at])
-
-        mgpu.barrier_arrive(refs["free"].at[at])  # also where there was nothing to do: no stage may overtake it
+    def step(i: Scalar, _: None) -> None:
+        at = tile_queue.slot(done + i, layout.stages)
+        pl.when(done + i >= i32(layout.stages))(lambda: mgpu.barrier_wait(refs["empty"].at[at]))
+        mainloop.load(refs, scheduler, tile, i, at)
 
     lax.fori_loop(i32(0), tile.steps, step, None)
 
 
-def _widen(layout: Layout, form: Any, refs: dict[str, Any], tile: Tile, done: Any) -> None:
-    """Widen the weights of each step."""
+def _mask(
+    layout: Layout, mainloop: ContractionMainloop, refs: Refs, scheduler: TileScheduler, tile: Tile, done: Scalar
+) -> None:
+    """Mask warpgroup: mask the steps of a tile that may hold rows of other groups."""
 
-    def step(i: Any, _: Any) -> None:
-        at, to = (mail.slot(done + i, slots) for slots in (layout.stages, WIDENED))
+    def step(i: Scalar, _: None) -> None:
+        at = tile_queue.slot(done + i, layout.stages)
         mgpu.barrier_wait(refs["full"].at[at])
-        pl.when(done + i >= i32(WIDENED))(lambda: mgpu.barrier_wait(refs["spent"].at[to]))
-        form.widen(refs, at, to)
-        mgpu.barrier_arrive(refs["ready"].at[to])
-        mgpu.barrier_arrive(refs["free"].at[at])
+
+        @pl.when(mainloop.may_need_mask(scheduler, tile, i))
+        def mask() -> None:
+            mainloop.mask(refs, scheduler, tile, i, at)
+            mgpu.barrier_arrive(refs["masked"].at[at])
+
+        mgpu.barrier_arrive(refs["empty"].at[at])  # also where there was nothing to do: no stage may overtake it
+
+    lax.fori_loop(i32(0), tile.steps, step, None)
+
+
+def _upcast(layout: Layout, mainloop: RowsMainloop, refs: Refs, tile: Tile, done: Scalar) -> None:
+    """Upcast warpgroup: upcast the weights of all steps of a tile."""
+
+    def step(i: Scalar, _: None) -> None:
+        at, to = (tile_queue.slot(done + i, slots) for slots in (layout.stages, UPCAST_STAGES))
+        mgpu.barrier_wait(refs["full"].at[at])
+        pl.when(done + i >= i32(UPCAST_STAGES))(lambda: mgpu.barrier_wait(refs["upcast_empty"].at[to]))
+        mainloop.upcast(refs, at, to)
+        mgpu.barrier_arrive(refs["upcast_full"].at[to])
+        mgpu.barrier_arrive(refs["empty"].at[at])
 
     lax.fori_loop(i32(0), tile.steps, step, None)

@@ -1,4 +1,9 @@
-"""How a kernel cuts its work: the tile of a result, the step of its sum, and what lies in shared memory meanwhile."""
+"""The layout of one kernel: its tile shape, pipeline stages, shared memory layout and tile scheduling.
+
+A tile of the result is at most block_m x block_n, and the mainloop walks the sum in steps of block_k. In the rows form
+M, N, K are the problem's m, n, k. In a contraction the result is [k, n] for each group and the sum runs over rows, so
+that M is the problem's k and K its rows. Both are meant before operands are swapped (swap-AB).
+"""
 
 from __future__ import annotations
 
@@ -9,63 +14,65 @@ import numpy as np
 
 from trencadis.core.dtypes import bits
 
-BLOCK = 64  # rows that one instruction multiplies
-UNIT = 16  # columns of instructions by which turned tiles grow
-GRAIN = 8  # a copy into shared memory starts at a multiple of so many rows
-LINE = 128  # bytes of a row that lie together in shared memory, mostly
-CONSUMERS = 2  # warpgroups that multiply
-WIDENED = 2  # steps of weights in shared memory at once that are widened
-TOLD = 4  # tiles that the other warpgroups are told of ahead
+WGMMA_M = 64  # rows of one wgmma instruction
+SWAP_AB_UNIT = 16  # rows by which swap-AB tiles grow: they are the N of wgmma, which takes any multiple of 8
+ROW_ALIGN = 8  # TMA copies start at a multiple of this many rows: those of a swizzle atom in shared memory
+SWIZZLE = 128  # bytes of a row of a swizzle atom, where nothing asks for a smaller one
+CONSUMERS = 2  # consumer warpgroups of a CTA, which issue wgmma
+UPCAST_STAGES = 2  # buffers of weights that the upcast warpgroup has written and consumers read
+QUEUE_SLOTS = 4  # tiles that the producer may publish before the other warpgroups have read them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The cut of one kernel."""
+    """The static parameters of a kernel beside its problem."""
 
-    tall: int  # rows of the tallest tile; a tile has as many blocks as it needs
-    wide: int  # columns of a tile
-    deep: int  # entries of the sum in one step
-    stages: int  # steps in shared memory at once
-    panel: int  # tiles that are taken downwards before the next column
-    blocks: int  # thread blocks: one for each multiprocessor
-    lines: int = LINE  # bytes of a row that lie together in a stage
-    slots: int = 2  # buffers of a consumer on the way out
-    split: str = ""  # the operand that comes as two bfloat16 arrays, of which it is the sum
-    turned: bool = False  # rows of a tile are columns of instructions
-    packed: bool = False  # weights have fewer bits than rows, and become as wide in registers
-    widened: bool = False  # or in shared memory, by a warpgroup of its own
-    flat: bool = False  # both operands are stored with the axis of the sum last
-    claim: bool = False  # a block takes the next tile when it is done with one; otherwise every `blocks`-th is its own
+    block_m: int  # rows of the largest tile; a tile is only as tall as its span needs, in multiples of `m_unit`
+    block_n: int  # columns of a tile
+    block_k: int  # entries of the sum in one step of the mainloop
+    stages: int  # steps that are in shared memory at once
+    raster_group: int  # tiles of a column that run before the next column: an L2 rasterization group
+    num_ctas: int  # persistent CTAs: one for each SM
+    swizzle: int = SWIZZLE  # bytes of a swizzle row of the operands in shared memory
+    store_buffers: int = 2  # buffers of a consumer for subtiles on their way to global memory
+    hi_lo: str = ""  # "lhs" or "rhs": the operand that comes as a bf16 hi/lo split of a float32 array
+    swap_ab: bool = False  # weights are operand A of wgmma and rows operand B, so that tile rows are its N
+    upcast: bool = False  # weights are of lower precision than rows, and the kernel upcasts them
+    upcast_in_smem: bool = False  # an upcast warpgroup does so in shared memory; else they are a register (RS) operand
+    k_major: bool = False  # both operands are stored K-major, as wgmma takes all but 16-bit dtypes
+    dynamic: bool = False  # dynamic persistent scheduling: CTAs fetch the next tile from a counter; else static
 
     def replace(self, **changes: Any) -> Layout:
         """The same layout with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     @property
-    def unit(self) -> int:
-        """Rows by which a tile grows."""
-        return UNIT if self.turned else BLOCK
+    def m_unit(self) -> int:
+        """The rows by which tiles grow."""
+        return SWAP_AB_UNIT if self.swap_ab else WGMMA_M
 
     @property
     def heights(self) -> list[int]:
-        """Rows that are copied and multiplied for a tile: what it has, or more if that is less than half of a tall one.
+        """The tile heights, in rows, for which the kernel has a branch that copies and multiplies just these.
 
-        Each height is a branch of the kernel, to be compiled; and a group is cut evenly, so that most tiles are tall.
+        Every branch takes time to compile. Groups are cut evenly, so that most tiles are tall: of heights up to half
+        of block_m, only multiples of 64 have a branch, and a tile is padded to the next.
         """
-        every = range(self.unit, self.tall + 1, self.unit)
-        return [rows for rows in every if rows > self.tall // 2 or rows % BLOCK == 0 or self.tall < BLOCK]
+        every = range(self.m_unit, self.block_m + 1, self.m_unit)
+        return [rows for rows in every if rows > self.block_m // 2 or rows % WGMMA_M == 0 or self.block_m < WGMMA_M]
 
     def widths(self, columns: int) -> list[int]:
-        """How wide tiles are in a result of so many columns: as wide as this, and the last of them the rest."""
-        rest = columns % self.wide
-        return [self.wide, rest] if rest else [self.wide]
+        """The widths of the tiles of a result with this many columns: block_n, and what is left for the last tile."""
+        rest = columns % self.block_n
+        return [self.block_n, rest] if rest else [self.block_n]
 
     def __str__(self) -> str:
-        order = "claimed" if self.claim else "dealt"
-        kind = " turned" * self.turned + " packed" * self.packed
-        return f"{self.tall}x{self.wide}x{self.deep}{kind}, {self.stages} stages, {self.blocks} blocks, tiles {order}"
+        kind = " swap-AB" * self.swap_ab + " upcast" * self.upcast
+        order = "dynamic" if self.dynamic else "static"
+        tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"{tile}{kind}, {self.stages} stages, {self.num_ctas} CTAs, {order} scheduling"
 
 
-def line(dtype: np.dtype[Any], length: int = LINE) -> int:
-    """Entries in a line of so many bytes."""
-    return 8 * length // bits(dtype)
+def swizzle_elements(dtype: np.dtype[Any], swizzle: int = SWIZZLE) -> int:
+    """The elements of a dtype in a swizzle row of this many bytes."""
+    return 8 * swizzle // bits(dtype)

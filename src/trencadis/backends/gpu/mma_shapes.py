@@ -1,10 +1,10 @@
-"""What a consumer multiplies at a time: blocks of 64, one below the other, by columns. Each is a branch of the kernel.
+"""The matrix products that a consumer warpgroup issues: blocks of 64 rows by n columns. Each is a branch of the kernel.
 
-An instruction has 64 rows and a multiple of 8 columns. Rows of a tile are its rows; or, turned, its columns:
+A wgmma instruction has M = 64 and as N a multiple of 8. The rows of a tile are its M; with swap-AB they are its N:
 
-    plain, 256 x 192       turned, 192 x 256       a group of 75 rows takes
-        columns                  rows              plain     2 blocks of 64
-    64 ┌───────┐ consumer    64 ┌────┐ consumer    turned    5 units of 16
+    normal, 256 x 192       swap-AB, 192 x 256      a group of 75 rows takes
+        columns                  rows               normal    2 blocks of 64
+    64 ┌───────┐ consumer    64 ┌────┐ consumer     swap-AB   5 units of 16
     64 │       │ 0           64 │    │ 0
     64 ├───────┤ consumer    64 ├────┤ consumer
     64 └───────┘ 1           64 └────┘ 1
@@ -14,69 +14,69 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, Layout
-from trencadis.backends.gpu.walk import Tile, i32
+from trencadis.backends.gpu.layout import CONSUMERS, WGMMA_M, Layout
+from trencadis.backends.gpu.tile_scheduler import Scalar, Tile, i32
 
 
-class Shape(NamedTuple):
-    """One product."""
+class MmaShape(NamedTuple):
+    """The shape of one consumer's product: `blocks` wgmma of 64 x n, one below the other."""
 
-    blocks: int  # of 64, one below the other
-    columns: int
-
-
-def shapes(layout: Layout, columns: int) -> Plain | Turned:
-    """The products of a result of so many columns."""
-    return (Turned if layout.turned else Plain)(layout, columns)
+    blocks: int
+    n: int
 
 
-class Plain:
-    """A tile has as many blocks of rows as it needs; the last column of tiles may be narrower."""
+def mma_shapes(layout: Layout, columns: int) -> Normal | SwapAB:
+    """The products of a layout in a result of this many columns."""
+    return SwapAB(layout, columns) if layout.swap_ab else Normal(layout, columns)
+
+
+class Normal:
+    """The products of tiles with as many blocks of rows as they need; the last column of tiles may be narrower."""
 
     def __init__(self, layout: Layout, columns: int) -> None:
-        self.last = columns - layout.wide  # where the last column of tiles starts, if it is as wide as the others
-        self.most = layout.tall // BLOCK // CONSUMERS
+        self.last = columns - layout.block_n  # where the last column of tiles starts, if it is as wide as the others
+        self.most = layout.block_m // WGMMA_M // CONSUMERS
         heights = range(1, self.most + 1)
-        self.all = [Shape(blocks, wide) for wide, blocks in itertools.product(layout.widths(columns), heights)]
+        self.all = [MmaShape(blocks, n) for n, blocks in itertools.product(layout.widths(columns), heights)]
 
-    def blocks(self, tile: Tile) -> Any:
-        """Blocks in the products of a tile."""
+    def blocks(self, tile: Tile) -> Scalar:
+        """The blocks of 64 in the products of a tile, for both consumers together."""
         return tile.units
 
-    def branch(self, tile: Tile, mine: Any) -> Any:
-        """Which of all shapes has so many blocks, in this tile."""
-        narrow = (tile.across > i32(self.last)).astype(jnp.int32)
-        return narrow * i32(self.most) + mine - i32(1)
+    def branch(self, tile: Tile, blocks: Scalar) -> Scalar:
+        """The index in `all` of the product of a consumer that has this many blocks of a tile."""
+        narrow = (tile.column > i32(self.last)).astype(jnp.int32)
+        return narrow * i32(self.most) + blocks - i32(1)
 
 
-class Turned:
-    """A tile has as many units of rows as it needs, and the blocks that there are columns for."""
+class SwapAB:
+    """The products of tiles with as many units of rows as they need, and the blocks that there are columns for."""
 
     def __init__(self, layout: Layout, columns: int) -> None:
         self.layout, self.columns = layout, columns
-        self.most = layout.wide // BLOCK // CONSUMERS
-        self.coarse = [rows for rows in layout.heights if rows % (2 * BLOCK) == 0 or rows == layout.tall]
-        fewer = range(1, self.most) if columns % layout.wide else ()  # in the last column of tiles, by few branches
-        self.all = [Shape(self.most, rows) for rows in layout.heights]
-        self.all += [Shape(blocks, rows) for blocks in fewer for rows in self.coarse]
+        self.most = layout.block_n // WGMMA_M // CONSUMERS
+        self.coarse = [rows for rows in layout.heights if rows % (2 * WGMMA_M) == 0 or rows == layout.block_m]
+        fewer = range(1, self.most) if columns % layout.block_n else ()  # in the last column of tiles, by few branches
+        self.all = [MmaShape(self.most, rows) for rows in layout.heights]
+        self.all += [MmaShape(blocks, rows) for blocks in fewer for rows in self.coarse]
 
-    def blocks(self, tile: Tile) -> Any:
-        """Blocks in the products of a tile."""
-        return lax.div(jnp.minimum(i32(self.columns) - tile.across, i32(self.layout.wide)), i32(BLOCK))
+    def blocks(self, tile: Tile) -> Scalar:
+        """The blocks of 64 in the products of a tile, for both consumers together."""
+        return lax.div(jnp.minimum(i32(self.columns) - tile.column, i32(self.layout.block_n)), i32(WGMMA_M))
 
-    def branch(self, tile: Tile, mine: Any) -> Any:
-        """Which of all shapes has so many blocks, in this tile."""
+    def branch(self, tile: Tile, blocks: Scalar) -> Scalar:
+        """The index in `all` of the product of a consumer that has this many blocks of a tile."""
         heights = self.layout.heights
-        fewer = i32(len(heights)) + (mine - i32(1)) * i32(len(self.coarse)) + fit(self.layout, tile, self.coarse)
-        return jnp.where(mine == i32(self.most), fit(self.layout, tile, heights), fewer)
+        fewer = i32(len(heights)) + (blocks - i32(1)) * i32(len(self.coarse)) + fit(self.layout, tile, self.coarse)
+        return jnp.where(blocks == i32(self.most), fit(self.layout, tile, heights), fewer)
 
 
-def fit(layout: Layout, tile: Tile, heights: Sequence[int]) -> Any:
-    """Which of some heights, the least first, is the least that a tile fits into."""
-    rows = tile.units * i32(layout.unit)
+def fit(layout: Layout, tile: Tile, heights: Sequence[int]) -> Scalar:
+    """The index of the least of some heights, in ascending order, that a tile fits into."""
+    rows = tile.units * i32(layout.m_unit)
     return sum(((rows > i32(height)).astype(jnp.int32) for height in heights[:-1]), i32(0))

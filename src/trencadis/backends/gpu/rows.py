@@ -1,9 +1,13 @@
-"""The rows form: a tile is rows of one group, the sum runs over k. Rows of other groups in it are not stored."""
+"""The mainloop of the rows form: a tile is rows of one group, and the sum runs over k.
+
+Rows of other groups may be loaded and multiplied with it; they are not stored.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,101 +15,96 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu.layout import BLOCK, GRAIN, LINE, WIDENED, Layout, line
+from trencadis.backends.gpu.layout import ROW_ALIGN, SWIZZLE, UPCAST_STAGES, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.mma_shapes import fit
-from trencadis.backends.gpu.upcast import factor, widened
-from trencadis.backends.gpu.walk import Tile, Walk, i32
+from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
+from trencadis.backends.gpu.upcast import rs_operand, upcast
 from trencadis.core.dtypes import bits
-from trencadis.core.jax_compat import flipped
+from trencadis.core.jax_compat import transpose_ref
 from trencadis.core.problem import Problem
 
 
-def tiled(dtype: Any, length: int = LINE) -> tuple[Any, Any]:
-    """How a factor lies in shared memory, as the tensor cores want it: in lines of so many bytes."""
-    return mgpu.TilingTransform((GRAIN, line(dtype, length))), mgpu.SwizzleTransform(length)
+def swizzled(dtype: Any, swizzle: int = SWIZZLE) -> tuple[Any, Any]:
+    """The transforms of an operand in shared memory, tiled and swizzled as wgmma reads it."""
+    return mgpu.TilingTransform((ROW_ALIGN, swizzle_elements(dtype, swizzle))), mgpu.SwizzleTransform(swizzle)
 
 
-def leftmost(b: Any, wide: int, flat: bool) -> Any:
-    """The first columns of the second factor, which is stored [deep, wide], or flat: [wide, deep]."""
-    if b.shape[0 if flat else 1] > wide:
-        b = b.at[pl.ds(0, wide)] if flat else b.at[:, pl.ds(0, wide)]
-    return flipped(b) if flat else b
+def operand_b(b: Ref, n: int, k_major: bool) -> Ref:
+    """The first n columns of operand B as [block_k, n], stored as [block_k, columns] or K-major: [columns, block_k]."""
+    if b.shape[0 if k_major else 1] > n:
+        b = b.at[pl.ds(0, n)] if k_major else b.at[:, pl.ds(0, n)]
+    return transpose_ref(b) if k_major else b
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """What is copied, multiplied and written."""
+class RowsMainloop:
+    """The loads of each step, the operands of its wgmma, and the upcast of weights in between."""
 
     problem: Problem
     layout: Layout
-    blanks = False
 
     def scratch(self) -> dict[str, Any]:
-        """The stages of both factors, and of weights that are widened."""
+        """The stages of both operands; where weights are upcast in shared memory, also those of the raw weights."""
         problem, cut = self.problem, self.layout
-        rhs = (cut.wide, cut.deep) if problem.transpose_rhs else (cut.deep, cut.wide)
-        memory = {
-            "a": mgpu.SMEM((cut.stages, cut.tall, cut.deep), problem.lhs, transforms=tiled(problem.lhs, cut.lines))
-        }
-        length = self.run * bits(problem.rhs) // 8 if cut.packed else cut.lines
-        name = "packed" if cut.widened else "b"
-        memory[name] = mgpu.SMEM((cut.stages, *rhs), problem.rhs, transforms=tiled(problem.rhs, length))
+        rhs = (cut.block_n, cut.block_k) if problem.transpose_rhs else (cut.block_k, cut.block_n)
+        lhs = (cut.stages, cut.block_m, cut.block_k)
+        memory = {"smem_lhs": mgpu.SMEM(lhs, problem.lhs, transforms=swizzled(problem.lhs, cut.swizzle))}
+        swizzle = self.weights_run * bits(problem.rhs) // 8 if cut.upcast else cut.swizzle
+        name = "smem_weights" if cut.upcast_in_smem else "smem_rhs"
+        memory[name] = mgpu.SMEM((cut.stages, *rhs), problem.rhs, transforms=swizzled(problem.rhs, swizzle))
         if problem.epilogue.blocks:
-            memory["scales"] = mgpu.SMEM((cut.stages, cut.tall), jnp.float32)  # of the rows
-        if cut.widened:
-            memory["b"] = mgpu.SMEM((WIDENED, *rhs), problem.lhs, transforms=tiled(problem.lhs))
+            memory["smem_row_scales"] = mgpu.SMEM((cut.stages, cut.block_m), jnp.float32)
+        if cut.upcast_in_smem:
+            memory["smem_rhs"] = mgpu.SMEM((UPCAST_STAGES, *rhs), problem.lhs, transforms=swizzled(problem.lhs))
         return memory
 
     @property
-    def run(self) -> int:
-        """Entries in a line of packed weights: as many as a stage has, or fewer, so that it ends where they do."""
-        last = self.problem.transpose_rhs
-        stage, whole = (self.layout.deep, self.problem.k) if last else (self.layout.wide, self.problem.n)
+    def weights_run(self) -> int:
+        """The elements in a swizzle row of low-precision weights: it divides their tile and their array."""
+        k_major = self.problem.transpose_rhs
+        stage, whole = (self.layout.block_k, self.problem.k) if k_major else (self.layout.block_n, self.problem.n)
         return math.gcd(stage, whole)
 
-    def copy(self, refs: dict[str, Any], walk: Walk, tile: Tile, step: Any, slot: Any) -> None:
-        """Start the copies of one step: as many rows as the tile has, and columns of the group's weights."""
+    def load(self, refs: Refs, scheduler: TileScheduler, tile: Tile, step: Scalar, stage: Scalar) -> None:
+        """Start the TMA copies of one step: as many rows of lhs as the tile has, and the weights of its columns."""
         problem, cut = self.problem, self.layout
-        second, step, _ = walk.half(tile, step)
-        k = pl.ds(pl.multiple_of(step * i32(cut.deep), cut.deep), cut.deep)
-        n = pl.ds(pl.multiple_of(tile.across, cut.wide), cut.wide)
-        full = refs["full"].at[slot]
+        low, step, _ = scheduler.hi_lo_step(tile, step)
+        k = pl.ds(pl.multiple_of(step * i32(cut.block_k), cut.block_k), cut.block_k)
+        n = pl.ds(pl.multiple_of(tile.column, cut.block_n), cut.block_n)
+        full = refs["full"].at[stage]
         group = tile.group if problem.weights == problem.spans else lax.rem(tile.group, i32(problem.weights))
         place = (group, n, k) if problem.transpose_rhs else (group, k, n)
-        rhs = refs["rhs"].at[(second, *place) if cut.split == "rhs" else place]
-        mgpu.copy_gmem_to_smem(rhs, refs["packed" if cut.widened else "b"].at[slot], full)
+        rhs = refs["rhs"].at[(low, *place) if cut.hi_lo == "rhs" else place]
+        mgpu.copy_gmem_to_smem(rhs, refs["smem_weights" if cut.upcast_in_smem else "smem_rhs"].at[stage], full)
 
         if problem.epilogue.blocks:
-            scales = refs["by_row"].at[step, pl.ds(pl.multiple_of(tile.down, GRAIN), cut.tall)]
-            mgpu.copy_gmem_to_smem(scales, refs["scales"].at[slot], full)
+            scales = refs["by_row"].at[step, pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), cut.block_m)]
+            mgpu.copy_gmem_to_smem(scales, refs["smem_row_scales"].at[stage], full)
 
-        def rows(height: int) -> Any:
-            place = (pl.ds(pl.multiple_of(tile.down, GRAIN), height), k)
-            lhs = refs["lhs"].at[(second, *place) if cut.split == "lhs" else place]
-            return lambda: mgpu.copy_gmem_to_smem(lhs, refs["a"].at[slot, pl.ds(0, height)], full)
+        def rows(height: int) -> Callable[[], None]:
+            place = (pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), height), k)
+            lhs = refs["lhs"].at[(low, *place) if cut.hi_lo == "lhs" else place]
+            return lambda: mgpu.copy_gmem_to_smem(lhs, refs["smem_lhs"].at[stage, pl.ds(0, height)], full)
 
+        # the shape of a copy is static: one branch for each height
         lax.switch(fit(cut, tile, cut.heights), [rows(height) for height in cut.heights])
 
-    def factors(self, refs: dict[str, Any], slots: tuple[Any, Any], mine: Any, wide: int) -> tuple[Any, Any]:
-        """What a consumer multiplies: its rows, by the columns of the tile; turned, its columns by the rows."""
-        last = self.problem.transpose_rhs
-        a, b = (refs[name].at[slot] for name, slot in zip("ab", slots, strict=True))
-        if self.layout.packed and not self.layout.widened:
-            return factor(b.at[mine], self.problem.lhs), leftmost(a, wide, True)
-        if self.layout.turned:
-            return b.at[mine] if last else flipped(b.at[:, mine]), leftmost(a, wide, True)
-        return a.at[mine], leftmost(b, wide, last)
+    def operands(self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int) -> tuple[Any, Any]:
+        """Operands A and B of a consumer: its rows by the columns of the tile; swap-AB, its columns by the rows."""
+        k_major = self.problem.transpose_rhs
+        lhs, rhs = (refs[name].at[stage] for name, stage in zip(("smem_lhs", "smem_rhs"), stages, strict=True))
+        if self.layout.upcast and not self.layout.upcast_in_smem:
+            return rs_operand(rhs.at[mine], self.problem.lhs), operand_b(lhs, n, True)
+        if self.layout.swap_ab:
+            return rhs.at[mine] if k_major else transpose_ref(rhs.at[:, mine]), operand_b(lhs, n, True)
+        return lhs.at[mine], operand_b(rhs, n, k_major)
 
-    def widen(self, refs: dict[str, Any], slot: Any, to: Any) -> None:
-        """Bring the weights of a stage into the dtype of the rows, which holds all that they can be."""
-        packed, wide, rows = refs["packed"].at[slot], refs["b"].at[to], 256 // self.run
-        tiles = mgpu.Tiling(((4 * rows, self.run), (rows, self.run), (8,)))  # 8 numbers to a lane
+    def upcast(self, refs: Refs, stage: Scalar, to: Scalar) -> None:
+        """Upcast the weights of a stage to the dtype of lhs, which holds their values exactly, into buffer `to`."""
+        weights, out, rows = refs["smem_weights"].at[stage], refs["smem_rhs"].at[to], 256 // self.weights_run
+        tiles = mgpu.Tiling(((4 * rows, self.weights_run), (rows, self.weights_run), (8,)))  # 8 numbers to a lane
         layout = mgpu.Layout.TILED(tiles, (-5,), (-3, -2), -1)
-        for top in range(0, wide.shape[0], BLOCK):
-            some = pl.ds(top, BLOCK)
-            wide.at[some][...] = widened(mgpu.layout_cast(packed.at[some][...], layout), wide.dtype)
+        for top in range(0, out.shape[0], WGMMA_M):
+            some = pl.ds(top, WGMMA_M)
+            out.at[some][...] = upcast(mgpu.layout_cast(weights.at[some][...], layout), out.dtype)
         mgpu.commit_smem()
-
-    def place(self, ref: Any, tile: Tile, row: Any, rows: int, columns: Any) -> Any:
-        """A part of the tile in an array shaped like the result."""
-        return ref.at[pl.ds(tile.down + row, rows), columns]

@@ -1,8 +1,8 @@
-"""The way out: from accumulators through the epilogue and shared memory to the result.
+"""The epilogue of a consumer and its stores: from accumulators through shared memory to the result.
 
-A consumer writes parts of a block of rows by a few lines of columns, through buffers of its own: it fills all of them,
-starts their copies, and fills them again when those have read them. Only rows of the span are copied; where these are
-not all 64 of a block, by copies of 32, 16, ..., 1 rows, since the shape of a copy is static.
+A consumer stores its product in subtiles, through buffers of its own: it fills all of them, starts their TMA copies,
+and fills them again when these have read them. Only rows of the span are copied; where they are not all rows of a
+subtile, by copies of 32, 16, ..., 1 rows, since the shape of a copy is static.
 """
 
 from __future__ import annotations
@@ -19,237 +19,241 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu.layout import BLOCK, CONSUMERS, GRAIN, LINE, Layout, line
-from trencadis.backends.gpu.mma_shapes import Shape
-from trencadis.backends.gpu.walk import Tile, i32
-from trencadis.backends.prepare import up
+from trencadis.backends.gpu.layout import CONSUMERS, ROW_ALIGN, SWIZZLE, WGMMA_M, Layout, swizzle_elements
+from trencadis.backends.gpu.mma_shapes import MmaShape
+from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
+from trencadis.backends.prepare import round_up
 from trencadis.core.epilogue import Extras, inlined
-from trencadis.core.jax_compat import flipped, turnable
+from trencadis.core.jax_compat import for_transposed_store, transpose_ref
 from trencadis.core.problem import Form, Problem
 
-THREADS = 128  # of a consumer: a vector that it writes itself has an entry for each
-STRIDE = 32  # rows that are copied out at once, where some of a buffer are not to be written
+THREADS = 128  # threads of a consumer: a vector that it writes itself has an entry for each
+COPY_ROWS = 32  # rows of the largest copy out of a buffer of which only some rows are stored
 
 
 def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
-    """Buffers on the way out, and for what the epilogue adds."""
-    rows = (mgpu.TilingTransform((1, line(problem.out))), mgpu.SwizzleTransform(LINE))  # a copy may start at any row
-    buffers, *shape = cut(problem, layout)
-    memory: dict[str, Any] = {"staged": mgpu.SMEM((CONSUMERS, buffers, *shape), problem.out, transforms=rows)}
-    vectors = notes(problem, layout)
-    for name, (length, dtype) in vectors.items():
-        memory[f"noted_{name}"] = mgpu.SMEM((CONSUMERS, up(length, THREADS)), dtype)
-    if vectors:
-        memory["noted"] = mgpu.Barrier(num_arrivals=len(vectors), num_barriers=CONSUMERS)
+    """The shared memory and barriers of the epilogue: store buffers, and vectors that it reads."""
+    # one row to a tile of shared memory, so that a copy may start at any row
+    rows = (mgpu.TilingTransform((1, swizzle_elements(problem.out))), mgpu.SwizzleTransform(SWIZZLE))
+    buffers, *shape = store_buffers(problem, layout)
+    memory: dict[str, Any] = {"smem_out": mgpu.SMEM((CONSUMERS, buffers, *shape), problem.out, transforms=rows)}
+    wanted = vectors(problem, layout)
+    for name, (length, dtype) in wanted.items():
+        memory[f"smem_{name}"] = mgpu.SMEM((CONSUMERS, round_up(length, THREADS)), dtype)
+    if wanted:
+        memory["vectors_full"] = mgpu.Barrier(num_arrivals=len(wanted), num_barriers=CONSUMERS)
     if problem.epilogue.accumulate:
-        memory["added"] = mgpu.Barrier(num_barriers=CONSUMERS * buffers)
+        memory["existing_full"] = mgpu.Barrier(num_barriers=CONSUMERS * buffers)
     return memory
 
 
-def notes(problem: Problem, layout: Layout) -> dict[str, tuple[int, Any]]:
-    """The vectors that the epilogue of a tile takes, by name: their length, and their dtype."""
+def vectors(problem: Problem, layout: Layout) -> dict[str, tuple[int, np.dtype[Any]]]:
+    """The length and dtype of each vector, by name, that the epilogue of a tile reads from shared memory."""
     epilogue = problem.epilogue
-    if epilogue.blocks:  # those of rows come with each step; of weights, here are those of all steps
-        return {"by_column": (up(-(-problem.k // epilogue.blocks), 32), np.dtype(np.float32))}
+    if epilogue.blocks:  # scales of rows are loaded with each step; those of weights are here for all steps
+        return {"by_column": (round_up(-(-problem.k // epilogue.blocks), 32), np.dtype(np.float32))}
     return {
-        **({"by_row": (layout.tall, np.dtype(np.float32))} if epilogue.by_row else {}),
-        **({"by_column": (layout.wide, np.dtype(np.float32))} if epilogue.by_column else {}),
-        **({"bias": (layout.wide, epilogue.bias)} if epilogue.bias is not None else {}),
+        **({"by_row": (layout.block_m, np.dtype(np.float32))} if epilogue.by_row else {}),
+        **({"by_column": (layout.block_n, np.dtype(np.float32))} if epilogue.by_column else {}),
+        **({"bias": (layout.block_n, epilogue.bias)} if epilogue.bias is not None else {}),
     }
 
 
-def cut(problem: Problem, layout: Layout) -> tuple[int, int, int]:
-    """How many buffers a consumer has, their rows and columns: few wide ones, so that there are few copies to start."""
-    run = line(problem.out)
-    if layout.turned:
-        return layout.slots, layout.tall, BLOCK
+def store_buffers(problem: Problem, layout: Layout) -> tuple[int, int, int]:
+    """The number of store buffers of a consumer, their rows and columns: few wide ones, so that copies are few."""
+    run = swizzle_elements(problem.out)
+    if layout.swap_ab:
+        return layout.store_buffers, layout.block_m, WGMMA_M
     across = math.gcd(*layout.widths(problem.n)) // run  # no copy crosses the edge of a tile
-    # rows that are an even number of lines apart meet in the banks of shared memory, and so do three lines of float32
-    lines = 3 if problem.out.itemsize == 2 and across % 3 == 0 and layout.slots >= 3 else 1
-    return layout.slots // lines, BLOCK, lines * run
+    # bank conflicts: rows that are an even number of swizzle rows apart, and three swizzle rows of float32
+    wide = 3 if problem.out.itemsize == 2 and across % 3 == 0 and layout.store_buffers >= 3 else 1
+    return layout.store_buffers // wide, WGMMA_M, wide * run
 
 
-class Part(NamedTuple):
-    """What is written at a time."""
+class Subtile(NamedTuple):
+    """A part of a tile that is stored through one buffer."""
 
-    down: int  # where its sums are among those of the consumer
-    right: int
-    row: Any  # where it is in the tile
+    acc_row: int  # where it starts in the accumulators of the consumer
+    acc_column: int
+    row: Any  # where it starts in the tile: an int or an i32[]
     column: Any
     rows: int
     columns: int
-    turn: int  # the buffer it goes through
+    buffer: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Out:
-    """The way out of one consumer."""
+class Store:
+    """The epilogue and the stores of one consumer."""
 
     problem: Problem
     layout: Layout
-    form: Any
-    refs: dict[str, Any]
-    role: Any
+    refs: Refs
+    warpgroup: Scalar  # 0 or 1
 
-    def parts(self, top: Any, shape: Shape) -> list[Part]:
-        """The parts of a consumer's products, those from row `top` of all of the tile on."""
-        buffers, _, columns = cut(self.problem, self.layout)
-        downs = range(0, shape.blocks * BLOCK, BLOCK)
-        if self.layout.turned:
-            return [Part(x, 0, 0, top + i32(x), shape.columns, BLOCK, i % buffers) for i, x in enumerate(downs)]
-        corners = [(down, right) for down in downs for right in range(0, shape.columns, columns)]
+    def subtiles(self, top: Scalar, shape: MmaShape) -> list[Subtile]:
+        """The subtiles of a consumer's product, which starts at row `top` of the products of the tile."""
+        buffers, _, columns = store_buffers(self.problem, self.layout)
+        rows = range(0, shape.blocks * WGMMA_M, WGMMA_M)
+        if self.layout.swap_ab:
+            return [Subtile(x, 0, 0, top + i32(x), shape.n, WGMMA_M, i % buffers) for i, x in enumerate(rows)]
+        corners = [(row, column) for row in rows for column in range(0, shape.n, columns)]
         return [
-            Part(down, right, top + i32(down), right, BLOCK, columns, i % buffers)
-            for i, (down, right) in enumerate(corners)
+            Subtile(row, column, top + i32(row), column, WGMMA_M, columns, i % buffers)
+            for i, (row, column) in enumerate(corners)
         ]
 
-    def prepare(self, tile: Tile, parts: list[Part]) -> None:
-        """Start the copies of what the epilogue will add, while the sums are still being made."""
-        vectors = notes(self.problem, self.layout)
-        if vectors:
+    def prefetch(self, tile: Tile, subtiles: list[Subtile]) -> None:
+        """Start the copies of what the epilogue reads, while the mainloop runs."""
+        wanted = vectors(self.problem, self.layout)
+        if wanted:
 
             @pl.when(tile.steps > 0)
             def _() -> None:
-                for name, (length, _) in vectors.items():
-                    here = self.refs[f"noted_{name}"].at[self.role, pl.ds(0, length)]
-                    mgpu.copy_gmem_to_smem(self._vector(name, tile), here, self._noted)
+                for name, (length, _) in wanted.items():
+                    here = self.refs[f"smem_{name}"].at[self.warpgroup, pl.ds(0, length)]
+                    mgpu.copy_gmem_to_smem(self._vector(name, tile), here, self._vectors_full)
 
         if self.problem.epilogue.accumulate:
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            buffers, *_ = cut(self.problem, self.layout)
-            for part in parts[:buffers]:
-                self._fetch(tile, part)
+            for subtile in subtiles[: store_buffers(self.problem, self.layout)[0]]:
+                self._load_existing(tile, subtile)
 
-    def wait(self, tile: Tile) -> None:
-        """Wait for the vectors that the epilogue takes. Where nothing was summed they are zero, and so the result."""
-        vectors = notes(self.problem, self.layout)
+    def wait_vectors(self, tile: Tile) -> None:
+        """Wait for the vectors of the epilogue; a tile without steps gets zeros instead, so that it stays zero."""
+        wanted = vectors(self.problem, self.layout)
 
-        def nothing() -> None:
-            for name, (length, dtype) in vectors.items():
-                self.refs[f"noted_{name}"].at[self.role][...] = jnp.zeros((up(length, THREADS),), dtype)
+        def zero() -> None:
+            for name, (length, dtype) in wanted.items():
+                self.refs[f"smem_{name}"].at[self.warpgroup][...] = jnp.zeros((round_up(length, THREADS),), dtype)
             mgpu.commit_smem()
 
-        if vectors:
-            lax.cond(tile.steps > 0, lambda: mgpu.barrier_wait(self._noted), nothing)
+        if wanted:
+            lax.cond(tile.steps > 0, lambda: mgpu.barrier_wait(self._vectors_full), zero)
 
-    def store(self, tile: Tile, parts: list[Part], sums: list[jax.Array]) -> None:
-        """Write a consumer's blocks of a tile [64, wide], as many parts at a time as there are buffers."""
-        buffers, *_ = cut(self.problem, self.layout)
+    def store(self, tile: Tile, subtiles: list[Subtile], sums: list[jax.Array]) -> None:
+        """Apply the epilogue to a consumer's blocks [64, n] and store them, as many subtiles at a time as buffers."""
+        buffers, _, _ = store_buffers(self.problem, self.layout)
         if not self.problem.epilogue.blocks:
-            self.wait(tile)
-        for first in range(0, len(parts), buffers):
-            some = parts[first : first + buffers]
-            mgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what the buffers held is read out
+            self.wait_vectors(tile)
+        for first in range(0, len(subtiles), buffers):
+            some = subtiles[first : first + buffers]
+            mgpu.wait_smem_to_gmem(0, wait_read_only=True)  # earlier copies have read the buffers
             if self.problem.epilogue.accumulate and first:
-                for part in some:
-                    self._fetch(tile, part)
-            for part in some:
-                self._fill(tile, part, sums[part.down // BLOCK])
+                for subtile in some:
+                    self._load_existing(tile, subtile)
+            for subtile in some:
+                self._fill(tile, subtile, sums[subtile.acc_row // WGMMA_M])
             mgpu.commit_smem()
-            self._send(tile, some)
+            self._copy_out(tile, some)
             mgpu.commit_smem_to_gmem_group()
 
     @property
-    def _noted(self) -> Any:
-        """The barrier of the vectors that the epilogue takes."""
-        return self.refs["noted"].at[self.role]
+    def _vectors_full(self) -> Ref:
+        """The barrier at which the vectors of the epilogue arrive."""
+        return self.refs["vectors_full"].at[self.warpgroup]
 
-    def _vector(self, name: str, tile: Tile) -> Any:
-        """What the epilogue of a tile takes of a vector: for its rows, or for its columns."""
+    def _vector(self, name: str, tile: Tile) -> Ref:
+        """The part of a vector in global memory that the epilogue of a tile reads: of its rows, or of its columns."""
         if self.problem.epilogue.blocks:
-            return self.refs[name].at[tile.group, lax.div(tile.across, i32(self.problem.epilogue.blocks))]
+            return self.refs[name].at[tile.group, lax.div(tile.column, i32(self.problem.epilogue.blocks))]
         if name != "by_row":
-            columns = pl.ds(pl.multiple_of(tile.across, self.layout.wide), self.layout.wide)
+            columns = pl.ds(pl.multiple_of(tile.column, self.layout.block_n), self.layout.block_n)
             return self.refs[name].at[tile.group, columns]
-        rows = pl.ds(pl.multiple_of(tile.down, GRAIN), self.layout.tall)
+        rows = pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), self.layout.block_m)
         return self.refs[name].at[rows if self.problem.form is Form.ROWS else (tile.group, rows)]
 
-    def _target(self, tile: Tile, part: Part, row: Any, rows: int) -> Any:
-        columns = pl.ds(pl.multiple_of(tile.across + part.column, line(self.problem.out)), part.columns)
-        return self.form.place(self.refs["out"], tile, part.row + row, rows, columns)
+    def _result(self, tile: Tile, subtile: Subtile, row: Any, rows: int) -> Ref:
+        """The place of some rows of a subtile, from `row` on, in the result."""
+        run = swizzle_elements(self.problem.out)
+        columns = pl.ds(pl.multiple_of(tile.column + subtile.column, run), subtile.columns)
+        down = pl.ds(tile.row + (subtile.row + row), rows)
+        out = self.refs["out"]
+        return out.at[down, columns] if self.problem.form is Form.ROWS else out.at[tile.group, down, columns]
 
-    def _buffer(self, part: Part, row: Any, rows: int) -> Any:
-        """Some rows of the buffer of a part."""
-        return self.refs["staged"].at[self.role, part.turn, pl.ds(row, rows)]
+    def _buffer(self, subtile: Subtile, row: Any, rows: int) -> Ref:
+        """Some rows, from `row` on, of the buffer of a subtile."""
+        return self.refs["smem_out"].at[self.warpgroup, subtile.buffer, pl.ds(row, rows)]
 
-    def _added(self, part: Part) -> Any:
-        """The barrier of what is fetched into the buffer of a part."""
-        buffers, *_ = cut(self.problem, self.layout)
-        return self.refs["added"].at[self.role * i32(buffers) + i32(part.turn)]
+    def _existing_full(self, subtile: Subtile) -> Ref:
+        """The barrier at which existing_out arrives in the buffer of a subtile."""
+        buffers, _, _ = store_buffers(self.problem, self.layout)
+        return self.refs["existing_full"].at[self.warpgroup * i32(buffers) + i32(subtile.buffer)]
 
-    def _fetch(self, tile: Tile, part: Part) -> None:
-        """Start the copy of what is there into the buffer."""
-        there = self._target(tile, part, 0, part.rows)
-        mgpu.copy_gmem_to_smem(there, self._buffer(part, 0, part.rows), self._added(part))
+    def _load_existing(self, tile: Tile, subtile: Subtile) -> None:
+        """Start the copy of existing_out, which the result aliases, into the buffer of a subtile."""
+        existing = self._result(tile, subtile, 0, subtile.rows)
+        mgpu.copy_gmem_to_smem(existing, self._buffer(subtile, 0, subtile.rows), self._existing_full(subtile))
 
-    def _fill(self, tile: Tile, part: Part, sums: jax.Array) -> None:
-        """Put a part of the result into its buffer."""
+    def _fill(self, tile: Tile, subtile: Subtile, sums: jax.Array) -> None:
+        """Write the result of a subtile into its buffer, from the sums [64, n] of its block."""
         if self.problem.epilogue.accumulate:
-            mgpu.barrier_wait(self._added(part))
-        if not self.layout.turned:
-            self._put(self._buffer(part, 0, BLOCK), tile, part, sums, part.right, part.columns)
+            mgpu.barrier_wait(self._existing_full(subtile))
+        if not self.layout.swap_ab:
+            self._write(self._buffer(subtile, 0, WGMMA_M), tile, subtile, sums, subtile.acc_column, subtile.columns)
             return
-        for row in range(0, part.rows, BLOCK):  # as few registers at a time as can be
-            rows = min(BLOCK, part.rows - row)
-            self._put(flipped(self._buffer(part, row, rows)), tile, part, sums, row, rows)
+        for row in range(0, subtile.rows, WGMMA_M):  # as few registers at a time as can be
+            rows = min(WGMMA_M, subtile.rows - row)
+            self._write(transpose_ref(self._buffer(subtile, row, rows)), tile, subtile, sums, row, rows)
 
-    def _put(self, staged: Any, tile: Tile, part: Part, sums: jax.Array, right: int, wide: int) -> None:
-        """Finish sums [64, wide], and put them into a buffer of that shape, or the transpose of one."""
-        row = right if self.layout.turned else part.row
-        acc = self._finished(tile, part, row, sums[:, right : right + wide])
+    def _write(self, buffer: Ref, tile: Tile, subtile: Subtile, sums: jax.Array, column: int, columns: int) -> None:
+        """Apply the epilogue to some columns of sums [64, n], and write them to a buffer, transposed for swap-AB."""
+        row = column if self.layout.swap_ab else subtile.row
+        acc = self._apply_epilogue(tile, subtile, row, sums[:, column : column + columns])
 
-        def laid(x: Any) -> Any:
-            return turnable(x) if self.layout.turned else x
+        def cast(x: Any) -> Any:
+            return for_transposed_store(x) if self.layout.swap_ab else x
 
         if self.problem.epilogue.accumulate:
-            acc = laid(acc) + laid(staged[...]).astype(acc.dtype)
-            staged[...] = acc.astype(self.problem.out)
+            acc = cast(acc) + cast(buffer[...]).astype(acc.dtype)
+            buffer[...] = acc.astype(self.problem.out)
         else:
-            staged[...] = laid(acc.astype(self.problem.out))
+            buffer[...] = cast(acc.astype(self.problem.out))
 
-    def _send(self, tile: Tile, parts: list[Part]) -> None:
-        """Start the copies of those rows of the buffers that are the span's: all of them at once, mostly."""
+    def _copy_out(self, tile: Tile, subtiles: list[Subtile]) -> None:
+        """Start the copies of the rows of the buffers that belong to the span: mostly one copy for each buffer."""
 
-        def send(part: Part, row: Any, rows: int) -> None:
-            target = self._target(tile, part, row, rows)
-            mgpu.copy_smem_to_gmem(self._buffer(part, row, rows), target, commit_group=False)
+        def copy(subtile: Subtile, row: Any, rows: int) -> None:
+            target = self._result(tile, subtile, row, rows)
+            mgpu.copy_smem_to_gmem(self._buffer(subtile, row, rows), target, commit_group=False)
 
         def whole() -> None:
-            for part in parts:
-                send(part, 0, part.rows)
+            for subtile in subtiles:
+                copy(subtile, 0, subtile.rows)
 
         def some() -> None:
-            for part in parts:
-                low, high = (jnp.clip(edge - part.row, i32(0), i32(part.rows)) for edge in (tile.low, tile.high))
-                strides(part, low, lax.div(high - low, i32(STRIDE)))
-                for size in (STRIDE >> power for power in range(1, STRIDE.bit_length())):
+            for subtile in subtiles:
+                edges = (tile.valid_from, tile.valid_to)
+                low, high = (jnp.clip(edge - subtile.row, i32(0), i32(subtile.rows)) for edge in edges)
+                largest(subtile, low, lax.div(high - low, i32(COPY_ROWS)))
+                for size in (COPY_ROWS >> power for power in range(1, COPY_ROWS.bit_length())):
                     row = low + ((high - low) & i32(-2 * size))
-                    pl.when(((high - low) & size) != 0)(functools.partial(send, part, row, size))
+                    pl.when(((high - low) & size) != 0)(functools.partial(copy, subtile, row, size))
 
-        def strides(part: Part, low: Any, count: Any) -> None:
-            lax.fori_loop(i32(0), count, lambda i, _: send(part, low + i * i32(STRIDE), STRIDE), None)
+        def largest(subtile: Subtile, low: Scalar, count: Scalar) -> None:
+            lax.fori_loop(i32(0), count, lambda i, _: copy(subtile, low + i * i32(COPY_ROWS), COPY_ROWS), None)
 
-        if self.layout.turned:  # hardly any tile is a span's from its first row to its last
+        if self.layout.swap_ab:  # hardly any tile belongs to its span from its first row to its last
             some()
             return
-        first, last = parts[0], parts[-1]
-        lax.cond((tile.low <= first.row) & (tile.high >= last.row + i32(last.rows)), whole, some)
+        first, last = subtiles[0], subtiles[-1]
+        lax.cond((tile.valid_from <= first.row) & (tile.valid_to >= last.row + i32(last.rows)), whole, some)
 
-    def _finished(self, tile: Tile, part: Part, row: Any, acc: jax.Array) -> jax.Array:
-        """Scales, bias and activation of sums [64, wide] from a row of the tile on; rows nobody owns stay zero."""
-        acc = acc.astype(jnp.float32)  # sums of int8 are integers, and what is added to them need not be
-        epilogue, vectors = self.problem.epilogue, notes(self.problem, self.layout)
-        if epilogue.blocks or (not vectors and epilogue.activation is None):
+    def _apply_epilogue(self, tile: Tile, subtile: Subtile, row: Any, acc: jax.Array) -> jax.Array:
+        """Scales, bias and activation of sums that start at a row of the tile; a tile without steps stays zero."""
+        acc = acc.astype(jnp.float32)  # int8 sums are integers, and what is added to them need not be
+        epilogue, wanted = self.problem.epilogue, vectors(self.problem, self.layout)
+        if epilogue.blocks or (not wanted and epilogue.activation is None):
             return acc
-        down, right = (1, 0) if self.layout.turned else (0, 1)  # the axes of acc along rows of the result, and columns
+        row_axis, column_axis = (1, 0) if self.layout.swap_ab else (0, 1)  # of acc, along those of the result
         spread = {}
-        for name in vectors:
-            at, axis = (row, down) if name == "by_row" else (part.column, right)
-            vector = self.refs[f"noted_{name}"][self.role, pl.ds(at, acc.shape[axis])]
+        for name in wanted:
+            at, axis = (row, row_axis) if name == "by_row" else (subtile.column, column_axis)
+            vector = self.refs[f"smem_{name}"][self.warpgroup, pl.ds(at, acc.shape[axis])]
             spread[name] = lax.broadcast_in_dim(vector, acc.shape, (axis,))
         if epilogue.activation is None:
             return epilogue.finish(acc, Extras(**spread), self.problem.out)
-        # a kernel knows no functions with derivatives of their own
+        # a kernel takes no function with a derivative rule of its own
         epilogue = dataclasses.replace(epilogue, activation=inlined(epilogue.activation))
         done = epilogue.finish(acc, Extras(**spread), self.problem.out).astype(jnp.float32)
         return jnp.where(lax.broadcast(tile.steps, done.shape) > 0, done, jnp.zeros_like(done))

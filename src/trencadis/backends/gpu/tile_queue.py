@@ -1,11 +1,13 @@
-"""What the copier tells the other warpgroups: which tile comes next.
+"""The tile queue in shared memory, by which the producer warpgroup publishes the tiles that come next.
 
-One warpgroup walks; the others hear of each tile through shared memory. So the walk, with its divisions and its reads
-of group sizes, is done once, ahead of the arithmetic, and the order of tiles may depend on which block is free first.
+Only the producer runs the tile scheduler; the other warpgroups read each tile from the queue. So the scheduler, with
+its divisions and its reads of group sizes, runs once for each tile and ahead of the arithmetic, and the order of tiles
+may depend on which CTA is free first (dynamic persistent scheduling).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,92 +17,94 @@ from jax.experimental.mosaic.gpu.utils import memref_ptr
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxlib.mlir.dialects import llvm
 
-from trencadis.backends.gpu.layout import GRAIN, TOLD, Layout
-from trencadis.backends.gpu.walk import Tile, Walk, i32
+from trencadis.backends.gpu.layout import QUEUE_SLOTS, ROW_ALIGN, Layout
+from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
+
+OnTile = Callable[[Tile, Scalar], None]  # what a warpgroup does with a tile, and the steps of all tiles before it
 
 
-def scratch(listeners: int) -> dict[str, Any]:
-    """The letters, and the barriers of each slot: it holds a letter, all have read it."""
+def scratch(readers: int) -> dict[str, Any]:
+    """The shared memory of the queue, and its barriers for this many warpgroups that read it."""
     return {
-        "mail": mgpu.SMEM((TOLD + 1, len(Tile._fields)), jnp.int32),  # the last row: the tile that was claimed
-        "told": mgpu.Barrier(num_barriers=TOLD),
-        "heard": mgpu.Barrier(num_arrivals=listeners, num_barriers=TOLD),
+        "queue": mgpu.SMEM((QUEUE_SLOTS + 1, len(Tile._fields)), jnp.int32),  # last row: the tile index fetched
+        "queue_full": mgpu.Barrier(num_barriers=QUEUE_SLOTS),
+        "queue_empty": mgpu.Barrier(num_arrivals=readers, num_barriers=QUEUE_SLOTS),
     }
 
 
-def slot(count: Any, slots: int) -> Any:
-    """Where the next thing goes that there are `slots` places for."""
+def slot(count: Scalar, slots: int) -> Scalar:
+    """The slot of a ring buffer that the next item uses, after `count` items before it."""
     return lax.rem(count, i32(slots))
 
 
-def tell(walk: Walk, layout: Layout, refs: dict[str, Any], block: Any, copy: Any) -> Any:
-    """Walk, tell of each tile, and let its steps be copied; returns how many steps there were."""
+def publish(scheduler: TileScheduler, layout: Layout, refs: Refs, cta: Scalar, load: OnTile) -> Scalar:
+    """Publish every tile of this CTA and load its operands; returns how many mainloop steps there were in all."""
 
-    def post(tile: Tile, count: Any) -> None:
-        at = slot(count, TOLD)
-        pl.when(count >= i32(TOLD))(lambda: mgpu.barrier_wait(refs["heard"].at[at]))
+    def push(tile: Tile, count: Scalar) -> None:
+        at = slot(count, QUEUE_SLOTS)
+        pl.when(count >= i32(QUEUE_SLOTS))(lambda: mgpu.barrier_wait(refs["queue_empty"].at[at]))
         for i, value in enumerate(tile):
-            refs["mail"][at, i] = value
-        mgpu.barrier_arrive(refs["told"].at[at])
+            refs["queue"][at, i] = value
+        mgpu.barrier_arrive(refs["queue_full"].at[at])
 
     def body(state: Any) -> Any:
-        at, place, count, done, _ = state
-        tile = walk.tile(place, at)
-        post(tile, count)
-        if layout.claim:
-            _ask(refs)
-        copy(tile, done)
-        after = _answer(refs, layout) if layout.claim else at + i32(layout.blocks)
-        return after, walk.seek(place, after), count + i32(1), done + jnp.maximum(tile.steps, i32(0)), tile.steps
+        index, span, count, done, _ = state
+        tile = scheduler.tile(span, index)
+        push(tile, count)
+        if layout.dynamic:
+            _start_fetch(refs)
+        load(tile, done)
+        after = _fetched(refs, layout) if layout.dynamic else index + i32(layout.num_ctas)
+        return after, scheduler.advance(span, after), count + i32(1), done + jnp.maximum(tile.steps, i32(0)), tile.steps
 
-    start = (block, walk.begin(block), i32(0), i32(0), i32(0))
+    start = (cta, scheduler.find(cta), i32(0), i32(0), i32(0))
     _, _, count, done, _ = lax.while_loop(lambda state: state[4] >= 0, body, start)
-    settle(refs["heard"], count, TOLD)
+    drain(refs["queue_empty"], count, QUEUE_SLOTS)
     return done
 
 
-def listen(refs: dict[str, Any], do: Any) -> Any:
-    """Do something for each tile; it is told how many steps came before. Returns how many there were."""
+def consume(refs: Refs, do: OnTile) -> Scalar:
+    """Call `do` for every tile that is published to this CTA; returns how many mainloop steps there were in all."""
 
     def body(state: Any) -> Any:
         count, done, _ = state
-        at = slot(count, TOLD)
-        mgpu.barrier_wait(refs["told"].at[at])
-        tile = Tile(*(refs["mail"][at, i] for i in range(len(Tile._fields))))
-        mgpu.barrier_arrive(refs["heard"].at[at])
-        tile = tile._replace(down=pl.multiple_of(tile.down, GRAIN))
+        at = slot(count, QUEUE_SLOTS)
+        mgpu.barrier_wait(refs["queue_full"].at[at])
+        tile = Tile(*(refs["queue"][at, i] for i in range(len(Tile._fields))))
+        mgpu.barrier_arrive(refs["queue_empty"].at[at])
+        tile = tile._replace(row=pl.multiple_of(tile.row, ROW_ALIGN))
         pl.when(tile.steps >= 0)(lambda: do(tile, done))
         return count + i32(1), done + jnp.maximum(tile.steps, i32(0)), tile.steps
 
     return lax.while_loop(lambda state: state[2] >= 0, body, (i32(0), i32(0), i32(0)))[1]
 
 
-def settle(barrier: Any, count: Any, slots: int) -> None:
-    """Wait for what was not waited for yet, so that no barrier is left in the middle of a phase."""
+def drain(barrier: Ref, count: Scalar, slots: int) -> None:
+    """Wait for the last arrivals at the barriers of a ring buffer, so that the kernel leaves none within a phase."""
 
-    def wait(i: Any, _: Any) -> None:
+    def wait(i: Scalar, _: None) -> None:
         mgpu.barrier_wait(barrier.at[slot(i, slots)])
 
     lax.fori_loop(jnp.maximum(count - i32(slots), i32(0)), count, wait, None)
 
 
-def _ask(refs: dict[str, Any]) -> None:
-    """Ask for the next tile that no block has taken. Who takes it does not change what is computed."""
-    mgpu.commit_smem()  # all threads have read the last answer
-    _fetch(refs["counter"], refs["mail"].at[TOLD])
+def _start_fetch(refs: Refs) -> None:
+    """Start to fetch the next tile that no CTA has taken; which CTA computes a tile does not change its value."""
+    mgpu.commit_smem()  # all threads have read the index that was fetched before
+    _fetch_add(refs["counter"], refs["queue"].at[QUEUE_SLOTS])
 
 
-def _answer(refs: dict[str, Any], layout: Layout) -> Any:
-    """The tile that was asked for."""
+def _fetched(refs: Refs, layout: Layout) -> Scalar:
+    """The index of the tile that `_start_fetch` got; the first tile of every CTA is static."""
     mgpu.commit_smem()
-    return refs["mail"][TOLD, 0] + i32(layout.blocks)
+    return refs["queue"][QUEUE_SLOTS, 0] + i32(layout.num_ctas)
 
 
 @mgpu.inline_mgpu(arg_types=(mgpu.RefType(), mgpu.RefType()))
-def _fetch(_: Any, counter: Any, claimed: Any) -> None:
-    """Add one to a counter in global memory, and put what it held into shared memory.
+def _fetch_add(_: Any, counter: Any, fetched: Any) -> None:
+    """Add one to a counter in global memory, and write what it held to shared memory.
 
-    The last warp does it, so that the first, which starts the copies, need not wait for the answer.
+    The last warp does it, so that the first, which starts the TMA copies, need not wait for the atomic.
     """
     text = """{
         .reg .pred last;
@@ -111,5 +115,5 @@ def _fetch(_: Any, counter: Any, claimed: Any) -> None:
         @last atom.global.add.u32 old, [$0], 1;
         @last st.shared.u32 [$1], old;
     }"""
-    pointers = [memref_ptr(counter), memref_ptr(claimed)]
+    pointers = [memref_ptr(counter), memref_ptr(fetched)]
     llvm.inline_asm(None, pointers, text, "l,r", has_side_effects=True)

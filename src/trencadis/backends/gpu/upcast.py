@@ -1,11 +1,11 @@
-"""Weights of few bits as a factor in registers: a sum over k in another order.
+"""Low-precision weights as a register (RS) operand of wgmma, which sums over k in another order.
 
-Four lanes hold a row of a factor, and an instruction finds pairs of neighbours in them, the next pair in the next lane.
-A lane that loads a word of weights gets one run of neighbours instead. Nothing is exchanged between lanes: a word is
-unpacked where it is, and `ordered` brings the columns of the rows into the order in which weights lie in the lanes.
+Four lanes of a warp hold a row of operand A, and wgmma expects two neighbours along k in each lane, the next two in the
+next lane. A lane that loads a word of weights gets a longer run of neighbours instead. Nothing is exchanged between
+lanes: a word is upcast in the lane that loaded it, and `permute_k` permutes the columns of lhs to match.
 
-    int4, 32 of k        word of lane 0     0  1  2  3  4  5  6  7      unpacked by shifts, so that 0 and 4 make a pair
-    pairs of the factor  lanes 0, 1, 2, 3   0 4 | 8 12 | 16 20 | 24 28    1 5 | 9 13 | ...    2 6 | ...    3 7 | ...
+    int4, 32 of k        word of lane 0     0  1  2  3  4  5  6  7      upcast by shifts, so that 0 and 4 make a pair
+    pairs of operand A   lanes 0, 1, 2, 3   0 4 | 8 12 | 16 20 | 24 28    1 5 | 9 13 | ...    2 6 | ...    3 7 | ...
     8 bits, 16 of k      lanes 0, 1, 2, 3   0 1 | 4 5  |  8  9 | 12 13    2 3 | 6 7  | ...
 """
 
@@ -22,15 +22,17 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from trencadis.backends.gpu.tile_scheduler import Ref
 from trencadis.core.dtypes import bits
 
-LANES = 4  # that hold a row
+Value = Any  # an MLIR value: its type is generic or not, by the version of jaxlib
+LANES = 4  # lanes of a warp that hold a row of operand A
 WORD = 32  # bits that a lane loads at once
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def ordered(x: jax.Array, weights: Any) -> jax.Array:
-    """Rows [m, k] with their columns in the order in which weights of this dtype are unpacked."""
+def permute_k(x: jax.Array, weights: Any) -> jax.Array:
+    """x [m, k] with its columns in the order of k that a register operand of this weight dtype has."""
     m, k = x.shape
     word = WORD // bits(weights)
     if bits(weights) == 4:
@@ -38,40 +40,41 @@ def ordered(x: jax.Array, weights: Any) -> jax.Array:
     return x.reshape(m, k // (LANES * word), LANES, word // 2, 2).transpose(0, 1, 3, 2, 4).reshape(m, k)
 
 
-def factor(ref: Any, dtype: Any) -> Any:
-    """Weights [64, deep] in shared memory as a factor of this dtype, in that order."""
+def rs_operand(ref: Ref, dtype: Any) -> Any:
+    """Weights [64, block_k] in shared memory as a register operand of this dtype, in the order of `permute_k`."""
     word = WORD // bits(ref.dtype)
     run = LANES * word
     loaded = mgpu.Layout.TILED(mgpu.Tiling(((64, run), (16, run), (8, run), (word,))), (-7,), (-3, -2), -1)
     held = mgpu.layout_cast(ref[...], loaded)
     by_shifts = bits(ref.dtype) == 4
-    held = held if by_shifts else widened(held, dtype)
+    held = held if by_shifts else upcast(held, dtype)
     result = mgpu.ShapeDtypeStruct(held.shape, jnp.dtype(dtype), layout=mgpu.Layout.WGMMA)
 
     @mgpu.inline_mgpu(arg_types=(loaded,), return_type=result)
-    def named(_: Any, words: FragmentedArray) -> FragmentedArray:
-        """What the lanes hold, as pairs of a factor."""
+    def relabel(_: Any, words: FragmentedArray) -> FragmentedArray:
+        """The registers of each lane, taken for those of operand A."""
         target = mgpu.Layout.WGMMA.to_mgpu()
         registers = np.empty(target.registers_shape(words.shape), dtype=object)
         for (row, block, *rest), held in np.ndenumerate(words.registers):
-            pairs = _shifted(held) if by_shifts else [utils.vector_slice(held, slice(i, i + 2)) for i in (0, 2)]
+            pairs = _int4_to_bf16(held) if by_shifts else [utils.vector_slice(held, slice(i, i + 2)) for i in (0, 2)]
             for i, pair in enumerate(pairs):
                 registers[(row, block * len(pairs) + i, *rest)] = pair
         return FragmentedArray(_registers=registers, _layout=target, _is_signed=None)
 
-    return named(held)
+    return relabel(held)
 
 
-def widened(x: Any, dtype: Any) -> Any:
-    """Weights of few bits in a dtype that holds them. From a float of 8 bits there is no way to bfloat16 but this."""
-    narrow = jnp.issubdtype(x.dtype, jnp.floating)
-    return (x.astype(jnp.float16).astype(jnp.float32) if narrow else x).astype(dtype)
+def upcast(x: jax.Array, dtype: Any) -> jax.Array:
+    """Low-precision weights in a dtype that holds them; float8 becomes bfloat16 only by way of float16 and float32."""
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return (x.astype(jnp.float16).astype(jnp.float32) if is_float else x).astype(dtype)
 
 
-def _shifted(word: Any) -> list[Any]:
-    """Eight int4 as four pairs of bfloat16: bits i, i + 1, i + 2, i + 3 of both halves of a word, for i = 0, 4, 8, 12.
+def _int4_to_bf16(word: Value) -> list[Value]:
+    """Eight int4 as four pairs of bfloat16: bits i to i + 3 of both halves of a word, for i = 0, 4, 8, 12.
 
-    With 0x43 above them and their sign turned round they are the numbers 128 to 143.
+    With 0x43 above them and their sign bit flipped they are the bfloat16 numbers 128 to 143, from which 136 is
+    subtracted.
     """
     i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
     text = """{
@@ -81,5 +84,10 @@ def _shifted(word: Any) -> list[Any]:
         sub.bf16x2 $0, number, zero;
     }"""
     whole = utils.bitcast(word, i32)
-    shifted = [whole, *(arith.shrui(whole, arith.constant(i32, by)) for by in (4, 8, 12))]
-    return [utils.bitcast(llvm.inline_asm(i32, [each], text, "=r,r"), pair) for each in shifted]
+    shifted = [whole, *(arith.shrui(whole, utils.c(by, i32)) for by in (4, 8, 12))]
+
+    def convert(nibbles: Value) -> Value:
+        numbers: Value = llvm.inline_asm(i32, [nibbles], text, "=r,r")
+        return utils.bitcast(numbers, pair)
+
+    return [convert(each) for each in shifted]

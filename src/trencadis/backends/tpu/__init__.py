@@ -1,142 +1,184 @@
-"""Pallas kernels for TPU: a group's weights or sums stay in VMEM, and copies run beside the arithmetic.
+"""Pallas kernels for TPUs: one kernel per call, in which a group's weights or accumulators stay in VMEM.
 
-run         operands as the kernel wants them; the kernel; the result as the problem wants it
-choose      layouts that fit into VMEM, and the fastest of them by model
-kernel      the body of both forms: walk, streams, and what the form does at each place (rows, contraction)
-products    in which dtypes tiles are multiplied; nans, scales: what some chips and epilogues add to that
+choose             the layout for a problem: the fastest by the cost `model` of those that fit into VMEM
+layout             what a layout holds: block sizes, heights of row tiles, numbers of buffers
+kernel             the Pallas call, and the loop over tiles of both forms
+rows               the body of the rows form; contraction: that of the other form
+tile_scheduler     the order of tiles, computed from group sizes in SMEM; indexing: blocks and chunks of an axis
+pipeline           prefetched operands, and results that are written back asynchronously
+products           the product of two tiles and its dtypes; nans: NaNs of float8_e4m3fn, which some MXUs drop
+epilogue_vectors   scales and bias in VMEM
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.prepare import filled, flat_sizes, up
-from trencadis.backends.tpu import products
-from trencadis.backends.tpu.choose import chip_for, choose, obey, padded
+from trencadis.backends.prepare import flat_sizes, pad_to, round_up
+from trencadis.backends.tpu.choose import chip_for, choose, choose_for_tile, padded, reason
+from trencadis.backends.tpu.epilogue_vectors import as_lane_vectors
+from trencadis.backends.tpu.indexing import Ref
 from trencadis.backends.tpu.kernel import call
 from trencadis.backends.tpu.layout import Layout
-from trencadis.backends.tpu.scales import laid
+from trencadis.backends.tpu.products import conversion_note
+from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import CHIPS, Chip
 from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import IN_PARTS, elementwise
+from trencadis.core.epilogue import ALONG_K, Activation, elementwise
 from trencadis.core.jax_compat import apart
 from trencadis.core.problem import Form, Problem
 from trencadis.core.target import Target
-from trencadis.core.tiling import Tiling
+from trencadis.core.tiling import Overrides, Tiling
 
 Array = jax.Array
 
 OPERANDS = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 RESULTS = ("bfloat16", "float32", "int8", "int32")
-SCALARS = 2**16  # group sizes that scalar memory takes
+MAX_GROUP_SIZES = 2**16  # group sizes that fit into SMEM
 
 
-def supports(problem: Problem, target: Target) -> str | None:
-    """Problems in dtypes that the MXU multiplies, with operands that fit into VMEM by blocks."""
+def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
+    """The plan of a kernel, for dtypes that it multiplies and blocks that fit into VMEM, or why there is none."""
+    elsewhere = _elsewhere(target)
+    if elsewhere is not None:
+        return elsewhere
+    chip, inner = chip_for(target), _peeled(problem)
+    refusal = _arithmetic(inner) or _size(inner, chip)
+    if refusal is not None:
+        return refusal
+    seen, tile = padded(inner), overrides.tilings.forward
+    layout = choose(seen, chip) if tile is None else choose_for_tile(seen, chip, tile)
+    assert layout is not None  # otherwise `_size` had refused
+    note = conversion_note(seen, chip)
+    return Plan(
+        asked=problem,
+        problem=inner,
+        target=target,
+        backend="tpu",
+        tiling=Tiling(layout.block_m, layout.block_k, layout.block_n),
+        layout=layout,
+        interpret=overrides.interpret,
+        because=reason(seen, layout, chip),
+        notes=() if note is None else (note,),
+    )
+
+
+def run(plan: Plan, *operands: Array) -> Array:
+    """The result of a plan's problem, computed by one kernel."""
+    options: dict[str, Any] = {
+        "compiler_params": pltpu.CompilerParams(
+            dimension_semantics=("parallel",), vmem_limit_bytes=chip_for(plan.target).vmem - (1 << 19)
+        )
+    }
+    if plan.interpret:
+        options = {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")}
+    return execute(plan.problem, padded(plan.problem), plan.layout, *operands, **options)
+
+
+def _refusal(reason: str, advice: str = "", costly: bool = True) -> Refusal:
+    return Refusal(backend="tpu", reason=reason, advice=advice, costly=costly)
+
+
+def _elsewhere(target: Target) -> Refusal | None:
+    """The refusal of a target that is not a single TPU of a known kind; None if the kernels run on it."""
     if target.platform != "tpu":
-        return f"it runs on TPU; the target is {target}"
+        return _refusal(f"it runs on TPU; the target is {target}")
     if target.partitioned:
-        return "XLA cannot partition a kernel over devices; wrap the call in jax.shard_map"
+        return _refusal("XLA cannot partition a kernel over devices", "wrap the call in jax.shard_map")
     if target.kind is not None and target.kind not in {kind for chip in CHIPS.values() for kind in chip.kinds}:
-        return f"it knows no TPU of the kind {target.kind!r}"
-    return _arithmetic(problem) or _size(problem, chip_for(target))
+        return _refusal(f"it knows no TPU of the kind {target.kind!r}")
+    return None
 
 
-def _arithmetic(problem: Problem) -> str | None:
-    """Why the kernels cannot compute it."""
+def _peeled(problem: Problem) -> Problem:
+    """The problem without an activation that does not lower inside a kernel: XLA applies it to the finished sum."""
+    activation = problem.epilogue.activation
+    if activation is None or _lowers(activation, accumulator(problem.sum, problem.out)):
+        return problem
+    return problem.replace(epilogue=dataclasses.replace(problem.epilogue, activation=None), out=problem.sum)
+
+
+def _arithmetic(problem: Problem) -> Refusal | None:
+    """The refusal of a problem whose dtypes, scales or precision the kernels do not have; None if they have them."""
     weights = (*OPERANDS, "int4") if problem.form is Form.ROWS else OPERANDS
+    dtypes: list[tuple[str, np.dtype[Any], tuple[str, ...]]]
     dtypes = [("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, weights), ("the result", problem.out, RESULTS)]
     if problem.epilogue.bias is not None:
         dtypes.append(("bias", problem.epilogue.bias, ("bfloat16", "float32")))
     for name, dtype, known in dtypes:
         if dtype.name not in known:
-            return f"{name} is {dtype.name}; it takes {', '.join(known)}"
-    if problem.epilogue.blocks:
-        return IN_PARTS
+            return _refusal(f"{name} is {dtype.name}; it takes {', '.join(known)}", "cast it to one of these")
+    if problem.epilogue.along_k:
+        return _refusal(ALONG_K)
     if _precision(problem) is None:
-        return f"precision is {problem.asked}; it has DEFAULT and HIGHEST"
-    return None if problem.epilogue.activation is None else _unable(problem)
-
-
-def _size(problem: Problem, chip: Chip) -> str | None:
-    """Why it does not fit the kernels."""
-    if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
-        return "there is nothing to multiply"
-    if problem.batch * problem.groups > SCALARS:
-        return f"{problem.batch * problem.groups} group sizes are too many for scalar memory; it takes {SCALARS}"
-    if choose(padded(problem), chip) is None:
-        return f"no block of k = {problem.k} columns fits into the {chip.vmem >> 20} MiB of VMEM of a {chip.name}"
+        return _refusal(
+            f"precision is {problem.asked}; it has DEFAULT and HIGHEST", "pass one of these, or bfloat16 operands"
+        )
     return None
 
 
-def tiling(problem: Problem, target: Target) -> Tiling:
-    """Rows of the tallest tile, and the columns of k and n that a block holds."""
-    layout = choose(padded(problem), chip_for(target))
-    return Tiling(layout.tallest, layout.deep, layout.wide)
-
-
-def note(problem: Problem, target: Target) -> str | None:
-    """How operands of few bits are multiplied."""
-    return products.note(padded(problem), chip_for(target))
-
-
-def run(problem: Problem, plan: Any, *operands: Array) -> Array:
-    """The result of a problem."""
-    chip, inner = chip_for(plan.target), padded(problem)
-    layout = choose(inner, chip)
-    if plan.tiling != Tiling(layout.tallest, layout.deep, layout.wide):
-        layout = obey(inner, chip, plan.tiling)
-    options = {
-        "compiler_params": pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=chip.vmem - (1 << 19)
+def _size(problem: Problem, chip: Chip) -> Refusal | None:
+    """The refusal of a problem that is empty, or too large for SMEM or VMEM; None if it fits."""
+    if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
+        return _refusal("there is nothing to multiply", costly=False)
+    if problem.batch * problem.groups > MAX_GROUP_SIZES:
+        return _refusal(
+            f"{problem.batch * problem.groups} group sizes are too many for scalar memory; it takes {MAX_GROUP_SIZES}"
         )
-    }
-    if plan.interpret:
-        options = {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")}
-    return execute(problem, inner, layout, *operands, **options)
+    if choose(padded(problem), chip) is None:
+        return _refusal(
+            f"no block of k = {problem.k} columns fits into the {chip.vmem >> 20} MiB of VMEM of a {chip.name}"
+        )
+    return None
 
 
 def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, **options: Any) -> Array:
-    """The result of a problem by a kernel of this layout; `inner` is the problem as the kernel sees it."""
+    """The result of a problem by a kernel of this layout; `inner` is the problem with padded k and n.
+
+    Operands are padded to what the kernel reads, and its result is sliced to the shape of the problem.
+    """
     lhs, rhs, sizes, first, *extras = operands
     by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
-    rows = up(problem.rows, layout.slab)
+    rows = round_up(problem.rows, layout.sublane_tile)
     k, n = inner.k, inner.n
     out_shape = (rows, n) if problem.form is Form.ROWS else (problem.spans, k, n)
-    lhs = filled(lhs, (k, rows) if problem.transpose_lhs else (rows, k))
+    lhs = pad_to(lhs, (k, rows) if problem.transpose_lhs else (rows, k))
     if problem.form is Form.CONTRACTION:
-        rhs = filled(rhs, (rows, n))
+        rhs = pad_to(rhs, (rows, n))
     else:
-        rhs = filled(rhs, (problem.weights, n, k) if problem.transpose_rhs else (problem.weights, k, n))
+        rhs = pad_to(rhs, (problem.weights, n, k) if problem.transpose_rhs else (problem.weights, k, n))
     named = {
         "sizes": flat_sizes(sizes, problem.m),
         "first": first,
-        "table": jnp.asarray(layout.table, jnp.int32),
+        "height_table": jnp.asarray(layout.height_table, jnp.int32),
         "lhs": lhs,
         "rhs": rhs,
     }
     if by_row is not None:
-        named["by_row"] = laid(inner, layout, by_row)
+        named["by_row"] = as_lane_vectors(inner, layout, by_row)
     for name, vector in (("by_column", by_column), ("bias", bias)):
         if vector is not None:
-            named[name] = filled(vector, (problem.local_groups, n))[:, None, :]  # [g, 1, n]
+            named[name] = pad_to(vector, (problem.local_groups, n))[:, None, :]  # [g, 1, n]
     if existing is not None:
-        named["existing"] = filled(existing, out_shape)
+        named["existing"] = pad_to(existing, out_shape)
     out = call(inner.replace(precision=_precision(problem)), layout, named, out_shape, **options)
     return out if out_shape == problem.out_shape else lax.slice(out, (0,) * out.ndim, problem.out_shape)
 
 
 def _precision(problem: Problem) -> lax.Precision | None:
-    """The precision as the kernel spells it, or None if it has no such. Only float32 operands have one.
+    """The precision of the products inside the kernel, or None if it does not have the one that was asked for.
 
-    It is always spelt: a product in the kernel would take the setting otherwise, which may be one it does not have.
+    Only float32 operands have a choice. The precision is always explicit: otherwise a product inside the kernel would
+    take it from jax_default_matmul_precision, which may name one that the kernel does not have.
     """
     if jnp.float32 not in (problem.lhs, problem.rhs):
         return lax.Precision.DEFAULT
@@ -145,22 +187,16 @@ def _precision(problem: Problem) -> lax.Precision | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _lowers(activation: Any, dtype: Any) -> str | None:
-    """None if a kernel can apply the activation to a tile, else what the compiler's front end says."""
+def _lowers(activation: Activation, dtype: np.dtype[Any]) -> bool:
+    """Whether Mosaic can lower the activation of a tile of this dtype inside a kernel."""
 
-    def body(x: Any, out: Any) -> None:
+    def body(x: Ref, out: Ref) -> None:
         out[...] = elementwise(activation)(x[...]).astype(jnp.float32)
 
     tile = jax.ShapeDtypeStruct((8, 128), dtype)
     apply = pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32))
     try:
         apart(lambda: jax.jit(apply).trace(tile).lower(lowering_platforms=("tpu",)))
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return None
-
-
-def _unable(problem: Problem) -> str | None:
-    reason = _lowers(problem.epilogue.activation, accumulator(problem.sum, problem.out))
-    name = getattr(problem.epilogue.activation, "__name__", problem.epilogue.activation)
-    return None if reason is None else f"activation {name} does not lower in a kernel ({reason})"
+    except Exception:
+        return False
+    return True

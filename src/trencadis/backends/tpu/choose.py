@@ -1,21 +1,22 @@
-"""From a problem and a chip to a layout: the fastest by the model of those that fit into VMEM."""
+"""The choice of a layout for a problem on a chip: of the candidates that fit into VMEM, the fastest by cost model."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.prepare import up
+from trencadis.backends.prepare import round_up
 from trencadis.backends.tpu import contraction, rows
-from trencadis.backends.tpu.columns import LANES
-from trencadis.backends.tpu.layout import Layout, heights_table
-from trencadis.backends.tpu.model import Machine, code, longest, predict
-from trencadis.backends.tpu.products import kinds
+from trencadis.backends.tpu.indexing import LANES
+from trencadis.backends.tpu.layout import Layout, cheapest_heights
+from trencadis.backends.tpu.model import MxuModel, code_cycles, longest_block_cycles, predict
+from trencadis.backends.tpu.products import mxu_dtypes
 from trencadis.core.devices import CHIPS, Chip, chip_of
 from trencadis.core.dtypes import width
 from trencadis.core.problem import Form, Problem
@@ -23,42 +24,43 @@ from trencadis.core.target import Target
 from trencadis.core.tiling import Tiling
 
 VMEM_SHARE = 0.96  # of VMEM that a kernel may take
-# Heights of row tiles, by the side of an MXU. 544: a group of 1024 rows, begun inside a slab, has a slab more.
-MENUS = {
+# Sets of row tile heights to try, by the size of an MXU. 544: a group of 1024 rows that starts inside of a sublane tile
+# touches one sublane tile more.
+HEIGHTS = {
     256: [(128,), (128, 192), (128, 192, 256), (128, 256, 320), (128, 192, 320, 512), (128, 256, 384, 512, 544)],
     128: [(32, 64), (64, 128), (64, 128, 160), (64, 128, 256), (64, 128, 256, 320), (64, 128, 256, 352)],
 }
-# Cycles of straight-line code, by the side of an MXU: beyond, the ramp is small already and the compiler slow.
-LONGEST = {256: 9_200, 128: 24_000}
-LARGE = 16 << 20  # bytes of a group's weights, twice, that are not held in one piece
+# Most cycles of a basic block, by the size of an MXU: longer ones gain little, and take the compiler long.
+MAX_BLOCK_CYCLES = {256: 9_200, 128: 24_000}
+WHOLE_WEIGHTS = 16 << 20  # bytes of a group's weights, double buffered, up to which they may be held as one block
 CHUNKS = (256, 512, 768, 1024, 1536, 2048)
 
 
 def chip_for(target: Target) -> Chip:
-    """The chip of a target; where the kind is not known, one with no more VMEM than any of the newer ones has."""
+    """The chip of a target; if its kind is not known, v7x, which has no more VMEM than any of the newer ones."""
     return CHIPS["v7x"] if target.kind is None else chip_of(target.kind)
 
 
 def padded(problem: Problem) -> Problem:
-    """The problem with k and n filled up to whole lanes, where they are too large to be one chunk as they are."""
+    """The problem with k and n padded to multiples of 128 lanes where they are too large to be a single chunk."""
 
-    def whole(size: int, large: bool = False) -> int:
-        return up(size, LANES) if size > CHUNKS[-1] or large else size
+    def pad(size: int, large: bool = False) -> int:
+        return round_up(size, LANES) if size > CHUNKS[-1] or large else size
 
     if problem.form is Form.CONTRACTION:
-        return problem.replace(n=whole(problem.n), k=whole(problem.k))
-    return problem.replace(n=whole(problem.n, large=2 * problem.k * problem.n * width(problem.rhs) > LARGE))
+        return problem.replace(n=pad(problem.n), k=pad(problem.k))
+    return problem.replace(n=pad(problem.n, large=2 * problem.k * problem.n * width(problem.rhs) > WHOLE_WEIGHTS))
 
 
 @functools.lru_cache(maxsize=1024)
 def choose(problem: Problem, chip: Chip) -> Layout | None:
-    """The best layout for a padded problem, or None if none fits."""
+    """The best layout for a padded problem, or None if none fits into VMEM."""
     return _best(problem, chip, list(_layouts(problem, chip, None)))
 
 
 @functools.lru_cache(maxsize=1024)
-def obey(problem: Problem, chip: Chip, tiling: Tiling) -> Layout:
-    """The best layout with this tile, or an error if it does not fit."""
+def choose_for_tile(problem: Problem, chip: Chip, tiling: Tiling) -> Layout:
+    """The best layout with the tile that the caller asked for, or an error if it does not fit into VMEM."""
     found = _best(problem, chip, list(_layouts(problem, chip, tiling)))
     if found is None:
         raise ValueError(f"tiling: {tiling} does not fit into the {chip.vmem >> 20} MiB of VMEM of a {chip.name}")
@@ -66,44 +68,56 @@ def obey(problem: Problem, chip: Chip, tiling: Tiling) -> Layout:
 
 
 def _best(problem: Problem, chip: Chip, layouts: list[Layout]) -> Layout | None:
-    machine = machine_for(problem, chip)
+    model = mxu_model_for(problem, chip)
     fit = [layout for layout in layouts if vmem(problem, layout) <= chip.vmem * VMEM_SHARE]
-    # a program that is too long takes too long to compile; the shortest is better than none
-    short = [layout for layout in fit if longest(problem, layout, machine) <= LONGEST[machine.side]]
-    fit = short or sorted(fit, key=lambda layout: longest(problem, layout, machine))[:8]
+    # long basic blocks take too long to compile; if all are too long, the shortest are better than none
+    limit = MAX_BLOCK_CYCLES[model.size]
+    short = [layout for layout in fit if longest_block_cycles(problem, layout, model) <= limit]
+    fit = short or sorted(fit, key=lambda layout: longest_block_cycles(problem, layout, model))[:8]
 
-    def score(layout: Layout) -> float:  # less code compiles sooner
-        less = code(problem, layout, machine) / LONGEST[machine.side] + len(layout.heights)
-        return predict(problem, layout, machine) * (1 + less / 500)
+    def score(layout: Layout) -> float:  # among layouts of equal speed, less code compiles sooner
+        size = code_cycles(problem, layout, model) / limit + len(layout.heights)
+        return predict(problem, layout, model) * (1 + size / 500)
 
     return min(fit, key=score, default=None)
 
 
-def machine_for(problem: Problem, chip: Chip) -> Machine:
-    """The model's machine for the dtype in which the problem is multiplied."""
-    return Machine.of(chip, kinds(problem, chip), (problem.lhs, problem.rhs), transposed=problem.transpose_rhs)
+def reason(problem: Problem, layout: Layout, chip: Chip) -> str:
+    """The figures behind a layout: the time that the model predicts, its row tiles, and its share of VMEM."""
+    time = predict(problem, layout, mxu_model_for(problem, chip))
+    heights = ", ".join(map(str, layout.heights))
+    held = f"{vmem(problem, layout) / (1 << 20):.3g} of {chip.vmem >> 20} MiB of VMEM"
+    return f"{time * 1e3:.3g} ms predicted for a {chip.name}, row tiles of {heights}, {held}"
+
+
+def mxu_model_for(problem: Problem, chip: Chip) -> MxuModel:
+    """The cost model of a chip for the dtypes in which it multiplies the problem's operands."""
+    stored = (problem.lhs, problem.rhs)
+    return MxuModel.of(chip, mxu_dtypes(problem, chip), stored, transposed=problem.transpose_rhs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What fits
+# VMEM
 
 
 def vmem(problem: Problem, layout: Layout) -> int:
-    """Bytes of all buffers, and about what the compiler needs besides: it keeps the streamed operand of a program."""
+    """The bytes of VMEM that a kernel takes: all buffers, and an estimate for what the compiler spills."""
     form = rows if problem.form is Form.ROWS else contraction
-    held = sum(_bytes(shape) for shape in form.scratch(problem, layout).values())
-    wide = max(kind.itemsize for kind in kinds(problem, layout.chip))
+    buffers = sum(_bytes(shape) for shape in form.scratch(problem, layout).values())
+    itemsize = max(dtype.itemsize for dtype in mxu_dtypes(problem, layout.chip))
+    # the compiler keeps the streamed operand of a basic block in VMEM, converted
     if problem.form is Form.CONTRACTION:
-        return held + int(1.3 * layout.deep * 2 * layout.fine * wide) + (1 << 20)
-    return held + layout.tallest * problem.k * wide + (1 << 20)
+        return buffers + int(1.3 * layout.block_k * 2 * layout.step_m * itemsize) + (1 << 20)
+    return buffers + layout.block_m * problem.k * itemsize + (1 << 20)
 
 
 def _bytes(shape: Any) -> int:
+    """The bytes of a scratch buffer with its padding to native tiles; 0 if it is not in VMEM."""
     if getattr(shape, "memory_space", None) != pltpu.VMEM:
         return 0
-    *lead, sub, lane = shape.shape
+    *lead, sublanes, lanes = shape.shape
     size = width(shape.dtype)
-    return int(math.prod(lead) * up(sub, int(32 / size)) * up(lane, LANES) * size)
+    return int(math.prod(lead) * round_up(sublanes, int(32 / size)) * round_up(lanes, LANES) * size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -111,82 +125,87 @@ def _bytes(shape: Any) -> int:
 
 
 def _layouts(problem: Problem, chip: Chip, tiling: Tiling | None) -> Iterator[Layout]:
-    machine = machine_for(problem, chip)
-    slab, grain = alignment(problem, chip)
-    form = _row_layouts if problem.form is Form.ROWS else _sum_layouts
-    for layout in form(problem, machine, tiling, slab, grain):
+    model = mxu_model_for(problem, chip)
+    sublane_tile, dma_align = alignment(problem, chip)
+    form = _rows_layouts if problem.form is Form.ROWS else _contraction_layouts
+    for layout in form(problem, model, tiling, sublane_tile, dma_align):
         yield dataclasses.replace(layout, chip=chip)
 
 
 def alignment(problem: Problem, chip: Chip) -> tuple[int, int]:
-    """Slab and grain: rows that are stored together, and rows that a copy may start and end at."""
-    tall = [problem.lhs, problem.out if problem.form is Form.ROWS else problem.rhs]
-    if problem.transpose_lhs:  # rows are lanes of lhs
+    """The alignment of rows: of row tiles (the largest native tile of the arrays), and of copies from HBM."""
+    by_rows = [problem.lhs, problem.out if problem.form is Form.ROWS else problem.rhs]
+    if problem.transpose_lhs:  # rows are the lanes of lhs
         return LANES, LANES
-    slab = max(32 // dtype.itemsize for dtype in tall)
-    moved = tall if problem.form is Form.CONTRACTION else tall[:1]
-    # two-byte rows are stored by eights in HBM, in all but v7x also in VMEM
-    grain = max(32 if dtype.itemsize == 1 else 8 if chip.name != "v7x" else 32 // dtype.itemsize for dtype in moved)
-    return slab, grain
+    sublane_tile = max(32 // dtype.itemsize for dtype in by_rows)
+    copied = by_rows if problem.form is Form.CONTRACTION else by_rows[:1]
+    # 16-bit arrays are tiled by 8 rows in HBM, and on all chips but v7x in VMEM too
+    align = max(32 if dtype.itemsize == 1 else 8 if chip.name != "v7x" else 32 // dtype.itemsize for dtype in copied)
+    return sublane_tile, align
 
 
-def _row_layouts(problem: Problem, machine: Machine, tiling: Tiling | None, slab: int, grain: int) -> Iterator[Layout]:
-    most = up(problem.rows, slab)
-    menus = {tuple(sorted({min(up(h, slab), most) for h in menu})) for menu in MENUS[machine.side]}
+def _rows_layouts(
+    problem: Problem, model: MxuModel, tiling: Tiling | None, sublane_tile: int, dma_align: int
+) -> Iterator[Layout]:
+    most = round_up(problem.rows, sublane_tile)
+    sets = {tuple(sorted({min(round_up(h, sublane_tile), most) for h in heights})) for heights in HEIGHTS[model.size]}
     if tiling is not None:
-        tall = min(up(tiling.m, slab), most)
-        menus = {tuple(sorted({h for menu in menus for h in menu if h < tall} | {tall}))[-5:]}
-    for chunk, wide in _widths(problem.n, tiling and tiling.n):
-        for heights in sorted(menus):
-            table = heights_table(heights, slab, lambda h, c=chunk: machine.rows(h, problem.k, c))
-            cores = machine.chip.cores if wide < problem.n else 1
-            for x_slots in (2, 3):
+        tallest = min(round_up(tiling.m, sublane_tile), most)
+        sets = {tuple(sorted({h for heights in sets for h in heights if h < tallest} | {tallest}))[-5:]}
+    for chunk, block_n in _n_blocks(problem.n, None if tiling is None else tiling.n):
+        price = functools.partial(model.rows_cycles, k=problem.k, chunk=chunk)
+        for heights in sorted(sets):
+            table = cheapest_heights(heights, sublane_tile, price)
+            cores = model.chip.cores if block_n < problem.n else 1
+            for lhs_buffers in (2, 3):
                 yield Layout(
-                    slab=slab, grain=grain, heights=heights, table=table, deep=problem.k, wide=wide, chunk=chunk,
-                    x_slots=x_slots, out_slots=min(8, max(4, 2 * (wide // chunk))), cores=cores,
+                    sublane_tile=sublane_tile, dma_align=dma_align, heights=heights, height_table=table,
+                    block_k=problem.k, block_n=block_n, chunk=chunk, lhs_buffers=lhs_buffers,
+                    out_buffers=min(8, max(4, 2 * (block_n // chunk))), cores=cores,
                 )  # fmt: skip
 
 
-def _widths(n: int, asked: int | None) -> Iterator[tuple[int, int]]:
-    """Chunks and blocks of n: (chunk, wide)."""
+def _n_blocks(n: int, asked: int | None) -> Iterator[tuple[int, int]]:
+    """The candidates (chunk, block_n) for the rows form; `asked` is the block_n of the caller's tile."""
     if n % LANES or n <= LANES:
         yield n, n
         return
-    limit = n if asked is None else min(up(asked, LANES), n)
+    limit = n if asked is None else min(round_up(asked, LANES), n)
     chunks = sorted({c for c in (*CHUNKS, limit) if c <= min(limit, CHUNKS[-1])})
     for chunk in chunks:
         if asked is not None:
-            yield chunk, up(limit, chunk)
+            yield chunk, round_up(limit, chunk)
             continue
         for count in (1, 2, 3, 4, 7, 8):
             if chunk * count < n + chunk:
                 yield chunk, chunk * count
 
 
-def _sum_layouts(problem: Problem, machine: Machine, tiling: Tiling | None, slab: int, grain: int) -> Iterator[Layout]:
-    fine = max(machine.side, slab)
-    most = up(up(problem.rows, slab) + slab, 2 * fine)
-    talls = {min(2 * fine * i, most) for i in (1, 2, 3, 4, 6)}
-    deeps, wides = _depths(problem.k), _depths(problem.n)
+def _contraction_layouts(
+    problem: Problem, model: MxuModel, tiling: Tiling | None, sublane_tile: int, dma_align: int
+) -> Iterator[Layout]:
+    step_m = max(model.size, sublane_tile)
+    most = round_up(round_up(problem.rows, sublane_tile) + sublane_tile, 2 * step_m)
+    block_ms = {min(2 * step_m * i, most) for i in (1, 2, 3, 4, 6)}
+    block_ks, block_ns = _block_sizes(problem.k), _block_sizes(problem.n)
     if tiling is not None:
-        talls = {min(up(tiling.m, 2 * fine), most)}
-        deeps = [problem.k if problem.k % LANES else min(up(tiling.k, LANES), problem.k)]
-        wides = [problem.n if problem.n % LANES else min(up(tiling.n, LANES), problem.n)]
-    for tall in sorted(talls):
-        for deep in deeps:
-            for wide in wides:
-                k_blocks, n_blocks = -(-problem.k // deep), -(-problem.n // wide)
-                x_bytes, y_bytes = problem.k * problem.lhs.itemsize, problem.n * problem.rhs.itemsize
-                for slots in (2, 3):
-                    yield Layout(
-                        slab=slab, grain=grain, heights=(tall,), table=(tall,), deep=deep, wide=wide, chunk=wide,
-                        fine=fine, k_outside=x_bytes + k_blocks * y_bytes <= n_blocks * x_bytes + y_bytes,
-                        out_slots=slots, x_slots=slots, cores=machine.chip.cores if k_blocks * n_blocks > 1 else 1,
-                    )  # fmt: skip
+        block_ms = {min(round_up(tiling.m, 2 * step_m), most)}
+        block_ks = [problem.k if problem.k % LANES else min(round_up(tiling.k, LANES), problem.k)]
+        block_ns = [problem.n if problem.n % LANES else min(round_up(tiling.n, LANES), problem.n)]
+    for block_m, block_k, block_n in itertools.product(sorted(block_ms), block_ks, block_ns):
+        k_blocks, n_blocks = -(-problem.k // block_k), -(-problem.n // block_n)
+        lhs_bytes, rhs_bytes = problem.k * problem.lhs.itemsize, problem.n * problem.rhs.itemsize
+        for buffers in (2, 3):
+            yield Layout(
+                sublane_tile=sublane_tile, dma_align=dma_align, heights=(block_m,), height_table=(block_m,),
+                block_k=block_k, block_n=block_n, chunk=block_n, step_m=step_m,
+                k_outer=lhs_bytes + k_blocks * rhs_bytes <= n_blocks * lhs_bytes + rhs_bytes,
+                out_buffers=buffers, lhs_buffers=buffers, cores=model.chip.cores if k_blocks * n_blocks > 1 else 1,
+            )  # fmt: skip
 
 
-def _depths(size: int) -> list[int]:
-    """Blocks of an axis: all of it, and nearly equal parts of it."""
+def _block_sizes(size: int) -> list[int]:
+    """The candidates for block_k or block_n of a contraction: the whole axis, and nearly equal parts of it."""
     if size % LANES or size <= LANES:
         return [size]
-    return sorted({up(-(-size // parts), LANES) for parts in range(1, 33) if -(-size // parts) <= 4096})
+    return sorted({round_up(-(-size // parts), LANES) for parts in range(1, 33) if -(-size // parts) <= 4096})

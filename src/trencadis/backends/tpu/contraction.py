@@ -1,8 +1,9 @@
-"""Contraction: out[i] = sum over the rows r of group i of lhs[r, :, None] * rhs[r, None, :]. Sums stay in VMEM.
+"""The body of the contraction form: out[i] = lhs[rows of i].T @ rhs[rows of i]. Accumulators stay in VMEM.
 
-A block of the result is summed in steps of rows. Rows of other groups, in the first and in the last slab of a span, and
-rows that fill up the last step are set to zero in the buffers, in both operands, before they are multiplied; all other
-rows are multiplied as they came. The last step of a sum rounds it on its way out.
+The accumulator of a column block is updated in steps along the rows. Rows of other groups, in the first and last
+sublane tile of a span, and the rows that pad the last step are set to zero in VMEM, in both operands, before they are
+multiplied; all other rows are multiplied as they arrived. The last step adds its product to the accumulator, applies
+the epilogue and rounds, so that the finished sum does not go through VMEM once more.
 """
 
 from __future__ import annotations
@@ -15,281 +16,293 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.tpu import scales
-from trencadis.backends.tpu.columns import LANES, Columns, i32, span
+from trencadis.backends.tpu import epilogue_vectors
+from trencadis.backends.tpu.epilogue_vectors import EpilogueVectors, column_vectors
+from trencadis.backends.tpu.indexing import LANES, BlockedAxis, Dma, Index, Ref, Slice, Value, aligned_ds, i32
 from trencadis.backends.tpu.layout import Layout
+from trencadis.backends.tpu.pipeline import Cursor, OutputRing, Prefetcher
 from trencadis.backends.tpu.products import multiply
-from trencadis.backends.tpu.streams import Ahead, Outbox, Stream
-from trencadis.backends.tpu.walk import Place, Walk
+from trencadis.backends.tpu.tile_scheduler import Tile, TileScheduler
 from trencadis.core.dtypes import cast
 from trencadis.core.epilogue import Extras, add
 from trencadis.core.problem import Problem
 
 
 def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
-    """The buffers of the form."""
-    parts, chunk, tall, deep = layout.chunks, layout.chunk, layout.tallest, layout.deep
+    """The scratch shapes of the kernel, by name."""
+    chunks, chunk, rows, block_k = layout.chunks, layout.chunk, layout.block_m, layout.block_k
+    lhs_tile = (block_k, rows) if problem.transpose_lhs else (rows, block_k)
     buffers = {
-        "x": pltpu.VMEM((layout.x_slots, *((deep, tall) if problem.transpose_lhs else (tall, deep))), problem.lhs),
-        "x_sem": pltpu.SemaphoreType.DMA((layout.x_slots,)),
-        "y": pltpu.VMEM((2, parts, tall, chunk), problem.rhs),
-        "y_sem": pltpu.SemaphoreType.DMA((2, parts)),
-        "sums": pltpu.VMEM((parts, deep, chunk), problem.acc),
-        **Outbox.scratch(layout.out_slots, deep, chunk, problem.out),
-        **scales.scratch(problem, layout),
+        "lhs": pltpu.VMEM((layout.lhs_buffers, *lhs_tile), problem.lhs),
+        "lhs_sem": pltpu.SemaphoreType.DMA((layout.lhs_buffers,)),
+        "rhs": pltpu.VMEM((2, chunks, rows, chunk), problem.rhs),
+        "rhs_sem": pltpu.SemaphoreType.DMA((2, chunks)),
+        "acc": pltpu.VMEM((chunks, block_k, chunk), problem.acc),
+        **OutputRing.scratch(layout.out_buffers, block_k, chunk, problem.out),
+        **epilogue_vectors.scratch(problem, layout),
     }
     if problem.epilogue.accumulate:
-        buffers["e"] = pltpu.VMEM((2, parts, deep, chunk), problem.out)
-        buffers["e_sem"] = pltpu.SemaphoreType.DMA((2, parts))
+        buffers["existing"] = pltpu.VMEM((2, chunks, block_k, chunk), problem.out)
+        buffers["existing_sem"] = pltpu.SemaphoreType.DMA((2, chunks))
     return buffers
 
 
-class Contraction:
-    """What the form does at each place of a walk. `hbm` and `vmem` are references by name."""
+class ContractionBody:
+    """The body of the contraction form; `hbm` and `vmem` are the kernel's references by name."""
 
-    def __init__(self, problem: Problem, layout: Layout, walk: Walk, hbm: dict[str, Any], vmem: dict[str, Any]) -> None:
-        self.problem, self.layout, self.walk, self.hbm, self.vmem = problem, layout, walk, hbm, vmem
-        self.k = Columns(problem.k, layout.deep, layout.deep)
-        self.n = Columns(problem.n, layout.wide, layout.chunk)
-        self.scales = scales.Scales(problem, layout, self.n, hbm, vmem)
-        self.out = Outbox(vmem, (self.k.even, self.n.even), lambda at, *size: self._out(*(at or (0, 0, 0)), *size))
+    def __init__(
+        self, problem: Problem, layout: Layout, scheduler: TileScheduler, hbm: dict[str, Ref], vmem: dict[str, Ref]
+    ) -> None:
+        self.problem, self.layout, self.scheduler, self.hbm, self.vmem = problem, layout, scheduler, hbm, vmem
+        self.k = BlockedAxis(problem.k, layout.block_k, layout.block_k)
+        self.n = BlockedAxis(problem.n, layout.block_n, layout.chunk)
+        self.vectors = EpilogueVectors(problem, layout, self.n, hbm, vmem)
+        sizes = self.k.uniform_chunk, self.n.uniform_chunk
+        self.ring = OutputRing(vmem, sizes, lambda where, *size: self._out(*(where or (0, 0, 0)), *size))
 
-    def _out(self, which: Any, row: Any, column: Any, rows: Any, columns: Any) -> Any:
-        return self.hbm["out"].at[which, span(row, rows, LANES), span(column, columns, LANES)]
+    def _out(self, which: Index, row: Index, column: Index, rows: Index, columns: Index) -> Ref:
+        return self.hbm["out"].at[which, aligned_ds(row, rows, LANES), aligned_ds(column, columns, LANES)]
 
-    def _block(self, place: Place) -> tuple[Any, Any]:
-        """The block of k and the block of n of a place."""
-        if self.k.blocks == 1:
-            return i32(0), place.block
-        if self.n.blocks == 1:
-            return place.block, i32(0)
-        inner = i32((self.n if self.layout.k_outside else self.k).blocks)
-        outside, inside = lax.div(place.block, inner), lax.rem(place.block, inner)
-        return (outside, inside) if self.layout.k_outside else (inside, outside)
+    def _block_ids(self, tile: Tile) -> tuple[Index, Index]:
+        """The block of k and the block of n in which a tile lies."""
+        if self.k.num_blocks == 1:
+            return i32(0), tile.block
+        if self.n.num_blocks == 1:
+            return tile.block, i32(0)
+        inner = i32((self.n if self.layout.k_outer else self.k).num_blocks)
+        outer_id, inner_id = lax.div(tile.block, inner), lax.rem(tile.block, inner)
+        return (outer_id, inner_id) if self.layout.k_outer else (inner_id, outer_id)
 
-    # -- operands ------------------------------------------------------------------------------------------------------
+    # -- copies from HBM -----------------------------------------------------------------------------------------------
 
-    def streams(self) -> dict[str, Stream]:
-        """The operands on their way in."""
-        walk = self.walk
+    def prefetchers(self) -> dict[str, Prefetcher]:
+        """The operands that are prefetched, by name; those along n in chunks."""
+        scheduler = self.scheduler
 
-        def some(place: Place, parts: Any) -> Any:  # an empty span has nothing to fetch
-            return jnp.where(walk.left(place) > 0, parts, i32(0))
+        def unless_empty(tile: Tile, chunks: Index) -> Index:  # an empty span has nothing to fetch
+            return jnp.where(scheduler.rows_left(tile) > 0, chunks, i32(0))
 
-        streams = {
-            "x": Stream(
-                walk,
-                lambda place: (place.span, place.row, self._block(place)[0]),
-                self._copy_x,
-                lambda place: some(place, i32(1)),
-                self.layout.x_slots,
+        found = {
+            "lhs": Prefetcher(
+                scheduler,
+                lambda tile: (tile.span, tile.row, self._block_ids(tile)[0]),
+                self._dma_lhs,
+                lambda tile: unless_empty(tile, i32(1)),
+                self.layout.lhs_buffers,
             ),
-            "y": Stream(
-                walk,
-                lambda place: (place.span, place.row, self._block(place)[1]),
-                self._copy_y,
-                lambda place: some(place, self.n.count(self._block(place)[1])),
+            "rhs": Prefetcher(
+                scheduler,
+                lambda tile: (tile.span, tile.row, self._block_ids(tile)[1]),
+                self._dma_rhs,
+                lambda tile: unless_empty(tile, self.n.chunks_in(self._block_ids(tile)[1])),
             ),
         }
         if self.problem.epilogue.by_row:
-            streams["by_row"] = Stream(
-                walk,
-                lambda place: (place.span, self._block(place)[0]),
-                self._copy_lines,
-                lambda place: some(place, i32(1)),
-                self.layout.x_slots,
+            found["by_row"] = Prefetcher(
+                scheduler,
+                lambda tile: (tile.span, self._block_ids(tile)[0]),
+                self._dma_row_scales,
+                lambda tile: unless_empty(tile, i32(1)),
+                self.layout.lhs_buffers,
             )
-        for name in scales.across(self.problem):
-            streams[name] = Stream(
-                walk,
-                lambda place: (place.span, self._block(place)[1]),
-                functools.partial(self._copy_across, name),
-                lambda place: some(place, self.n.count(self._block(place)[1])),
+        for name in column_vectors(self.problem):
+            found[name] = Prefetcher(
+                scheduler,
+                lambda tile: (tile.span, self._block_ids(tile)[1]),
+                functools.partial(self._dma_columns, name),
+                lambda tile: unless_empty(tile, self.n.chunks_in(self._block_ids(tile)[1])),
             )
         if self.problem.epilogue.accumulate:
-            streams["e"] = Stream(
-                walk,
-                lambda place: (place.span, place.block),
-                self._copy_e,
-                lambda place: self.n.count(self._block(place)[1]),
+            found["existing"] = Prefetcher(
+                scheduler,
+                lambda tile: (tile.span, tile.block),
+                self._dma_existing,
+                lambda tile: self.n.chunks_in(self._block_ids(tile)[1]),
             )
-        return streams
+        return found
 
-    def _copy_x(self, place: Place, slot: Any, part: Any) -> Any:
-        del part
-        rows, inside = self.walk.copied(place)
-        at, size = self.k.of_block(self._block(place)[0])
-        columns, first = span(at, size, LANES), span(0, size, LANES)
+    def _dma_lhs(self, tile: Tile, slot: Index, chunk: Index) -> Dma:
+        del chunk
+        rows, inside = self.scheduler.dma_rows(tile)
+        start, size = self.k.block_range(self._block_ids(tile)[0])
+        columns, first = aligned_ds(start, size, LANES), aligned_ds(0, size, LANES)
         if self.problem.transpose_lhs:
-            source, target = self.hbm["lhs"].at[columns, rows], self.vmem["x"].at[slot, first, inside]
+            source, target = self.hbm["lhs"].at[columns, rows], self.vmem["lhs"].at[slot, first, inside]
         else:
-            source, target = self.hbm["lhs"].at[rows, columns], self.vmem["x"].at[slot, inside, first]
-        return pltpu.make_async_copy(source, target, self.vmem["x_sem"].at[slot])
+            source, target = self.hbm["lhs"].at[rows, columns], self.vmem["lhs"].at[slot, inside, first]
+        return pltpu.make_async_copy(source, target, self.vmem["lhs_sem"].at[slot])
 
-    def _copy_y(self, place: Place, slot: Any, part: Any) -> Any:
-        rows, inside = self.walk.copied(place)
-        at, size = self.n.of_chunk(self._block(place)[1], part)
+    def _dma_rhs(self, tile: Tile, slot: Index, chunk: Index) -> Dma:
+        rows, inside = self.scheduler.dma_rows(tile)
+        start, size = self.n.chunk_range(self._block_ids(tile)[1], chunk)
         return pltpu.make_async_copy(
-            self.hbm["rhs"].at[rows, span(at, size, LANES)],
-            self.vmem["y"].at[slot, part, inside, span(0, size, LANES)],
-            self.vmem["y_sem"].at[slot, part],
+            self.hbm["rhs"].at[rows, aligned_ds(start, size, LANES)],
+            self.vmem["rhs"].at[slot, chunk, inside, aligned_ds(0, size, LANES)],
+            self.vmem["rhs_sem"].at[slot, chunk],
         )
 
-    def _copy_lines(self, place: Place, slot: Any, part: Any) -> Any:
-        del part
-        block = place.span * i32(self.k.blocks) + self._block(place)[0]
-        return self.scales.copy_lines(block * i32(self.scales.lines), slot)
+    def _dma_row_scales(self, tile: Tile, slot: Index, chunk: Index) -> Dma:
+        del chunk
+        block = tile.span * i32(self.k.num_blocks) + self._block_ids(tile)[0]
+        return self.vectors.dma_rows(block * i32(self.vectors.lane_vectors), slot)
 
-    def _copy_across(self, name: str, place: Place, slot: Any, part: Any) -> Any:
-        return self.scales.copy(name, place.span, self._block(place)[1], slot, part)
+    def _dma_columns(self, name: str, tile: Tile, slot: Index, chunk: Index) -> Dma:
+        return self.vectors.dma_columns(name, tile.span, self._block_ids(tile)[1], slot, chunk)
 
-    def _copy_e(self, place: Place, slot: Any, part: Any) -> Any:
-        kb, nb = self._block(place)
-        (row, rows), (column, columns) = self.k.of_block(kb), self.n.of_chunk(nb, part)
+    def _dma_existing(self, tile: Tile, slot: Index, chunk: Index) -> Dma:
+        kb, nb = self._block_ids(tile)
+        (row, rows), (column, columns) = self.k.block_range(kb), self.n.chunk_range(nb, chunk)
         return pltpu.make_async_copy(
-            self._out(place.span, row, column, rows, columns),
-            self.vmem["e"].at[slot, part, span(0, rows, LANES), span(0, columns, LANES)],
-            self.vmem["e_sem"].at[slot, part],
+            self._out(tile.span, row, column, rows, columns),  # existing_out is aliased to the result
+            self.vmem["existing"].at[slot, chunk, aligned_ds(0, rows, LANES), aligned_ds(0, columns, LANES)],
+            self.vmem["existing_sem"].at[slot, chunk],
         )
 
-    # -- work ----------------------------------------------------------------------------------------------------------
+    # -- arithmetic ----------------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Before the first place."""
-        self.out.open()
+    def start(self) -> None:
+        """Initialize the output ring before the first tile."""
+        self.ring.reset()
 
-    def visit(self, place: Place, before: Any, streams: dict[str, Stream], ahead: dict[str, Ahead]) -> dict[str, Any]:
-        """One tile of rows, added to the sums of one block."""
-        del before
-        kb, nb = self._block(place)
-        chunks = self.n.count(nb)
-        some = self.walk.left(place) > 0
-        x = self.vmem["x"].at[ahead["x"].slot]
-        streams["x"].wait(place, ahead["x"])
+    def compute(
+        self, tile: Tile, prev_end: Index, prefetchers: dict[str, Prefetcher], cursors: dict[str, Cursor]
+    ) -> dict[str, Index]:
+        """Add the products of one row tile to the accumulator of its column block, and finish it at the last tile."""
+        del prev_end
+        kb, nb = self._block_ids(tile)
+        chunks = self.n.chunks_in(nb)
+        some = self.scheduler.rows_left(tile) > 0
+        x = self.vmem["lhs"].at[cursors["lhs"].slot]
+        prefetchers["lhs"].wait(tile, cursors["lhs"])
 
-        @pl.when(ahead["x"].fresh & some)
+        @pl.when(cursors["lhs"].is_new & some)
         def _() -> None:
-            self._mask(place, x, 1 if self.problem.transpose_lhs else 0)
+            self._mask(tile, x, 1 if self.problem.transpose_lhs else 0)
 
-        def chunk(part: Any, none: None) -> None:
-            y = self.vmem["y"].at[ahead["y"].slot, part]
-            for name in (name for name in streams if name != "x"):
-                streams[name].wait(place, ahead[name], part)
+        def compute_chunk(chunk: Index, none: None) -> None:
+            y = self.vmem["rhs"].at[cursors["rhs"].slot, chunk]
+            for name in (name for name in prefetchers if name != "lhs"):
+                prefetchers[name].wait(tile, cursors[name], chunk)
 
-            @pl.when(ahead["y"].fresh & some)
+            @pl.when(cursors["rhs"].is_new & some)
             def _() -> None:
-                self._mask(place, y, 0)
+                self._mask(tile, y, 0)
 
-            self._sum(place, part, x, y)
+            self._accumulate(tile, chunk, x, y)
 
-            @pl.when(self.walk.last(place))
+            @pl.when(self.scheduler.is_last(tile))
             def _() -> None:
-                self._finish(place, part, x, y, ahead)
+                self._last_step(tile, chunk, x, y, cursors)
 
-            streams["y"].free(ahead["y"], part)
-            streams["x"].free(ahead["x"], 0, part == chunks - i32(1))  # what comes in goes before what goes out
+            prefetchers["rhs"].release(cursors["rhs"], chunk)
+            # copies are served in order: those that the next products wait for are started before the result's
+            prefetchers["lhs"].release(cursors["lhs"], 0, chunk == chunks - i32(1))
 
-            @pl.when(self.walk.last(place))
+            @pl.when(self.scheduler.is_last(tile))
             def _() -> None:
-                (row, rows), (column, columns) = self.k.of_block(kb), self.n.of_chunk(nb, part)
-                self.out.send((place.span, row, column), rows, columns)
+                (row, rows), (column, columns) = self.k.block_range(kb), self.n.chunk_range(nb, chunk)
+                self.ring.write_back((tile.span, row, column), rows, columns)
 
-        lax.fori_loop(i32(0), chunks, chunk, None)
-        return {"y": chunks, "x": 1}
+        lax.fori_loop(i32(0), chunks, compute_chunk, None)
+        return {"rhs": chunks, "lhs": 1}
 
-    def _steps(self, place: Place) -> tuple[Any, Any]:
-        """Short steps that the tile takes, and pairs of them that come before the last step of its sum."""
-        shift = i32(self.layout.fine.bit_length() - 1)
-        steps = (self.walk.rows(place) + i32(self.layout.fine - 1)) >> shift
-        return steps, jnp.where(self.walk.last(place), (jnp.maximum(steps, i32(1)) - i32(1)) >> i32(1), steps >> i32(1))
+    def _step_counts(self, tile: Tile) -> tuple[Index, Index]:
+        """The short steps of a tile in all, and the long steps that come before the last step of its span."""
+        shift = i32(self.layout.step_m.bit_length() - 1)
+        steps = (self.scheduler.rows(tile) + i32(self.layout.step_m - 1)) >> shift
+        is_last = self.scheduler.is_last(tile)
+        return steps, jnp.where(is_last, (jnp.maximum(steps, i32(1)) - i32(1)) >> i32(1), steps >> i32(1))
 
-    def _mask(self, place: Place, tile: Any, axis: int) -> None:
-        """Zeros in the rows of the tile's steps that are not the span's."""
-        walk, slab = self.walk, self.layout.slab
+    def _mask(self, tile: Tile, buffer: Ref, axis: int) -> None:
+        """Set the rows in the steps of a tile that are not in its span to zero; they lie along `axis`."""
+        scheduler, unit = self.scheduler, self.layout.sublane_tile
 
-        def at(row: Any) -> Any:
-            rows = span(row, slab, slab)
+        def at(row: Index) -> tuple[Slice, Slice]:
+            rows = aligned_ds(row, unit, unit)
             return (slice(None), rows) if axis else (rows, slice(None))
 
-        def keep(row: Any, low: Any, high: Any) -> None:
-            old = tile[at(row)]
+        def keep(row: Index, low: Index, high: Index) -> None:
+            old = buffer[at(row)]
             index = lax.broadcasted_iota(jnp.int32, old.shape, axis)
-            tile[at(row)] = jnp.where((index >= low) & (index < high), old, jnp.zeros_like(old))
+            buffer[at(row)] = jnp.where((index >= low) & (index < high), old, jnp.zeros_like(old))
 
-        @pl.when(place.row < place.start)
+        @pl.when(tile.row < tile.start)
         def _() -> None:
-            keep(0, place.start - place.row, i32(slab))
+            keep(0, tile.start - tile.row, i32(unit))
 
-        @pl.when(walk.last(place))
+        @pl.when(scheduler.is_last(tile))
         def _() -> None:
-            end, bottom = walk.floor(place.end) - place.row, self._steps(place)[0] * i32(self.layout.fine)
+            end = scheduler.align_down(tile.end) - tile.row
+            bottom = self._step_counts(tile)[0] * i32(self.layout.step_m)
 
-            @pl.when(walk.floor(place.end) < place.end)
+            @pl.when(scheduler.align_down(tile.end) < tile.end)
             def _() -> None:
-                keep(end, i32(0), place.end - place.row - end)
+                keep(end, i32(0), tile.end - tile.row - end)
 
-            def clear(row: Any) -> Any:
-                tile[at(row)] = jnp.zeros_like(tile[at(row)])
-                return row + i32(slab)
+            def clear(row: Index) -> Index:
+                buffer[at(row)] = jnp.zeros_like(buffer[at(row)])
+                return row + i32(unit)
 
-            lax.while_loop(lambda row: row < bottom, clear, walk.ceil(place.end) - place.row)
+            lax.while_loop(lambda row: row < bottom, clear, scheduler.align_up(tile.end) - tile.row)
 
-    def _product(self, x: Any, y: Any, row: Any, size: int) -> Any:
-        rows = span(row, size, self.layout.fine)
+    def _product(self, x: Ref, y: Ref, row: Index, size: int) -> Value:
+        """The product [block_k, chunk] of `size` rows of both buffers, from `row` on."""
+        rows = aligned_ds(row, size, self.layout.step_m)
         if self.problem.transpose_lhs:
-            return multiply(self.problem, self.layout.chip, x[:, rows], y[rows, :], (1, 0))  # [deep, chunk]
+            return multiply(self.problem, self.layout.chip, x[:, rows], y[rows, :], (1, 0))
         return multiply(self.problem, self.layout.chip, x[rows, :], y[rows, :], (0, 0))
 
-    def _sum(self, place: Place, part: Any, x: Any, y: Any) -> None:
-        """The long steps before the last step of the sum."""
-        coarse, sums = 2 * self.layout.fine, self.vmem["sums"].at[part]
-        count = self._steps(place)[1]
-        first = (place.row == self.walk.floor(place.start)) & (count > 0)
+    def _accumulate(self, tile: Tile, chunk: Index, x: Ref, y: Ref) -> None:
+        """Take the long steps of a tile that come before the last step of its span."""
+        size, acc = 2 * self.layout.step_m, self.vmem["acc"].at[chunk]
+        count = self._step_counts(tile)[1]
+        first = (tile.row == self.scheduler.align_down(tile.start)) & (count > 0)
 
         @pl.when(first)
         def _() -> None:
-            sums[...] = self._product(x, y, 0, coarse)
+            acc[...] = self._product(x, y, 0, size)
 
-        def step(i: Any, none: None) -> None:
-            sums[...] += self._product(x, y, i * i32(coarse), coarse)
+        def step(i: Index, none: None) -> None:
+            acc[...] += self._product(x, y, i * i32(size), size)
 
         lax.fori_loop(first.astype(jnp.int32), count, step, None)
 
-    def _finish(self, place: Place, part: Any, x: Any, y: Any, ahead: dict[str, Ahead]) -> None:
-        """The last step of the sum, long or short, and its result."""
-        slot, sums, problem, fine = self.out.take(), self.vmem["sums"].at[part], self.problem, self.layout.fine
-        steps, before = self._steps(place)
+    def _last_step(self, tile: Tile, chunk: Index, x: Ref, y: Ref, cursors: dict[str, Cursor]) -> None:
+        """Take the last step of a span, long or short, and put the finished result into the output ring."""
+        slot, acc, problem, step_m = self.ring.acquire(), self.vmem["acc"].at[chunk], self.problem, self.layout.step_m
+        steps, before = self._step_counts(tile)
         left = steps - i32(2) * before
-        only = (place.row == self.walk.floor(place.start)) & (before == 0)
+        only = (tile.row == self.scheduler.align_down(tile.start)) & (before == 0)
 
         if "by_row" in self.vmem:
-            pl.when((part == i32(0)) & (left > 0))(lambda: self.scales.turn(ahead["by_row"].slot))
+            pl.when((chunk == i32(0)) & (left > 0))(lambda: self.vectors.transpose_rows(cursors["by_row"].slot))
 
-        def scaled(total: Any) -> Any:
-            down, along = self.scales.down(0, self.layout.deep, LANES), self.scales.across("by_column", ahead, part)
-            return problem.epilogue.finish(total, Extras(down, along), problem.out)
+        def scaled(total: Value) -> Value:
+            by_row = self.vectors.rows(0, self.layout.block_k, LANES)
+            by_column = self.vectors.columns("by_column", cursors, chunk)
+            return problem.epilogue.finish(total, Extras(by_row, by_column), problem.out)
 
-        def put(result: Any) -> None:
+        def store(result: Value) -> None:
             if problem.epilogue.accumulate:
-                old = self.vmem["e"][ahead["e"].slot, part]
+                old = self.vmem["existing"][cursors["existing"].slot, chunk]
                 result = add(old, result)
-            self.vmem["o"][slot] = cast(result, problem.out)
+            self.vmem["out"][slot] = cast(result, problem.out)
 
-        for short in (1, 2):
+        for short in (1, 2):  # short steps in the last step
 
             @pl.when((left == i32(short)) & only)
             def _(short: int = short) -> None:
-                put(scaled(self._product(x, y, 0, short * fine)))
+                store(scaled(self._product(x, y, 0, short * step_m)))
 
             @pl.when((left == i32(short)) & jnp.logical_not(only))
             def _(short: int = short) -> None:
-                put(scaled(sums[...] + self._product(x, y, before * i32(2 * fine), short * fine)))
+                store(scaled(acc[...] + self._product(x, y, before * i32(2 * step_m), short * step_m)))
 
-        @pl.when(left == i32(0))
+        @pl.when(left == i32(0))  # an empty span; its scales may hold anything
         def _() -> None:
-            put(jnp.zeros(sums.shape, problem.acc))
+            store(jnp.zeros(acc.shape, problem.acc))
 
-    def close(self, before: Any) -> None:
-        """After the last place."""
-        del before
-        self.out.close()
+    def finish(self, prev_end: Index) -> None:
+        """Wait for all copies of the result that are in flight."""
+        del prev_end
+        self.ring.drain()

@@ -1,8 +1,12 @@
-"""The kernel of both forms: one walk, streams that run ahead of it, and what the form does at each place."""
+"""The Pallas kernel of both forms: a loop over the tiles of a scheduler, prefetched operands, and a body per form.
+
+The grid is one step per TensorCore. All loops are inside the kernel, since the number of tiles and their heights depend
+on group sizes, and since an operand block is fetched by its own rule (see `pipeline`), not once per grid step.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,34 +15,54 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from trencadis.backends.tpu import contraction, rows
-from trencadis.backends.tpu.columns import i32
+from trencadis.backends.tpu.indexing import Index, Ref, i32
 from trencadis.backends.tpu.layout import Layout
-from trencadis.backends.tpu.streams import Ahead, begin
-from trencadis.backends.tpu.walk import Place, Walk
+from trencadis.backends.tpu.pipeline import Cursor, Prefetcher, prologue
+from trencadis.backends.tpu.tile_scheduler import Tile, TileScheduler
 from trencadis.core.cost import cost
 from trencadis.core.problem import Form, Problem
 
-FORMS = {Form.ROWS: (rows.Rows, rows.scratch), Form.CONTRACTION: (contraction.Contraction, contraction.scratch)}
+IN_SMEM = ("sizes", "first", "height_table")
 
 
-def call(problem: Problem, layout: Layout, operands: dict[str, jax.Array], out_shape: Any, **options: Any) -> jax.Array:
-    """Run the kernel. Operands by name: sizes and first in scalar memory, then lhs, rhs and those of the epilogue."""
-    shapes = FORMS[problem.form][1](problem, layout)
+class Body(Protocol):
+    """The part of a kernel that differs between the two forms."""
+
+    def prefetchers(self) -> dict[str, Prefetcher]:
+        """The operands that are prefetched, by name."""
+
+    def start(self) -> None:
+        """Initialize scratch memory before the first tile."""
+
+    def compute(
+        self, tile: Tile, prev_end: Index, prefetchers: dict[str, Prefetcher], cursors: dict[str, Cursor]
+    ) -> dict[str, Index]:
+        """Compute a tile, and give the number of chunks of each operand's buffer that were released meanwhile."""
+
+    def finish(self, prev_end: Index) -> None:
+        """Complete the result after the last tile, and wait for all copies in flight."""
+
+
+def call(
+    problem: Problem, layout: Layout, operands: dict[str, jax.Array], out_shape: tuple[int, ...], **options: Any
+) -> jax.Array:
+    """Run the kernel; operands are, by name, sizes, first and height_table, then lhs, rhs and those of the epilogue."""
+    form = rows if problem.form is Form.ROWS else contraction
+    shapes = form.scratch(problem, layout)
     names = list(operands)
     aliases = {names.index("existing"): 0} if "existing" in operands else {}
-    place = dict.fromkeys(("sizes", "first", "table"), pltpu.SMEM)
     work = cost(problem)
 
-    def body(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         outside = [*names, "out"]
         hbm, vmem = dict(zip(outside, refs, strict=False)), dict(zip(shapes, refs[len(outside) :], strict=True))
-        _body(problem, layout, hbm, vmem)
+        _kernel(problem, layout, hbm, vmem)
 
     return pl.pallas_call(
-        body,
+        kernel,
         out_shape=jax.ShapeDtypeStruct(out_shape, problem.out),
         grid=(layout.cores,),
-        in_specs=[pl.BlockSpec(memory_space=place.get(name, pltpu.HBM)) for name in names],
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM if name in IN_SMEM else pltpu.HBM) for name in names],
         out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
         scratch_shapes=list(shapes.values()),
         input_output_aliases=aliases,
@@ -48,30 +72,37 @@ def call(problem: Problem, layout: Layout, operands: dict[str, jax.Array], out_s
     )(*operands.values())
 
 
-def _body(problem: Problem, layout: Layout, hbm: dict[str, Any], vmem: dict[str, Any]) -> None:
+def _kernel(problem: Problem, layout: Layout, hbm: dict[str, Ref], vmem: dict[str, Ref]) -> None:
     core = pl.program_id(0)
-    blocks = layout.blocks(problem)
-    low, high = i32(0), i32(blocks)
-    if layout.cores > 1:
-        low, high = (lax.div((core + i32(c)) * i32(blocks), i32(layout.cores)) for c in (0, 1))
-    walk = Walk(problem, layout, hbm, (low, high))
-    form = FORMS[problem.form][0](problem, layout, walk, hbm, vmem)
-    streams = form.streams()
-    first = walk.begin()
-    ahead = begin(streams.values(), first)
-    form.open()
+    blocks = layout.num_blocks(problem)
+    begin, end = i32(0), i32(blocks)
+    if layout.cores > 1:  # each core has a contiguous range of column blocks
+        begin, end = (lax.div((core + i32(c)) * i32(blocks), i32(layout.cores)) for c in (0, 1))
+    scheduler = TileScheduler(problem, layout, hbm, (begin, end))
+    body = _body(problem, layout, scheduler, hbm, vmem)
+    prefetchers = body.prefetchers()
+    first = scheduler.first_tile()
+    cursors = prologue(prefetchers.values(), first)
+    body.start()
 
-    def visit(state: tuple[Place, Any, tuple[Ahead, ...]]) -> Any:
-        place, before, ahead = state
-        after = walk.after(place)
-        ahead = {
-            name: a._replace(done=jnp.logical_not(stream.same(place, after)))
-            for (name, stream), a in zip(streams.items(), ahead, strict=True)
+    def step(state: tuple[Tile, Index, tuple[Cursor, ...]]) -> tuple[Tile, Index, tuple[Cursor, ...]]:
+        tile, prev_end, cursors = state
+        following = scheduler.next_tile(tile)
+        by_name = {
+            name: cursor._replace(last_use=jnp.logical_not(prefetcher.same_block(tile, following)))
+            for (name, prefetcher), cursor in zip(prefetchers.items(), cursors, strict=True)
         }
-        freed = form.visit(place, before, streams, ahead)
-        ahead = tuple(stream.leave(ahead[name], freed.get(name, 0)) for name, stream in streams.items())
-        return after, jnp.where(after.span != place.span, place.end, before), ahead
+        released = body.compute(tile, prev_end, prefetchers, by_name)
+        cursors = tuple(each.advance(by_name[name], released.get(name, 0)) for name, each in prefetchers.items())
+        return following, jnp.where(following.span != tile.span, tile.end, prev_end), cursors
 
-    start = (first, jnp.int32(0), ahead)
-    _, before, _ = lax.while_loop(lambda state: jnp.logical_not(walk.over(state[0])), visit, start)
-    form.close(before)
+    start = (first, jnp.int32(0), cursors)
+    _, prev_end, _ = lax.while_loop(lambda state: jnp.logical_not(scheduler.past_end(state[0])), step, start)
+    body.finish(prev_end)
+
+
+def _body(
+    problem: Problem, layout: Layout, scheduler: TileScheduler, hbm: dict[str, Ref], vmem: dict[str, Ref]
+) -> Body:
+    body = rows.RowsBody if problem.form is Form.ROWS else contraction.ContractionBody
+    return body(problem, layout, scheduler, hbm, vmem)

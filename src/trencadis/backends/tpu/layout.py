@@ -1,4 +1,4 @@
-"""What a kernel holds in VMEM, and in which pieces."""
+"""The layout of a TPU kernel: its block sizes, the heights of its row tiles, and how many buffers it has in VMEM."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from trencadis.core.problem import Form, Problem
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The sizes of a kernel. Rows are those of the operands; k and n those of the problem, padded if need be."""
+    """The static parameters of a kernel beside its problem; k and n are those of the problem, padded if need be."""
 
-    slab: int  # rows that are stored together: a result is merged and written in whole slabs
-    grain: int  # rows that a copy can start and end at
-    heights: tuple[int, ...]  # rows of a tile, ascending
-    table: tuple[int, ...]  # the height of a tile by the slabs that are left of its span; the last for all beyond
-    deep: int  # columns of k in a block
-    wide: int  # columns of n in a block
-    chunk: int  # columns of n that are multiplied at a time
-    fine: int = 0  # contraction: rows of a short step of a sum; a long one has twice as many
-    k_outside: bool = True  # contraction: whether blocks of k change less often than blocks of n
-    x_slots: int = 2  # tiles of lhs that are held or on their way
-    out_slots: int = 4  # chunks of the result that may be on their way out
-    chip: Chip = CHIPS["v6e"]  # whose products are taken
-    cores: int = 1
+    sublane_tile: int  # rows of a native (sublane, lane) tile, 8 to 32 by dtype: row tiles start at multiples of it
+    dma_align: int  # rows: a copy between HBM and VMEM starts and ends at a multiple of this
+    heights: tuple[int, ...]  # rows of a row tile, ascending; each height is a branch of its own in the kernel
+    height_table: tuple[int, ...]  # the height to take, by the sublane tiles left in the span; the last one beyond
+    block_k: int  # columns of k in a column block
+    block_n: int  # columns of n in a column block
+    chunk: int  # columns of n that are multiplied at a time; a column block has one or more chunks
+    step_m: int = 0  # contraction: rows of a short step of the accumulation; a long step has twice as many
+    k_outer: bool = True  # contraction: loop over blocks of k outside of the loop over blocks of n
+    lhs_buffers: int = 2  # VMEM buffers for row tiles of lhs; 2 is double buffering
+    out_buffers: int = 4  # VMEM buffers for chunks of the result, which are written back asynchronously
+    chip: Chip = CHIPS["v6e"]  # decides in which dtypes tiles are multiplied
+    cores: int = 1  # TensorCores over which the column blocks are split
 
     @property
-    def tallest(self) -> int:
-        """Rows of a buffer."""
+    def block_m(self) -> int:
+        """The rows of the tallest row tile, for which buffers are allocated."""
         return self.heights[-1]
 
     @property
     def chunks(self) -> int:
-        """Chunks of a whole block."""
-        return self.wide // self.chunk
+        """The number of chunks in a full column block."""
+        return self.block_n // self.chunk
 
-    def blocks(self, problem: Problem) -> int:
-        """Blocks of the result that each span goes through."""
-        wide = -(-problem.n // self.wide)
-        return wide if problem.form is Form.ROWS else wide * -(-problem.k // self.deep)
+    def num_blocks(self, problem: Problem) -> int:
+        """The number of column blocks that the kernel goes through for each span."""
+        n_blocks = -(-problem.n // self.block_n)
+        return n_blocks if problem.form is Form.ROWS else n_blocks * -(-problem.k // self.block_k)
 
 
-def heights_table(heights: tuple[int, ...], slab: int, price: Callable[[int], float]) -> tuple[int, ...]:
-    """For each number of slabs the first height of the cheapest way to cover them, given what each height costs.
+def cheapest_heights(heights: tuple[int, ...], unit: int, price: Callable[[int], float]) -> tuple[int, ...]:
+    """For each number of units left, the first tile height of the cheapest cover, given the price of each height.
 
-    >>> heights_table((32, 64), 16, lambda h: h + 8)
+    >>> cheapest_heights((32, 64), 16, lambda h: h + 8)
     (32, 32, 32, 64, 64, 32, 32, 64, 64)
     """
     if len(heights) == 1:
         return heights
     best, table = [0.0], [heights[0]]
-    for left in range(1, 2 * heights[-1] // slab + 1):
-        cost, height = min((price(h) + best[max(0, left - h // slab)], h) for h in heights)
+    for left in range(1, 2 * heights[-1] // unit + 1):
+        cost, height = min((price(h) + best[max(0, left - h // unit)], h) for h in heights)
         best.append(cost)
         table.append(height)
     return tuple(table)

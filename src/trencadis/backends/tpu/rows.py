@@ -1,13 +1,15 @@
-"""Rows: out[r] = lhs[r] @ rhs[group of r]. A group's weights stay in VMEM while its rows pass.
+"""The body of the rows form: out[r] = lhs[r] @ rhs[group of r]. A group's weights stay in VMEM for all of its rows.
 
-A tile begins at a slab, not at a row: the first slab of a group may begin with rows of the group before, and its last
-may end with rows of the one after. Rows do not mix in a product, so nothing is masked on the way in. On the way out a
-slab that two groups share is kept, until the later group has filled its part; so each slab is written once.
+A row tile starts at a multiple of the sublane tile: the first sublane tile of a group may begin with rows of the group
+before, and its last may end with rows of the next one. Rows do not mix in a product, so nothing is masked on input. On
+output, a boundary tile (a sublane tile that two groups share) is kept in VMEM until the later group has filled its
+part, so that each sublane tile of the result is written once.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,241 +17,260 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.tpu import scales
-from trencadis.backends.tpu.columns import LANES, Columns, i32, span
+from trencadis.backends.tpu import epilogue_vectors
+from trencadis.backends.tpu.epilogue_vectors import EpilogueVectors, column_vectors, lane_vector_of
+from trencadis.backends.tpu.indexing import LANES, BlockedAxis, Dma, Index, Ref, Value, aligned_ds, i32
 from trencadis.backends.tpu.layout import Layout
+from trencadis.backends.tpu.pipeline import Cursor, OutputRing, Prefetcher
 from trencadis.backends.tpu.products import multiply
-from trencadis.backends.tpu.streams import Ahead, Outbox, Stream
-from trencadis.backends.tpu.walk import Place, Walk
+from trencadis.backends.tpu.tile_scheduler import Tile, TileScheduler
 from trencadis.core.dtypes import cast
 from trencadis.core.epilogue import Extras, add
 from trencadis.core.problem import Problem
 
-TALL = {"x", "by_row"}  # what comes in once for a tile of rows; all else comes in chunks
-ZEROS = 256  # rows of the block of zeros that unowned rows are written from
+ONCE_PER_TILE = {"lhs", "by_row"}  # operands that are fetched whole for a row tile; all others come in chunks of n
+ZERO_ROWS = 256  # rows of the block of zeros that is copied to unowned rows
 
 
 def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
-    """The buffers of the form."""
-    parts, chunk, tall = layout.chunks, layout.chunk, layout.tallest
+    """The scratch shapes of the kernel, by name."""
+    chunks, chunk, rows = layout.chunks, layout.chunk, layout.block_m
     weights = (chunk, problem.k) if problem.transpose_rhs else (problem.k, chunk)
     buffers = {
-        "x": pltpu.VMEM((layout.x_slots, tall, problem.k), problem.lhs),
-        "x_sem": pltpu.SemaphoreType.DMA((layout.x_slots,)),
-        "w": pltpu.VMEM((2, parts, *weights), problem.rhs),
-        "w_sem": pltpu.SemaphoreType.DMA((2, parts)),
-        **Outbox.scratch(layout.out_slots, tall, chunk, problem.out),
-        "kept": pltpu.VMEM((-(-problem.n // chunk), layout.slab, chunk), problem.out),
-        "kept_sem": pltpu.SemaphoreType.DMA,
-        **scales.scratch(problem, layout),
+        "lhs": pltpu.VMEM((layout.lhs_buffers, rows, problem.k), problem.lhs),
+        "lhs_sem": pltpu.SemaphoreType.DMA((layout.lhs_buffers,)),
+        "rhs": pltpu.VMEM((2, chunks, *weights), problem.rhs),
+        "rhs_sem": pltpu.SemaphoreType.DMA((2, chunks)),
+        **OutputRing.scratch(layout.out_buffers, rows, chunk, problem.out),
+        "boundary": pltpu.VMEM((-(-problem.n // chunk), layout.sublane_tile, chunk), problem.out),
+        "boundary_sem": pltpu.SemaphoreType.DMA,
+        **epilogue_vectors.scratch(problem, layout),
     }
     if problem.epilogue.accumulate:
-        buffers["e"] = pltpu.VMEM((2, parts, tall, chunk), problem.out)
-        buffers["e_sem"] = pltpu.SemaphoreType.DMA((2, parts))
+        buffers["existing"] = pltpu.VMEM((2, chunks, rows, chunk), problem.out)
+        buffers["existing_sem"] = pltpu.SemaphoreType.DMA((2, chunks))
     else:
-        buffers["zeros"] = pltpu.VMEM((min(ZEROS, tall), chunk), problem.out)
+        buffers["zeros"] = pltpu.VMEM((min(ZERO_ROWS, rows), chunk), problem.out)
         buffers["zeros_sem"] = pltpu.SemaphoreType.DMA
-        buffers["zeros_sent"] = pltpu.SMEM((2,), jnp.int32)
+        buffers["zeros_sent"] = pltpu.SMEM((2,), jnp.int32)  # copies in flight: of ZERO_ROWS, of one sublane tile
     return buffers
 
 
-class Rows:
-    """What the form does at each place of a walk. `hbm` and `vmem` are references by name."""
+class RowsBody:
+    """The body of the rows form; `hbm` and `vmem` are the kernel's references by name."""
 
-    def __init__(self, problem: Problem, layout: Layout, walk: Walk, hbm: dict[str, Any], vmem: dict[str, Any]) -> None:
-        self.problem, self.layout, self.walk, self.hbm, self.vmem = problem, layout, walk, hbm, vmem
-        self.n = Columns(problem.n, layout.wide, layout.chunk)
-        self.scales = scales.Scales(problem, layout, self.n, hbm, vmem)
-        self.out = Outbox(vmem, (None, self.n.even), lambda at, *size: self._out(*(at or (0, 0)), *size))
+    def __init__(
+        self, problem: Problem, layout: Layout, scheduler: TileScheduler, hbm: dict[str, Ref], vmem: dict[str, Ref]
+    ) -> None:
+        self.problem, self.layout, self.scheduler, self.hbm, self.vmem = problem, layout, scheduler, hbm, vmem
+        self.n = BlockedAxis(problem.n, layout.block_n, layout.chunk)
+        self.vectors = EpilogueVectors(problem, layout, self.n, hbm, vmem)
+        sizes = None, self.n.uniform_chunk
+        self.ring = OutputRing(vmem, sizes, lambda where, *size: self._out(*(where or (0, 0)), *size))
 
-    def _out(self, row: Any, column: Any, rows: Any, columns: Any) -> Any:
-        return self.hbm["out"].at[span(row, rows, self.layout.slab), span(column, columns, LANES)]
+    def _out(self, row: Index, column: Index, rows: Index, columns: Index) -> Ref:
+        return self.hbm["out"].at[aligned_ds(row, rows, self.layout.sublane_tile), aligned_ds(column, columns, LANES)]
 
-    # -- operands ------------------------------------------------------------------------------------------------------
+    # -- copies from HBM -----------------------------------------------------------------------------------------------
 
-    def streams(self) -> dict[str, Stream]:
-        """The operands on their way in; all but lhs in chunks."""
-        walk, ends = self.walk, self.problem.epilogue
+    def prefetchers(self) -> dict[str, Prefetcher]:
+        """The operands that are prefetched, by name; all but lhs and its scales in chunks of n."""
+        scheduler, steps = self.scheduler, self.problem.epilogue
 
-        def chunks(place: Place) -> Any:
-            return self.n.count(place.block)
+        def chunks(tile: Tile) -> Index:
+            return self.n.chunks_in(tile.block)
 
-        def weights(place: Place) -> Any:
-            return place.span, place.block
+        def weights(tile: Tile) -> tuple[Index, ...]:
+            return tile.span, tile.block
 
-        def tall(copy: Any) -> Stream:
-            return Stream(walk, lambda place: (place.span, place.row), copy, lambda place: i32(1), self.layout.x_slots)
+        def per_tile(dma: Callable[[Tile, Index, Index], Dma]) -> Prefetcher:
+            return Prefetcher(
+                scheduler, lambda tile: (tile.span, tile.row), dma, lambda tile: i32(1), self.layout.lhs_buffers
+            )
 
-        streams = {"x": tall(self._copy_x), "w": Stream(walk, weights, self._copy_w, chunks)}
-        if ends.by_row:
-            streams["by_row"] = tall(lambda place, slot, part: self.scales.copy_lines(scales.line(place.row), slot))
-        for name in scales.across(self.problem):
-            streams[name] = Stream(walk, weights, functools.partial(self._copy_across, name), chunks)
-        if ends.accumulate:
-            streams["e"] = Stream(walk, lambda place: (place.span, place.block, place.row), self._copy_e, chunks)
-        return streams
+        found = {"lhs": per_tile(self._dma_lhs), "rhs": Prefetcher(scheduler, weights, self._dma_rhs, chunks)}
+        if steps.by_row:
+            found["by_row"] = per_tile(lambda tile, slot, chunk: self.vectors.dma_rows(lane_vector_of(tile.row), slot))
+        for name in column_vectors(self.problem):
+            found[name] = Prefetcher(scheduler, weights, functools.partial(self._dma_columns, name), chunks)
+        if steps.accumulate:
+            found["existing"] = Prefetcher(
+                scheduler, lambda tile: (tile.span, tile.block, tile.row), self._dma_existing, chunks
+            )
+        return found
 
-    def _copy_x(self, place: Place, slot: Any, part: Any) -> Any:
-        del part
-        rows, inside = self.walk.copied(place)
+    def _dma_lhs(self, tile: Tile, slot: Index, chunk: Index) -> Dma:
+        del chunk
+        rows, inside = self.scheduler.dma_rows(tile)
         return pltpu.make_async_copy(
-            self.hbm["lhs"].at[rows, :], self.vmem["x"].at[slot, inside, :], self.vmem["x_sem"].at[slot]
+            self.hbm["lhs"].at[rows, :], self.vmem["lhs"].at[slot, inside, :], self.vmem["lhs_sem"].at[slot]
         )
 
-    def _copy_w(self, place: Place, slot: Any, part: Any) -> Any:
-        at, size = self.n.of_chunk(place.block, part)
-        columns, inside = span(at, size, LANES), span(0, size, LANES)
-        which, target = lax.rem(place.span, i32(self.problem.weights)), self.vmem["w"].at[slot, part]
+    def _dma_rhs(self, tile: Tile, slot: Index, chunk: Index) -> Dma:
+        start, size = self.n.chunk_range(tile.block, chunk)
+        columns, inside = aligned_ds(start, size, LANES), aligned_ds(0, size, LANES)
+        which, target = lax.rem(tile.span, i32(self.problem.weights)), self.vmem["rhs"].at[slot, chunk]
         if self.problem.transpose_rhs:
             source, target = self.hbm["rhs"].at[which, columns, :], target.at[inside, :]
         else:
             source, target = self.hbm["rhs"].at[which, :, columns], target.at[:, inside]
-        return pltpu.make_async_copy(source, target, self.vmem["w_sem"].at[slot, part])
+        return pltpu.make_async_copy(source, target, self.vmem["rhs_sem"].at[slot, chunk])
 
-    def _copy_across(self, name: str, place: Place, slot: Any, part: Any) -> Any:
-        return self.scales.copy(name, lax.rem(place.span, i32(self.problem.weights)), place.block, slot, part)
+    def _dma_columns(self, name: str, tile: Tile, slot: Index, chunk: Index) -> Dma:
+        which = lax.rem(tile.span, i32(self.problem.weights))
+        return self.vectors.dma_columns(name, which, tile.block, slot, chunk)
 
-    def _copy_e(self, place: Place, slot: Any, part: Any) -> Any:
-        at, size = self.n.of_chunk(place.block, part)
-        rows = self.walk.rows(place)
+    def _dma_existing(self, tile: Tile, slot: Index, chunk: Index) -> Dma:
+        start, size = self.n.chunk_range(tile.block, chunk)
+        rows = self.scheduler.rows(tile)
+        unit = self.layout.sublane_tile
         return pltpu.make_async_copy(
-            self._out(place.row, at, rows, size),
-            self.vmem["e"].at[slot, part, span(0, rows, self.layout.slab), span(0, size, LANES)],
-            self.vmem["e_sem"].at[slot, part],
+            self._out(tile.row, start, rows, size),  # existing_out is aliased to the result
+            self.vmem["existing"].at[slot, chunk, aligned_ds(0, rows, unit), aligned_ds(0, size, LANES)],
+            self.vmem["existing_sem"].at[slot, chunk],
         )
 
-    # -- work ----------------------------------------------------------------------------------------------------------
+    # -- arithmetic ----------------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Before the first place."""
-        self.out.open()
+    def start(self) -> None:
+        """Initialize the output ring and the block of zeros before the first tile."""
+        self.ring.reset()
         if "zeros" in self.vmem:
             self.vmem["zeros"][...] = jnp.zeros_like(self.vmem["zeros"])
             for i in range(2):
                 self.vmem["zeros_sent"][i] = i32(0)
 
-    def visit(self, place: Place, before: Any, streams: dict[str, Stream], ahead: dict[str, Ahead]) -> dict[str, Any]:
-        """One tile of rows with one block of weights; `before` is where the rows of the span before ended."""
-        walk = self.walk
-        for name in (name for name in streams if name in TALL):
-            streams[name].wait(place, ahead[name])
-        if "by_row" in streams:
-            pl.when(ahead["by_row"].fresh)(lambda: self.scales.turn(ahead["by_row"].slot))
-        height, chunks = walk.height(place), self.n.count(place.block)
+    def compute(
+        self, tile: Tile, prev_end: Index, prefetchers: dict[str, Prefetcher], cursors: dict[str, Cursor]
+    ) -> dict[str, Index]:
+        """Multiply one row tile by one column block of weights; `prev_end` is where the rows of the last span ended."""
+        scheduler = self.scheduler
+        for name in (name for name in prefetchers if name in ONCE_PER_TILE):
+            prefetchers[name].wait(tile, cursors[name])
+        if "by_row" in prefetchers:
+            pl.when(cursors["by_row"].is_new)(lambda: self.vectors.transpose_rows(cursors["by_row"].slot))
+        height, chunks = scheduler.height(tile), self.n.chunks_in(tile.block)
 
-        def chunk(part: Any, none: None) -> None:
-            for name in (name for name in streams if name not in TALL):
-                streams[name].wait(place, ahead[name], part)
+        def compute_chunk(chunk: Index, none: None) -> None:
+            for name in (name for name in prefetchers if name not in ONCE_PER_TILE):
+                prefetchers[name].wait(tile, cursors[name], chunk)
 
-            @pl.when(place.row == walk.floor(place.start))
+            @pl.when(tile.row == scheduler.align_down(tile.start))
             def _() -> None:
-                self._fill(before, walk.floor(place.start), place.block, part)
+                self._write_unowned(prev_end, scheduler.align_down(tile.start), tile.block, chunk)
 
-            slot = self.out.take()
+            slot = self.ring.acquire()
             for h in self.layout.heights:
 
                 @pl.when(height == i32(h))
                 def _(h: int = h) -> None:
-                    self._multiply(h, place, part, slot, ahead)
+                    self._multiply(h, tile, chunk, slot, cursors)
 
-            streams["w"].free(ahead["w"], part)
-            streams["x"].free(ahead["x"], 0, part == chunks - i32(1))  # what comes in goes before what goes out
-            self._merge(place, before, part, slot, ahead)
-            done = jnp.where(walk.last(place), walk.floor(place.end) - place.row, height)
-            at, columns = self.n.of_chunk(place.block, part)
-            self.out.send((place.row, at), done, columns)
+            prefetchers["rhs"].release(cursors["rhs"], chunk)
+            # copies are served in order: those that the next products wait for are started before the result's
+            prefetchers["lhs"].release(cursors["lhs"], 0, chunk == chunks - i32(1))
+            self._merge_boundaries(tile, prev_end, chunk, slot, cursors)
+            done = jnp.where(scheduler.is_last(tile), scheduler.align_down(tile.end) - tile.row, height)
+            start, columns = self.n.chunk_range(tile.block, chunk)
+            self.ring.write_back((tile.row, start), done, columns)
 
-        lax.fori_loop(i32(0), chunks, chunk, None)
-        return {"w": chunks, "x": 1}
+        lax.fori_loop(i32(0), chunks, compute_chunk, None)
+        return {"rhs": chunks, "lhs": 1}
 
-    def _multiply(self, h: int, place: Place, part: Any, slot: Any, ahead: dict[str, Ahead]) -> None:
+    def _multiply(self, h: int, tile: Tile, chunk: Index, slot: Index, cursors: dict[str, Cursor]) -> None:
         problem, vmem = self.problem, self.vmem
-        x = vmem["x"][ahead["x"].slot, :h, :]  # [h, k]
-        w = vmem["w"][ahead["w"].slot, part]  # [k, chunk] or [chunk, k]
-        sums = multiply(problem, self.layout.chip, x, w, (1, 1 if problem.transpose_rhs else 0))  # [h, chunk]
-        down = self.scales.down(place.row & i32(LANES - 1), h, self.layout.slab)
-        along = (self.scales.across(name, ahead, part) for name in ("by_column", "bias"))
-        result = problem.epilogue.finish(sums, Extras(down, *along), problem.out)
+        x = vmem["lhs"][cursors["lhs"].slot, :h, :]  # [h, k]
+        w = vmem["rhs"][cursors["rhs"].slot, chunk]  # [k, chunk] or [chunk, k]
+        acc = multiply(problem, self.layout.chip, x, w, (1, 1 if problem.transpose_rhs else 0))  # [h, chunk]
+        by_row = self.vectors.rows(tile.row & i32(LANES - 1), h, self.layout.sublane_tile)
+        by_column = (self.vectors.columns(name, cursors, chunk) for name in ("by_column", "bias"))
+        result = problem.epilogue.finish(acc, Extras(by_row, *by_column), problem.out)
         if problem.epilogue.accumulate:
-            result = add(vmem["e"][ahead["e"].slot, part, :h, :], result)
-        vmem["o"][slot, :h, :] = cast(result, problem.out)
+            result = add(vmem["existing"][cursors["existing"].slot, chunk, :h, :], result)
+        vmem["out"][slot, :h, :] = cast(result, problem.out)
 
-    def _merge(self, place: Place, before: Any, part: Any, slot: Any, ahead: dict[str, Ahead]) -> None:
-        """Put right the rows of other groups in the tile's first slab, and keep its last if it is not full."""
-        walk, layout, out = self.walk, self.layout, self.vmem["o"]
-        kept = self.vmem["kept"].at[self.n.index(place.block, part)]
-        index = lax.broadcasted_iota(jnp.int32, (layout.slab, layout.chunk), 0)
+    def _merge_boundaries(
+        self, tile: Tile, prev_end: Index, chunk: Index, slot: Index, cursors: dict[str, Cursor]
+    ) -> None:
+        """Restore the rows of earlier groups in the first sublane tile, and keep the last one if it is not full."""
+        scheduler, unit, out = self.scheduler, self.layout.sublane_tile, self.vmem["out"]
+        boundary = self.vmem["boundary"].at[self.n.chunk_index(tile.block, chunk)]
+        index = lax.broadcasted_iota(jnp.int32, (unit, self.layout.chunk), 0)
 
-        def old(offset: Any) -> Any:  # what rows of nobody hold
-            if "e" not in self.vmem:
-                return jnp.zeros((layout.slab, layout.chunk), self.problem.out)
-            return self.vmem["e"][ahead["e"].slot, part, span(offset, layout.slab, layout.slab), :]
+        def unowned(offset: Index) -> Value:  # what unowned rows hold
+            if "existing" not in self.vmem:
+                return jnp.zeros((unit, self.layout.chunk), self.problem.out)
+            return self.vmem["existing"][cursors["existing"].slot, chunk, aligned_ds(offset, unit, unit), :]
 
-        @pl.when(place.row < place.start)
+        @pl.when(tile.row < tile.start)
         def _() -> None:
-            head = slice(0, layout.slab)
-            theirs = jnp.where(index < before - place.row, kept[...], old(0))
-            out[slot, head, :] = jnp.where(index < place.start - place.row, theirs, out[slot, head, :])
+            head = slice(0, unit)
+            earlier = jnp.where(index < prev_end - tile.row, boundary[...], unowned(0))
+            out[slot, head, :] = jnp.where(index < tile.start - tile.row, earlier, out[slot, head, :])
 
-        @pl.when(walk.last(place) & (walk.floor(place.end) < place.end))
+        @pl.when(scheduler.is_last(tile) & (scheduler.align_down(tile.end) < tile.end))
         def _() -> None:
-            offset = walk.floor(place.end) - place.row
-            tail = out[slot, span(offset, layout.slab, layout.slab), :]
-            kept[...] = jnp.where(index < place.end - place.row - offset, tail, old(offset))
+            offset = scheduler.align_down(tile.end) - tile.row
+            tail = out[slot, aligned_ds(offset, unit, unit), :]
+            boundary[...] = jnp.where(index < tile.end - tile.row - offset, tail, unowned(offset))
 
-    # -- rows of nobody ------------------------------------------------------------------------------------------------
+    # -- unowned rows --------------------------------------------------------------------------------------------------
 
-    def _fill(self, before: Any, top: Any, block: Any, part: Any) -> None:
-        """Settle the rows between two spans, in one chunk of columns: from where one ended to the slab `top`."""
-        walk, layout = self.walk, self.layout
-        column, columns = self.n.of_chunk(block, part)
-        kept, low = walk.floor(before), walk.ceil(before)
+    def _write_unowned(self, prev_end: Index, top: Index, block: Index, chunk: Index) -> None:
+        """Write one chunk of the rows between two spans: the boundary tile of the first, then zeros up to `top`."""
+        scheduler, unit = self.scheduler, self.layout.sublane_tile
+        column, columns = self.n.chunk_range(block, chunk)
+        boundary, low = scheduler.align_down(prev_end), scheduler.align_up(prev_end)
 
-        @pl.when((kept < before) & (kept < top))
+        @pl.when((boundary < prev_end) & (boundary < top))
         def _() -> None:
             copy = pltpu.make_async_copy(
-                self.vmem["kept"].at[self.n.index(block, part), :, span(0, columns, LANES)],
-                self._out(kept, column, layout.slab, columns),
-                self.vmem["kept_sem"],
+                self.vmem["boundary"].at[self.n.chunk_index(block, chunk), :, aligned_ds(0, columns, LANES)],
+                self._out(boundary, column, unit, columns),
+                self.vmem["boundary_sem"],
             )
             copy.start()
             copy.wait()
 
-        if "zeros" not in self.vmem:
+        if "zeros" not in self.vmem:  # these rows of existing_out are in place already
             return
         height, sent = self.vmem["zeros"].shape[0], self.vmem["zeros_sent"]
 
-        def send(row: Any) -> Any:
-            self._zeros(row, column, height, columns).start()
+        def send(row: Index) -> Index:
+            self._dma_zeros(row, column, height, columns).start()
             return row + i32(height)
 
-        whole = lax.while_loop(lambda row: row + i32(height) <= top, send, low)
+        rest = lax.while_loop(lambda row: row + i32(height) <= top, send, low)
         sent[0] = sent[0] + lax.div(jnp.maximum(top - low, i32(0)), i32(height)) * self._units(columns)
 
-        @pl.when(whole < top)
+        @pl.when(rest < top)
         def _() -> None:
-            self._zeros(whole, column, top - whole, columns).start()
-            sent[1] = sent[1] + lax.div(top - whole, i32(layout.slab)) * self._units(columns)
+            self._dma_zeros(rest, column, top - rest, columns).start()
+            sent[1] = sent[1] + lax.div(top - rest, i32(unit)) * self._units(columns)
 
-    def _units(self, columns: Any) -> Any:
-        return i32(1) if self.n.even else lax.div(columns, i32(LANES))
+    def _units(self, columns: Index) -> Index:
+        """The width of a copy of zeros in the unit in which `finish` waits for them: a chunk, or 128 columns."""
+        return i32(1) if self.n.uniform_chunk else lax.div(columns, i32(LANES))
 
-    def _zeros(self, row: Any, column: Any, rows: Any, columns: Any) -> Any:
-        source = self.vmem["zeros"].at[span(0, rows, self.layout.slab), span(0, columns, LANES)]
+    def _dma_zeros(self, row: Index, column: Index, rows: Index, columns: Index) -> Dma:
+        source = self.vmem["zeros"].at[aligned_ds(0, rows, self.layout.sublane_tile), aligned_ds(0, columns, LANES)]
         return pltpu.make_async_copy(source, self._out(row, column, rows, columns), self.vmem["zeros_sem"])
 
-    def close(self, before: Any) -> None:
-        """After the last place: the rows that follow the last span, and whatever is still under way."""
-        walk = self.walk
-        bottom = walk.ceil(i32(self.problem.rows))
+    def finish(self, prev_end: Index) -> None:
+        """Write the unowned rows after the last span, and wait for all copies in flight."""
+        scheduler = self.scheduler
+        bottom = scheduler.align_up(i32(self.problem.rows))
 
-        def block(b: Any, none: None) -> None:
-            lax.fori_loop(i32(0), self.n.count(b), lambda part, none: self._fill(before, bottom, b, part), None)
+        def write_block(b: Index, none: None) -> None:
+            def write_chunk(chunk: Index, none: None) -> None:
+                self._write_unowned(prev_end, bottom, b, chunk)
 
-        lax.fori_loop(walk.low, walk.high, block, None)
-        self.out.close()
+            lax.fori_loop(i32(0), self.n.chunks_in(b), write_chunk, None)
+
+        lax.fori_loop(scheduler.block_begin, scheduler.block_end, write_block, None)
+        self.ring.drain()
         if "zeros" in self.vmem:
-            unit = self.n.even or LANES
-            for i, rows in enumerate((self.vmem["zeros"].shape[0], self.layout.slab)):
-                wait = self._zeros(0, 0, rows, unit).wait
+            columns = self.n.uniform_chunk or LANES
+            for i, rows in enumerate((self.vmem["zeros"].shape[0], self.layout.sublane_tile)):
+                wait = self._dma_zeros(0, 0, rows, columns).wait
                 lax.fori_loop(i32(0), self.vmem["zeros_sent"][i], lambda i, none, wait=wait: wait(), None)

@@ -1,0 +1,1 @@
+"""The commands of `python -m benchmarks`, a module for each; each has a `main` that takes the parsed arguments."""

@@ -1,0 +1,116 @@
+"""The quantized cases of `check`: group sizes that are no multiples of tiles, NaN in unowned rows, a window, a bias.
+
+On a CPU the GPU kernels run in the interpreter, on smaller operands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import trencadis as tr
+from benchmarks import oracle
+from trencadis.quant import Scaled, quantize
+
+FIRST, LOCAL = 1, 3  # the window: group 0 is not held here
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A call, the error of its result against float64, and the error that rounding explains."""
+
+    error: Callable[[], float]
+    out: Any  # the result's dtype
+
+    @property
+    def limit(self) -> float:
+        """The error of rounding the result, or of summing in the tensor cores."""
+        return 3e-3 if np.dtype(self.out).itemsize == 2 else 1e-3
+
+
+def checks() -> dict[str, Check]:
+    """The cases by name; their operands are made when they run."""
+    interpret = jax.default_backend() == "cpu"
+    data = functools.cache(lambda: Data(interpret=interpret))
+
+    def check(method: str, out: Any, *how: Any) -> Check:
+        return Check(lambda: getattr(data(), method)(*how, out), out)
+
+    found: dict[str, Check] = {}
+    for name in ("int8", "int4", "float8_e4m3fn", "float8_e5m2"):
+        for last, out in ((True, jnp.bfloat16), (False, jnp.bfloat16), (True, jnp.float32)):
+            found[f"bf16 x {name}, last={last}, {out.__name__}"] = check("weights", out, name, last)
+        if name != "int4":
+            found[f"{name} x {name}"] = check("both", jnp.bfloat16, name)
+            found[f"{name} x {name}, blocks"] = check("blocks", jnp.float32, name)
+            found[f"{name}, contraction"] = check("contraction", jnp.bfloat16, name)
+        if not interpret:
+            few = functools.partial(few_rows, name, jnp.bfloat16)
+            found[f"bf16 x {name}, many groups of few rows"] = Check(few, jnp.bfloat16)
+    return found
+
+
+class Data:
+    """Normal rows x [m, k], weights w [3, k, n] and y [m, n], and calls on them."""
+
+    def __init__(self, *, interpret: bool) -> None:
+        """Make the data: small, if the kernels are interpreted."""
+        self.interpret = interpret
+        self.m, self.k, self.n = (96, 192, 192) if interpret else (700, 576, 320)
+        self.sizes = np.array([5, self.m // 3, 0, self.m // 2])
+        low, high = int(self.sizes[0]), int(self.sizes.sum())
+        self.owned = (np.arange(self.m) >= low) & (np.arange(self.m) < high)
+        shapes = ((self.m, self.k), (LOCAL, self.k, self.n), (self.m, self.n))
+        keys = jax.random.split(jax.random.key(0), 3)
+        self.x, self.w, self.y = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+        self.how: dict[str, Any] = {"backend": "gpu", "interpret": interpret, "group_offset": FIRST}
+
+    def weights(self, name: str, last: bool, out: Any) -> float:
+        """The error with bfloat16 rows, NaN in unowned ones, and weights of a format."""
+        rows = jnp.where(self.owned[:, None], self.x, jnp.nan).astype(jnp.bfloat16)
+        return self.rows(rows, quantize(self.w, name, "column"), last, out)
+
+    def both(self, name: str, out: Any) -> float:
+        """The error with both operands quantized, by rows and columns."""
+        return self.rows(self.spoiled(quantize(self.x, name, "row")), quantize(self.w, name, "column"), True, out)
+
+    def blocks(self, name: str, out: Any) -> float:
+        """The error with both operands quantized, by blocks of 128 along k and n."""
+        x, w = self.spoiled(quantize(self.x, name, (1, 128))), quantize(self.w, name, (1, 128, 128))
+        return self.rows(x, w, True, out)
+
+    def spoiled(self, q: Scaled) -> Scaled:
+        """The rows with NaN in unowned ones, in the values where their format has NaN, and in the scales."""
+        scale = jnp.where(self.owned[:, None], q.scale, jnp.nan)
+        values = q.values if q.format == "int8" else jnp.where(self.owned[:, None], q.values, jnp.nan).astype(q.dtype)
+        return Scaled(values, scale, q.format, q.block)
+
+    def rows(self, a: Any, b: Scaled, last: bool, out: Any) -> float:
+        """The error of rows times weights, plus a bias."""
+        bias = self.y[:LOCAL]
+        got = tr.grouped_matmul(a, b.mT if last else b, self.sizes, out, transpose_rhs=last, bias=bias, **self.how)
+        return oracle.error(got, oracle.rows(a, b, self.sizes, first=FIRST, bias=bias))
+
+    def contraction(self, name: str, out: Any) -> float:
+        """The error of a contraction of two operands that are quantized along m."""
+        a, b = quantize(self.x.T, name, "row"), quantize(self.y.T, name, "row")
+        got = tr.transposed_grouped_matmul(a, b.mT, self.sizes, out, num_actual_groups=LOCAL, **self.how)
+        return oracle.error(got, oracle.contraction(a.mT, b.mT, self.sizes, first=FIRST, local=LOCAL))
+
+
+def few_rows(name: str, out: Any) -> float:
+    """The error of quantized weights with a few rows each: long sums, and one tile after the other without a pause."""
+    g, k, n = 64, 2048, 1536
+    sizes = np.arange(g) % 8
+    x = jax.random.normal(jax.random.key(0), (int(sizes.sum()), k), jnp.bfloat16)
+    w = quantize(jax.random.normal(jax.random.key(1), (g, n, k), jnp.bfloat16), name, (1, 1, k))
+    call: Callable[..., Any] = jax.jit(
+        lambda x, w: tr.grouped_matmul(x, w, sizes, out, transpose_rhs=True, backend="gpu")
+    )
+    return oracle.error(call(x, w), oracle.rows(x, w, sizes, transpose_rhs=True))

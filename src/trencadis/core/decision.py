@@ -1,0 +1,70 @@
+"""The outcome of planning: a `Plan` says how a grouped product will run, a `Refusal` why a backend cannot run it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from trencadis.core.epilogue import Epilogue
+from trencadis.core.problem import Problem
+from trencadis.core.target import Target
+from trencadis.core.tiling import Tiling
+
+
+class PerformanceWarning(UserWarning):
+    """A grouped product on an accelerator does not reach a kernel, or runs as many small ones.
+
+    Issued once for each reason when a program is lowered; the usual warning filters silence it:
+
+    >>> import warnings
+    >>> warnings.simplefilter("ignore", PerformanceWarning)
+    """
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A whole decision: which backend runs a product, in what layout, split how, and for what reason.
+
+    The backend computes `problem`. Where that is less than `asked`, the rest runs as XLA operations: with `split`, the
+    product is a sum over parts of k; steps of the epilogue that `problem` lacks are applied to the finished sum.
+    """
+
+    asked: Problem
+    problem: Problem
+    target: Target
+    backend: str
+    tiling: Tiling  # in the caller's units of m, k and n
+    layout: Any = None  # the backend's own description of its kernel
+    split: int = 0  # k is multiplied in parts of this length, each with its own scales; 0: in one piece
+    interpret: bool = False
+    because: str
+    notes: tuple[str, ...] = ()  # how operands are multiplied, where that is worth a sentence
+
+    @property
+    def peeled(self) -> tuple[str, ...]:
+        """The steps of the epilogue that XLA applies after the kernel."""
+        asked, kept = self.asked.epilogue, self.problem.epilogue
+        rest = Epilogue(
+            bias=asked.bias if kept.bias is None else None,
+            activation=asked.activation if kept.activation is None else None,
+            accumulate=asked.accumulate and not kept.accumulate,
+        )
+        return rest.steps
+
+    def __str__(self) -> str:
+        split = f", split along k into parts of {self.split}" if self.split else ""
+        peeled = f", then {' + '.join(self.peeled)} in XLA" if self.peeled else ""
+        return f"{self.backend}, tile {self.tiling}{split}{peeled}: {self.because}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """The reason why a backend cannot run a problem, and what the caller can do about it."""
+
+    backend: str
+    reason: str
+    advice: str = ""
+    costly: bool = True  # False where nothing is lost, as with an empty problem
+
+    def __str__(self) -> str:
+        return self.reason

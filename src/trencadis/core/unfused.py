@@ -1,0 +1,77 @@
+"""The steps of an epilogue as XLA operations on a finished sum, for products whose kernel does not apply them.
+
+Autodiff differentiates these operations, and a plan runs them after its kernel for the steps that it peels off.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trencadis.core.dtypes import accumulator, cast
+from trencadis.core.epilogue import Activation, Extras, activated, add
+from trencadis.core.jax_compat import Value
+from trencadis.core.problem import Form, Problem
+from trencadis.core.spans import First, Sizes, local_group, owned, spans
+
+Array = jax.Array
+
+
+def scale(problem: Problem, z: Array, extras: Extras, sizes: Sizes, first: First) -> Array:
+    """Sums z, or their cotangents, times the scales of rows and columns; unowned rows are 0 whatever their scales."""
+    by_row, by_column = extras.by_row, extras.by_column
+    if by_row is None and by_column is None:
+        return z
+    z = z.astype(accumulator(z.dtype, np.float32))
+    if problem.spans == 0:
+        return jnp.zeros_like(z)
+    if problem.form is Form.CONTRACTION:
+        z = z if by_row is None else z * by_row[:, :, None]
+        z = z if by_column is None else z * by_column[:, None, :]
+        starts, ends = spans(problem, sizes, first)
+        return jnp.where((ends > starts)[:, None, None], z, 0)
+    if by_row is not None:
+        z = z * by_row[:, None]
+    if by_column is not None:
+        z = z * jnp.take(by_column, local_group(problem, sizes, first), axis=0)
+    return jnp.where(owned(problem, sizes, first)[:, None], z, 0)
+
+
+def finish(
+    problem: Problem, z: Array, sizes: Sizes, first: First, *, bias: Array | None = None, existing: Array | None = None
+) -> Array:
+    """The result from scaled sums z: plus bias [rows, n], then the activation, plus existing; in the result's dtype."""
+    if bias is not None:
+        z = add(z, bias)
+    if problem.epilogue.activation is not None:
+        return activate(problem, problem.epilogue.activation, z, sizes, first)
+    if existing is None:
+        return cast(z, problem.out)
+    total = cast(add(existing, z), problem.out)
+    if problem.form is Form.CONTRACTION:
+        return total
+    return jnp.where(owned(problem, sizes, first)[:, None], total, existing)
+
+
+def bias_rows(problem: Problem, bias: Value, sizes: Sizes, first: First) -> Array:
+    """The bias of each row [m, n]: that of its group, or 0 for unowned rows."""
+    if problem.spans == 0:
+        return jnp.zeros((problem.m, problem.n), bias.dtype)
+    rows = jnp.take(bias, local_group(problem, sizes, first), axis=0)
+    return jnp.where(owned(problem, sizes, first)[:, None], rows, jnp.zeros_like(rows))
+
+
+def activate(problem: Problem, activation: Activation, z: Array, sizes: Sizes, first: First) -> Array:
+    """The result [rows, n] from sums z: the activation over owned rows, and 0 in unowned ones.
+
+    While it runs, unowned rows hold a copy of an owned row: the activation never sees a 0 that is not a sum, where its
+    slope may be infinite, and whatever it closes over gets no gradient from unowned rows.
+    """
+    mine = owned(problem, sizes, first)[:, None]  # [rows, 1]
+    if problem.rows == 0:
+        return jnp.zeros(problem.out_shape, problem.out)
+    some = jax.lax.stop_gradient(jnp.take(z, jnp.argmax(mine[:, 0]), axis=0))[None]  # [1, n]
+    some = jnp.where(jnp.any(mine), some, jnp.ones_like(some))
+    y = cast(activated(activation, jnp.where(mine, z, some), problem.out), problem.out)
+    return jnp.where(mine, y, jnp.zeros_like(y))

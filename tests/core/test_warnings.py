@@ -1,0 +1,154 @@
+"""`PerformanceWarning`: a call on an accelerator that misses its kernel says so when it is lowered, and says why."""
+
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import trencadis as tr
+from trencadis import backends
+from trencadis.core.devices import CARDS, CHIPS
+from trencadis.core.jax_compat import abstract_device
+
+pytestmark = pytest.mark.core
+
+DEVICES = {
+    "v6e": (CHIPS["v6e"].kind, 1, "tpu"),
+    "h200": (CARDS["h200"].kind, 132, "cuda"),
+    "a100": ("NVIDIA A100-SXM4-80GB", 108, "cuda"),
+}
+
+
+def struct(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def lower(device, fn=tr.grouped_matmul, dtype=jnp.bfloat16, **options):
+    """Lower a small call for a device that is not here."""
+    kind, cores, platform = DEVICES[device]
+    args = struct(64, 128, dtype=dtype), struct(4, 128, 128, dtype=dtype), struct(4, dtype=jnp.int32)
+    with abstract_device(kind, cores, platform=platform):
+        return jax.jit(lambda *xs: fn(*xs, **options)).trace(*args).lower(lowering_platforms=(platform,))
+
+
+def blocks(x, w, s):
+    quantized = tr.quant.quantize(w, "int8", (1, 32, 1))
+    return tr.grouped_matmul(x, quantized, s)
+
+
+def ragged(x, w, s):
+    a = tr.GroupedTensor.ragged_rows(x, s)
+    b = tr.GroupedTensor.ragged_cols(w.reshape(128, -1), s)
+    return tr.grouped_gemm(
+        a, b, contracting_dims=((1,), (0,)), out=tr.GroupedTensor.fully_ragged(jnp.zeros(64 * 64, x.dtype), s, s)
+    ).data
+
+
+@pytest.mark.parametrize(
+    ("device", "call", "reason"),
+    [
+        ("a100", {}, r"its kernels are for Hopper GPUs; the target is cuda \(NVIDIA A100-SXM4-80GB\)"),
+        ("v6e", {"dtype": jnp.float16}, "lhs is float16; it takes .*; cast it to one of these"),
+        ("h200", {"dtype": jnp.float32, "precision": "highest"}, "precision is highest; it multiplies float32 as tf32"),
+        ("v6e", {"dtype": jnp.float32, "precision": "high"}, "precision is high; it has DEFAULT and HIGHEST"),
+        ("h200", {"fn": blocks}, "one kernel for each block of 32 along k"),
+        ("v6e", {"fn": blocks}, "one kernel for each block of 32 along k"),
+    ],
+)
+def test_each_reason_is_said(device, call, reason):
+    with pytest.warns(tr.PerformanceWarning, match=reason) as seen:
+        lower(device, **call)
+    assert len({str(each.message) for each in seen}) == 1
+    assert "trencadis.why(fn, *args)" in str(seen[0].message)
+
+
+def test_nothing_is_said_on_the_fast_path_nor_of_what_was_asked_for():
+    for device in ("v6e", "h200"):
+        assert lower(device).as_text().count("custom_call") >= 1  # a kernel, and no warning, which would be an error
+        assert "stablehlo.while" in lower(device, backend="xla").as_text()
+    jax.jit(tr.grouped_matmul)(jnp.ones((4, 2), jnp.float16), jnp.ones((1, 2, 2)), jnp.array([4]))  # CPU has no kernels
+    with abstract_device(*DEVICES["h200"][:2], platform="cuda"):  # nothing to multiply, nothing lost
+        args = struct(0, 128), struct(4, 128, 128), struct(4, dtype=jnp.int32)
+        jax.jit(tr.grouped_matmul).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+def test_the_usual_filters_silence_it():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tr.PerformanceWarning)
+        assert "stablehlo.while" in lower("a100").as_text()
+
+
+def test_once_for_each_reason():
+    """Four layers that miss the kernel for one reason say it once, under Python's default filter."""
+
+    def layers(x, w, s):
+        for _ in range(4):
+            x = tr.grouped_matmul(x, w, s, x.dtype)
+        return x
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        lower("a100", fn=layers)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_drops_the_kernel_aloud_and_why_says_so(axis, monkeypatch):
+    """Under plain jit over a mesh XLA partitions the program, and kernels cannot be partitioned."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(axis,))
+    args = [jnp.ones((64, 128), jnp.bfloat16), jnp.ones((4, 128, 128), jnp.bfloat16), jnp.full((4,), 16)]
+    spread = [jax.device_put(x, NamedSharding(mesh, P(*("d",) * (i == 1)))) for i, x in enumerate(args)]
+    answer = tr.why(tr.grouped_matmul, *spread, target="h200")
+    assert [each.plan.backend for each in answer.passes] == ["xla"] * 3
+    assert "cannot partition a kernel" in str(answer)
+    assert tr.why(*spread, target="v6e").passes[0].plan.backend == "xla"
+    inside = jax.shard_map(tr.grouped_matmul, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"d"})
+    assert tr.why(inside, *args, target="h200").passes[0].plan.backend == "gpu"
+    # this machine's CPU stands for an accelerator: its refusal is the one that a TPU mesh gets
+    monkeypatch.setitem(backends.KERNELS, "cpu", ("tpu",))
+    monkeypatch.setattr(backends.tpu, "_elsewhere", lambda target: _partitioned(target))
+    with pytest.warns(
+        tr.PerformanceWarning, match="cannot partition a kernel over devices; wrap the call in jax.shard_map"
+    ):
+        jax.jit(tr.grouped_matmul).lower(*spread)
+
+
+def _partitioned(target):
+    advice = {"reason": "XLA cannot partition a kernel over devices", "advice": "wrap the call in jax.shard_map"}
+    return backends.Refusal(backend="tpu", **advice) if target.partitioned else None
+
+
+def test_groups_that_differ_in_several_dimensions():
+    with pytest.warns(tr.PerformanceWarning, match="m and n are ragged") as seen:
+        lower("h200", fn=ragged)
+    assert len(seen) == 1
+
+
+def test_a_missing_package_is_said_aloud():
+    """Without absl, which Pallas for GPUs of jax < 0.11 imports, a call for an H200 says what to install."""
+    program = """
+        import sys, warnings
+        sys.modules["absl"] = sys.modules["jax.experimental.pallas.mosaic_gpu"] = None  # importing them fails
+        import jax, jax.numpy as jnp
+        import trencadis as tr
+        from trencadis.core.jax_compat import abstract_device
+        x, w = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16), jax.ShapeDtypeStruct((4, 128, 128), jnp.bfloat16)
+        with abstract_device("NVIDIA H200", 132, platform="cuda"), warnings.catch_warnings(record=True) as seen:
+            jax.jit(tr.grouped_matmul).trace(x, w, jax.ShapeDtypeStruct((4,), jnp.int32)).lower(
+                lowering_platforms=("cuda",)
+            )
+        print(*(f"{each.category.__name__}: {each.message}" for each in seen), sep="\\n")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "PerformanceWarning: a grouped product runs as XLA loops instead of a kernel: Pallas for GPUs does not import"
+        in (done.stdout)
+    )
+    assert "pip install 'trencadis[cuda]'" in done.stdout
