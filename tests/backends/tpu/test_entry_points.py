@@ -36,12 +36,15 @@ def summed(x, y, sizes=SIZES, **options):
 
 @pytest.fixture
 def xwy(rng):
-    return tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((M, K), (G, K, N), (M, N)))
+    return tuple(rng.normal(size=s).astype(np.float32) for s in ((M, K), (G, K, N), (M, N)))
 
 
 def check_against_reference(transform, *args):
-    """The kernels and the reference backend agree on `transform(options)`, a function of the arguments."""
-    got = jax.jit(transform(dict(backend="tpu", interpret=True)))(*args)
+    """The kernels and the reference backend agree on `transform(options)`, a function of the arguments.
+
+    Without jit, a kernel is compiled once for all tests that call it.
+    """
+    got = transform(dict(backend="tpu", interpret=True))(*args)
     want = jax.jit(transform(dict(backend="reference")))(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         oracle.check(a, oracle.wide(b))
@@ -49,14 +52,9 @@ def check_against_reference(transform, *args):
 
 def test_gradient(xwy):
     x, w, c = xwy
-    tail = slice(sum(SIZES), None)
-    x, c = x.at[tail].set(jnp.nan), c.at[tail].set(jnp.nan)
-
-    def pull(x, w, c):
-        out, back = jax.vjp(lambda x, w: rows(x, w, backend="tpu", interpret=True), x, w)
-        return out, *back(c)
-
-    out, dx, dw = jax.jit(pull)(x, w, c)
+    x[sum(SIZES) :] = c[sum(SIZES) :] = np.nan
+    out, back = jax.vjp(lambda x, w: rows(x, w, backend="tpu", interpret=True), x, w)
+    dx, dw = back(c)
     oracle.check(out, oracle.rows(x, w, SIZES))
     oracle.check(dx, oracle.rows(c, w, SIZES, transpose_rhs=True))
     oracle.check(dw, oracle.contraction(x, c, SIZES))
@@ -66,8 +64,8 @@ def test_quantized_operands(xwy):
     """Unowned rows are 0 although their scales are NaN."""
     x, w, y = xwy
     mine, how = np.arange(M)[:, None] < sum(SIZES), dict(backend="tpu", interpret=True)
-    q, p = quantize(jnp.where(mine, x, jnp.nan), "int8", "row"), quantize(w, "int8", "column")
-    oracle.check(rows(q, p, **how), oracle.rows(jnp.where(mine, q.dequantize(), 0), p.dequantize(), SIZES))
+    q, p = quantize(np.where(mine, x, np.nan), "int8", "row"), quantize(w, "int8", "column")
+    oracle.check(rows(q, p, **how), oracle.rows(np.where(mine, q.dequantize(), 0), p.dequantize(), SIZES))
     q, p = quantize(x, "float8_e4m3fn", "column"), quantize(y, "float8_e5m2")
     oracle.check(summed(q, p, **how), oracle.contraction(q.dequantize(), p.dequantize(), SIZES))
 
@@ -105,18 +103,19 @@ def test_bias_activation_and_existing_out(xwy):
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, 0)])
 def test_vmap(axes, xwy):
     """Batch entries with weights of their own, and with shared weights."""
-    given = (*xwy[:2], jnp.asarray(SIZES))
-    stacked = [jnp.stack([a, a[::-1]]) if axis == 0 else a for a, axis in zip(given, axes, strict=True)]
+    given = (*xwy[:2], SIZES)
+    stacked = [np.stack([a, a[::-1]]) if axis == 0 else a for a, axis in zip(given, axes, strict=True)]
     check_against_reference(lambda how: jax.vmap(functools.partial(rows, **how), in_axes=axes), *stacked)
 
 
 def test_shard_map(xwy):
     """Experts over two devices, with check_vma on: each has a window, and the sum over devices is the whole result."""
     x, w, _ = xwy
-    w, sizes = jnp.concatenate([w, w[:1]]), np.array([7, 0, 12, 2], np.int32)
+    w, sizes = np.concatenate([w, w[:1]]), np.array([7, 0, 12, 2], np.int32)
     mesh = jax.make_mesh((2,), ("e",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
     def transform(how):
+        @jax.jit
         @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("e")), out_specs=P())
         def f(x, w):
             return jax.lax.psum(rows(x, w, sizes, group_offset=2 * jax.lax.axis_index("e"), **how), "e")
@@ -128,7 +127,7 @@ def test_shard_map(xwy):
 
 def test_64_bits(x64, rng):
     """With x64 on, scalars of the kernel stay int32, and int64 group sizes are clamped."""
-    x, w = jnp.asarray(rng.normal(size=(M, K)), jnp.float32), jnp.asarray(rng.normal(size=(G, K, N)), jnp.float32)
+    x, w = rng.normal(size=(M, K)).astype(np.float32), rng.normal(size=(G, K, N)).astype(np.float32)
     f = jax.jit(functools.partial(rows, backend="tpu", interpret=True))
     for sizes in (SIZES, [7, -(2**40), 2**40]):
         out = f(x, w, jnp.asarray(sizes, jnp.int64))
@@ -138,5 +137,6 @@ def test_64_bits(x64, rng):
 
 def test_grouped_gemm(xwy):
     """Both forms through `grouped_gemm`, with gradients."""
-    x, w, y = (a.at[sum(SIZES) :].set(jnp.nan) if a.ndim == 2 else a for a in xwy)
+    x, w, y = xwy
+    x[sum(SIZES) :] = y[sum(SIZES) :] = np.nan
     check_both_forms(x, w, y, SIZES, backend="tpu", interpret=True)
