@@ -80,11 +80,6 @@ class Epilogue:
         return dataclasses.replace(self, bias=None, activation=None, accumulate=False)
 
     @property
-    def unscaled(self) -> Epilogue:
-        """The epilogue without the scales."""
-        return Epilogue(bias=self.bias, activation=self.activation, accumulate=self.accumulate)
-
-    @property
     def steps(self) -> tuple[str, ...]:
         """The names of the steps, in the order in which they are applied."""
         scales = f"scales per {self.part} of k" if self.along_k else "scales"
