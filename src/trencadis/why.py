@@ -86,8 +86,9 @@ class Why:
 
     @property
     def problem(self) -> Problem:
-        """The problem of the first product."""
-        assert self.passes and self.passes[0].problem is not None
+        """The problem of the first product; a ValueError if there is none."""
+        if not self.passes or self.passes[0].problem is None:
+            raise ValueError("why: there is no grouped product in this function")
         return self.passes[0].problem
 
     @property
@@ -105,8 +106,11 @@ class Why:
         if not self.passes:
             return f"target       {self.target}\nthere is no grouped product in this function"
         if self.passes[0].name != "forward":
-            known: dict[str, Refusal] = {}
-            return "\n".join([f"target       {self.target}", *(f"{each}{each.news(known)}" for each in self.passes)])
+            lines, known = [f"target       {self.target}"], dict[str, Refusal]()
+            for each in self.passes:
+                lines.append(f"{each}{each.news(known)}")
+                known |= each.refusals
+            return "\n".join(lines)
         first = self.passes[0]
         backends = "\n".join(_verdict(each, first.plan) for each in self.backends)
         passes = "\n".join(f"{each}{each.news(first.refusals)}" for each in self.passes)

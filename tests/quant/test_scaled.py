@@ -255,6 +255,8 @@ def test_a_sum_is_not_cut_into_single_numbers(x, w):
         for granularity in ("column", (1, 1, 0), (1, 32, 1))
     ]
     assert splits == [0, 0, 32]
+    pair = quantize(x, "int8", (1, 17)), quantize(w, "int8", (1, 32, 1))  # they share no part of k: lhs is dequantized
+    assert tr.why(tr.grouped_matmul, *pair, SIZES, target="cpu").passes[0].plan.split == 32
 
 
 def test_integers_are_multiplied_as_integers(rng):

@@ -7,6 +7,7 @@ sum: the plan decides whether a kernel applies it or the product is split. Weigh
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -172,7 +173,7 @@ def _rows_scales(
     Blocks of k that are too short to be parts of the sum are multiplied into lhs instead.
     """
     k_axis = 2 if problem.transpose_rhs else 1
-    if isinstance(lhs, Scaled) and _short(lhs, 1):
+    if isinstance(lhs, Scaled) and (_short(lhs, 1) or _misaligned(lhs, rhs, k_axis)):
         lhs = lhs.dequantize()
     if isinstance(rhs, Scaled) and _short(rhs, k_axis) and rhs.scale.shape[3 - k_axis] == 1:
         each = jnp.squeeze(rhs.scales(), 3 - k_axis)  # [g or 1, k]
@@ -256,6 +257,13 @@ def _split(x: Array | Scaled, axis: int) -> _Split:
 def _short(x: Scaled, axis: int) -> bool:
     """Whether scales change along an axis more often than it is worth to split a product."""
     return x.scale.shape[axis] > 1 and x.block[axis] < SHORT
+
+
+def _misaligned(lhs: Scaled, rhs: Array | Scaled, k_axis: int) -> bool:
+    """Whether both have scales along k whose blocks share only parts that are too short, such as 17 and 32."""
+    if not isinstance(rhs, Scaled) or lhs.scale.shape[1] == 1 or rhs.scale.shape[k_axis] == 1:
+        return False
+    return math.gcd(lhs.block[1], rhs.block[k_axis]) < SHORT
 
 
 def _values(x: Array | Scaled) -> Array:

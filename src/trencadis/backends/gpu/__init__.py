@@ -148,7 +148,8 @@ def _arithmetic(problem: Problem) -> Refusal | None:
     ):
         how = "a bf16 hi/lo split" if hi_lo_operand(problem) else "tf32"
         return _refusal(
-            f"precision is {problem.asked}; it multiplies float32 as {how}", "pass precision=None, or bfloat16 operands"
+            f"precision is {problem.asked}; it multiplies float32 as {how}",
+            "use bfloat16 operands, or precision=None; for the gradient of a bias, preferred_element_type=bfloat16",
         )
     return None
 

@@ -56,7 +56,12 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     if refusal is not None:
         return refusal
     seen, tile = padded(inner), overrides.tilings.forward
-    layout = choose(seen, chip) if tile is None else choose_for_tile(seen, chip, tile)
+    try:
+        layout = choose(seen, chip) if tile is None else choose_for_tile(seen, chip, tile)
+    except ValueError as error:  # the caller's tile does not fit; an error only if this backend was asked for
+        if overrides.backend == "tpu":
+            raise
+        return _refusal(str(error))
     assert layout is not None  # otherwise `_size` had refused
     note = conversion_note(seen, chip)
     return Plan(
