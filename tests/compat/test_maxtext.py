@@ -105,11 +105,29 @@ def test_s4_10_a_fixed_range_is_that_of_the_gradient_times_scales(transposed, x,
     close(d_w.swapaxes(1, 2) if transposed else d_w, want, 2e-3)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def value_and_vjp(f, x, w, cotangent):
+    """The result of a function of two operands and its gradients, in one program."""
+    out, pull = jax.vjp(f, x, w)
+    return out, *pull(cotangent)
+
+
+GATHERED = {"plain": {}, "int8": INT8, "fixed": FIXED}
+
+
+@functools.cache
+def unsharded(name, transposed):
+    """The call that all shardings of the weights are compared with; the same function, so that it is compiled once."""
+    call = functools.partial(gmm, transpose_rhs=transposed, **GATHERED[name])
+    return lambda x, w: jnp.concatenate([call(x, w, SIZES)] * 2)
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("options", [{}, INT8, FIXED])
-def test_s4_09_weights_are_gathered(options, transposed, dim, x, w, y):
+@pytest.mark.parametrize("name", GATHERED)
+def test_s4_09_weights_are_gathered(name, transposed, dim, x, w, y):
     """S4-09: the result and the gradients are those of unsharded weights; check_vma is on."""
+    options = GATHERED[name]
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     cut = P(*("fsdp" if axis == dim else None for axis in range(3)))
     stored = w.swapaxes(1, 2) if transposed else w
@@ -119,15 +137,12 @@ def test_s4_09_weights_are_gathered(options, transposed, dim, x, w, y):
     def sharded(x, w, sizes):
         return call(x, w, sizes, weight_gather_axes=[("fsdp", dim)], lhs_vma_axes=("fsdp",))
 
-    def whole(x, w, sizes):
-        return jnp.concatenate([call(x, w, sizes)] * 2)
-
-    cotangent = jnp.concatenate([y, -2 * y])
-    got, pull = jax.vjp(jax.jit(lambda x, w: sharded(x, w, SIZES)), x, stored)
-    want, want_pull = jax.vjp(jax.jit(lambda x, w: whole(x, w, SIZES)), x, stored)
+    cotangent = np.concatenate([y, -2 * y])
+    got, *gradients = value_and_vjp(lambda x, w: sharded(x, w, SIZES), x, stored, cotangent)
+    want, *wanted = value_and_vjp(unsharded(name, transposed), x, stored, cotangent)
     close(got, np.asarray(want))
     # each shard quantizes its own gradient before they are summed
-    for one, other in zip(pull(cotangent), want_pull(cotangent), strict=True):
+    for one, other in zip(gradients, wanted, strict=True):
         close(one, np.asarray(other), 2e-2 if "qwix_rule" in options else 1e-6)
 
 

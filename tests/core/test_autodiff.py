@@ -202,9 +202,9 @@ def test_vmap_of_everything_else(rng):
     for i in range(2):
         oracle.check(got[i], oracle.rows(x, w, SIZES, first=first[i], bias=b[i], existing_out=e[i]))
     got = np.asarray(
-        jax.jit(jax.vmap(lambda b: tr.grouped_matmul(x, w, SIZES, group_offset=0, bias=b, activation=jnp.exp)))(b)
+        jax.jit(jax.vmap(lambda b: tr.grouped_matmul(x, w, SIZES, bias=b, activation=jnp.exp, group_offset=0)))(b)
     )
-    for i in range(2):  # exp(0) is 1: unowned rows are 0 all the same
+    for i in range(2):  # exp(0) is 1: rows nobody owns are 0 all the same
         oracle.check(got[i], oracle.rows(x, w, SIZES, bias=b[i], activation=np.exp))
 
 
