@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 
 import trencadis as tr
 from trencadis.core.arguments import problem_of
@@ -145,6 +146,14 @@ def clamp_first_of(first, local_groups):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Through the operation
+
+
+def test_shapes_in_signatures_are_checked():
+    """The import hook of conftest is on: sizes of too few groups, or that are no integers, do not get in."""
+    assert offsets(np.array([3, 0, 5]), 8).tolist() == [0, 3, 3, 8]
+    for sizes in (np.ones((1, G - 1), np.int32), np.ones((1, G), np.float32)):
+        with pytest.raises(TypeCheckError, match="group_sizes"):
+            spans(problem_of((M, 2), (LOCAL, 2, 2), groups=G), sizes, np.zeros((1,), np.int32))
 
 
 def plus_one(z):

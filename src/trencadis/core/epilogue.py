@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal, Var
 from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Num
 
 from trencadis.core.dtypes import accumulator
 
-Activation = Callable[[jax.Array], jax.Array]
+Activation = Callable[[Array], Array]
 
 ALONG_K = "scales change along k, and it applies only scales that are constant along k"  # a reason to refuse
 CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")  # what does nothing but hold operations
@@ -28,13 +29,13 @@ CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")  # 
 class Extras(NamedTuple):
     """The array operands of an epilogue, in the order in which they are passed; None where there is none."""
 
-    by_row: jax.Array | None = None  # float32 [m], [m, k / block], or [g, k] in a contraction: scales of rows
-    by_column: jax.Array | None = None  # float32 [g, n] or [g, k / block, n / block]: scales of columns
-    bias: jax.Array | None = None  # [g, n]
-    existing: jax.Array | None = None  # of the shape and dtype of the result
+    by_row: Array | None = None  # float32 [m], [m, k / block], or [g, k] in a contraction: scales of rows
+    by_column: Array | None = None  # float32 [g, n] or [g, k / block, n / block]: scales of columns
+    bias: Array | None = None  # [g, n]
+    existing: Array | None = None  # of the shape and dtype of the result
 
     @property
-    def given(self) -> list[jax.Array]:
+    def given(self) -> list[Array]:
         """The operands that are not None."""
         return [x for x in self if x is not None]
 
@@ -97,7 +98,7 @@ class Epilogue:
         given = (self.by_row, self.by_column, self.bias is not None, self.accumulate)
         return Extras(*(next(rest) if there else None for there in given))
 
-    def finish(self, acc: jax.Array, extras: Extras, out: DTypeLike) -> jax.Array:
+    def finish(self, acc: Num[Array, "rows n"], extras: Extras, out: DTypeLike) -> Num[Array, "rows n"]:
         """A tile of sums [rows, n] after scales, bias and activation; scales of rows are [rows, 1], others [1, n]."""
         for scale in (extras.by_row, extras.by_column):
             acc = acc if scale is None else acc.astype(accumulator(acc.dtype, scale.dtype)) * scale
@@ -106,13 +107,13 @@ class Epilogue:
         return acc if self.activation is None else activated(self.activation, acc, out)
 
 
-def add(a: jax.Array, b: jax.Array) -> jax.Array:
+def add(a: Array, b: Array) -> Array:
     """The sum of two arrays in a dtype that holds both: a float bias is not cut to the integers it is added to."""
     dtype = accumulator(a.dtype, b.dtype)
     return a.astype(dtype) + b.astype(dtype)
 
 
-def activated(activation: Activation, z: jax.Array, out: DTypeLike) -> jax.Array:
+def activated(activation: Activation, z: Num[Array, "rows n"], out: DTypeLike) -> Num[Array, "rows n"]:
     """The activation of sums z, which it sees in a dtype that holds the result too: floats for a float result."""
     return elementwise(activation)(z.astype(accumulator(z.dtype, out)))
 
@@ -146,7 +147,7 @@ def inlined(activation: Activation) -> Activation:
             known.update(zip(equation.outvars, out, strict=True))
         return [read(var) for var in jaxpr.outvars]
 
-    def apply(x: jax.Array) -> jax.Array:
+    def apply(x: Array) -> Array:
         closed = jax.make_jaxpr(activation)(jax.ShapeDtypeStruct(x.shape, x.dtype))
         (out,) = evaluate(closed.jaxpr, closed.consts, x)
         return jnp.asarray(out)
@@ -183,7 +184,7 @@ class Elementwise:
         self.fn, self.key = fn, key
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         return self.fn(x)
 
     def __eq__(self, other: object) -> bool:

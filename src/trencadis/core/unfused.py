@@ -8,14 +8,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Num
 
 from trencadis.core.dtypes import accumulator, cast
 from trencadis.core.epilogue import Activation, Extras, activated, add
 from trencadis.core.jax_compat import Value
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import First, Sizes, local_group, owned, spans
-
-Array = jax.Array
 
 
 def scale(problem: Problem, z: Array, extras: Extras, sizes: Sizes, first: First) -> Array:
@@ -54,7 +53,7 @@ def finish(
     return jnp.where(owned(problem, sizes, first)[:, None], total, existing)
 
 
-def bias_rows(problem: Problem, bias: Value, sizes: Sizes, first: First) -> Array:
+def bias_rows(problem: Problem, bias: Num[Value, "g n"], sizes: Sizes, first: First) -> Num[Array, "rows n"]:
     """The bias of each row [m, n]: that of its group, or 0 for unowned rows."""
     if problem.spans == 0:
         return jnp.zeros((problem.m, problem.n), bias.dtype)
@@ -62,7 +61,9 @@ def bias_rows(problem: Problem, bias: Value, sizes: Sizes, first: First) -> Arra
     return jnp.where(owned(problem, sizes, first)[:, None], rows, jnp.zeros_like(rows))
 
 
-def activate(problem: Problem, activation: Activation, z: Array, sizes: Sizes, first: First) -> Array:
+def activate(
+    problem: Problem, activation: Activation, z: Num[Array, "rows n"], sizes: Sizes, first: First
+) -> Num[Array, "rows n"]:
     """The result [rows, n] from sums z: the activation over owned rows, and 0 in unowned ones.
 
     While it runs, unowned rows hold a copy of an owned row: the activation never sees a 0 that is not a sum, where its
