@@ -108,7 +108,8 @@ def test_the_tiles_of_two_backends():
     bounds = [(0, 37), (37, 37), (37, 337)]
     problem = problem_of((337, 1024), (3, 1024, 1024), dtype=jnp.float32)
     cells = [(tile.rows, tile.owned) for tile in show(sizes, **F32).cells]
-    assert cells == [tuple(t) for bound in bounds for t in xla.row_tiles(problem, target_of("cpu"), 256, *bound)]
+    tiles = plan(problem, target_of("cpu")).layout
+    assert cells == [tuple(t) for bound in bounds for t in xla.row_tiles(problem, tiles, *bound)]
     from trencadis.backends.gpu.choose import choose
     from trencadis.core.devices import CARDS
 
