@@ -257,7 +257,7 @@ def scaled(x, **changes):
     """x as a tensor with scales, one per group."""
     given = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "scale_inv": jnp.ones(2), **changes}
     return GroupedScaledTensor1x(
-        data=x.data.ravel(), amax=None, first_dims=x.first_dims, last_dims=None, dq_dtype=jnp.float32, _dq_func=None,
+        data=x.data.ravel().astype(jnp.float8_e4m3fn), amax=None, first_dims=x.first_dims, last_dims=None, dq_dtype=jnp.float32, _dq_func=None,
         is_colwise=False, flatten_axis=1, original_shape=x.original_shape, **{"data_layout": "N", **given},
     )  # fmt: skip
 
@@ -289,7 +289,7 @@ SET = QuantizerFactory.create_set(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALIN
         (lambda x, w: grouped_gemm(w, w), ValueError, "Cannot infer number of gemms"),
         (lambda x, w: grouped_gemm(x, w, quantizer_set="fp8"), TypeError, "quantizer_set: want a QuantizerSet; got str"),
         (lambda x, w: grouped_dense(x.data, w.data, [1, 3], kernel_fsdp_info=("x", 0)), ValueError, "kernel_fsdp_info"),
-        (lambda x, w: grouped_gemm(x, w, "ab", quantizer_set=TWO), ValueError, "contracting_dims: want two sequences of axes; got 'ab'"),
+        (lambda x, w: grouped_gemm(x, w, "ab", quantizer_set=TWO), ValueError, "contracting_dims: want two sequences of ints; got 'ab'"),
         (lambda x, w: grouped_gemm(dataclasses.replace(x, original_shape=3.5), w), TypeError, "lhs.original_shape: want a tuple of ints; got 3.5"),
         (lambda x, w: grouped_gemm(dataclasses.replace(x, first_dims=jnp.array([1.5])), w), TypeError, "lhs.first_dims: want an integer dtype; got float32"),
         (lambda x, w: grouped_gemm(scaled(x, scaling_mode="mx"), w), TypeError, "lhs.scaling_mode: want a ScalingMode; got 'mx'"),

@@ -116,6 +116,10 @@ FORMATS = {
 }
 
 
+# the other MXFP8 of the OCP specification, which TransformerEngine has for gradients
+VARIANTS = {"mxfp8_e5m2": _format("mxfp8_e5m2", jnp.float8_e5m2, 57344, scales=_E8M0, block=32)}
+
+
 def format_of(format: FormatLike) -> Format:
     """The format with this name, or the one with values of this dtype and scales in float32.
 
@@ -124,7 +128,7 @@ def format_of(format: FormatLike) -> Format:
     >>> format_of(jnp.int8)
     Format(int8: int8 up to 127, float32 scales)
     """
-    found = FORMATS.get(format_name(format))
+    found = {**FORMATS, **VARIANTS}.get(format_name(format))
     if found is None or (isinstance(format, Format) and format != found):
         raise ValueError(f"format: want one of {', '.join(FORMATS)}, or a dtype of that name; got {format!r}")
     return found

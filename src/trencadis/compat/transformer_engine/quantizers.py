@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis.core import arguments
-from trencadis.quant.formats import FORMATS, Format
+from trencadis.quant.formats import FORMATS, VARIANTS, Format
 
 STATIC = {"static": True}
 HISTORY = 1024  # the number of calls that delayed scaling looks back on
@@ -82,7 +82,7 @@ class GroupedQuantizer:
         plain = FORMATS[np.dtype(self.q_dtype).name]
         if self.scaling_mode.is_tensor_scaling():
             return plain
-        return dataclasses.replace(FORMATS["mxfp8"], values=plain.values, largest=plain.largest)
+        return FORMATS["mxfp8"] if plain.name == "float8_e4m3fn" else VARIANTS["mxfp8_e5m2"]
 
     def update(self, amax: Any) -> None:
         """Record the largest magnitude of each group, `[g]`, for the scales of the next call with delayed scaling."""

@@ -159,7 +159,8 @@ def _scaled(name: str, x: GroupedScaledTensor1x, values: GroupedTensor) -> Group
         raise ValueError(f"{name}.scale_inv: want {math.prod(shape)} scales, not padded; got shape {scale.shape}")
     if x.scaling_mode.is_tensor_scaling():
         return scaled_by_group(values, scale.reshape(shape), values.dtype.name)
-    data = Scaled(values.data, scale.reshape(shape), "mxfp8", blocks)
+    format = "mxfp8" if values.dtype == FORMATS["mxfp8"].values else "mxfp8_e5m2"
+    data = Scaled(values.data, scale.reshape(shape), format, blocks)
     return GroupedTensor(data, values.first_dims, values.last_dims, values.shape)
 
 
