@@ -219,6 +219,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, missing):
 
 
 def test_python_m_trencadis(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "trencadis.__main__", raising=False)  # which the test of docstrings imports
     monkeypatch.setattr(sys, "argv", ["trencadis", "show", "3", "0", "5", "--tile", "4"])
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     with pytest.raises(SystemExit) as left:
