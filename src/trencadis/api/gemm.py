@@ -87,12 +87,9 @@ def grouped_gemm(
     a, b = gemm_operands(lhs, rhs, contracting_dims)
     epilogue = GemmEpilogue(bias=bias, alpha=alpha, beta=beta, out=out)
     options = GemmOptions(
-        preferred_element_type=preferred_element_type,
-        group_offset=group_offset,
-        precision=precision,
-        backend=backend,
-        interpret=interpret,
-    )
+        preferred_element_type=preferred_element_type, group_offset=group_offset,
+        precision=precision, backend=backend, interpret=interpret,
+    )  # fmt: skip
     return gemm(a, b, epilogue, options)
 
 
@@ -144,11 +141,8 @@ def grouped_dense(
     rhs = GroupedTensor(weights, None, None, weights.shape)
     a, b = gemm_operands(lhs, rhs, contracting_dims, names=("x", "kernel"), size_name="group_sizes")
     options = GemmOptions(
-        preferred_element_type=preferred_element_type,
-        group_offset=group_offset,
-        precision=precision,
-        backend=backend,
-        interpret=interpret,
-    )
+        preferred_element_type=preferred_element_type, group_offset=group_offset,
+        precision=precision, backend=backend, interpret=interpret,
+    )  # fmt: skip
     multiply = rows_product if quantization is None else functools.partial(trained, quantization)
     return dense(a, b, bias, activation, options, multiply)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Effect, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 from jaxtyping import Array
 
 from trencadis.backends import INTERPRETED
@@ -31,12 +31,10 @@ from trencadis.core.dtypes import accumulator, cast
 from trencadis.core.epilogue import Epilogue, Extras
 from trencadis.core.execute import execute
 from trencadis.core.jax_compat import (
-    IrValue,
+    Rules,
     Value,
-    device,
     interpreter_effects,
-    lower_plainly,
-    partitioned,
+    register,
     replicated,
     result_type,
     vary_alike,
@@ -375,12 +373,6 @@ def _execute(*operands: Array, problem: Problem, overrides: Overrides, target: T
         return execute(chosen, *operands)
 
 
-def _lower(context: mlir.LoweringRuleContext, *operands: IrValue, platform: str, **params: object) -> Sequence[IrValue]:
-    kind, cores = device(context, platform)
-    target = Target(platform=platform, kind=kind, cores=cores, partitioned=partitioned(context))
-    return lower_plainly(functools.partial(_execute, target=target), context, *operands, **params)
-
-
 @functools.partial(jax.jit, static_argnames=("problem", "overrides"))
 def _eager(*operands: Value, problem: Problem, overrides: Overrides) -> Array:
     return grouped_p.bind(*operands, problem=problem, overrides=overrides)
@@ -391,10 +383,4 @@ def _impl(*operands: Value, problem: Problem, overrides: Overrides) -> Array:
         return _eager(*operands, problem=problem, overrides=overrides)
 
 
-grouped_p.def_impl(_impl)
-grouped_p.def_effectful_abstract_eval(_abstract)
-ad.primitive_jvps[grouped_p] = _jvp
-ad.primitive_transposes[grouped_p] = _transpose
-batching.primitive_batchers[grouped_p] = _batch
-for _platform in ("cpu", "cuda", "rocm", "tpu", None):  # None: any other
-    mlir.register_lowering(grouped_p, functools.partial(_lower, platform=_platform or "other"), platform=_platform)
+register(grouped_p, Rules(_impl, _abstract, _jvp, _transpose, _batch, _execute))

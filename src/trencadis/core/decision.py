@@ -57,7 +57,7 @@ class Plan:
         return f"{self.backend}, tile {self.tiling}{split}{peeled}: {self.because}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
     """The reason why a backend cannot run a problem, and what the caller can do about it."""
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -22,13 +22,15 @@ from jax._src.config import _check_vma
 from jax._src.state.types import TransformedRef
 from jax.core import ShapedArray
 from jax.experimental import io_callback
-from jax.extend.core import Effect, Jaxpr
-from jax.interpreters import mlir
+from jax.extend.core import Effect, Jaxpr, Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.interpreters.mlir import ir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxlib.mlir.dialects import stablehlo
 from jaxtyping import Array
+
+from trencadis.core.target import Target
 
 T = TypeVar("T")
 IrValue: TypeAlias = ir.Value[ir.Type]  # an operand or result of a lowered operation
@@ -124,19 +126,45 @@ def interpreter_effects() -> set[Effect]:
     return set(jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects)
 
 
-def lower_plainly(
-    call: Callable[..., Array], context: mlir.LoweringRuleContext, *operands: IrValue, **params: object
+class Rules(NamedTuple):
+    """The rules of a primitive."""
+
+    impl: Callable[..., Array]
+    abstract: Callable[..., tuple[ShapedArray, set[Effect]]]
+    jvp: Callable[..., tuple[Array, Any]]
+    transpose: Callable[..., Sequence[Any]]
+    batch: Callable[..., tuple[Array, int]]
+    execute: Callable[..., Array]  # what it lowers to, from its operands, its parameters and a `target`
+
+
+def register(primitive: Primitive, rules: Rules) -> None:
+    """Give a primitive its rules, the last of them on every platform."""
+    primitive.def_impl(rules.impl)
+    primitive.def_effectful_abstract_eval(rules.abstract)
+    ad.primitive_jvps[primitive] = rules.jvp
+    ad.primitive_transposes[primitive] = rules.transpose
+    batching.primitive_batchers[primitive] = rules.batch
+    for platform in ("cpu", "cuda", "rocm", "tpu", None):  # None: any other
+        rule = functools.partial(_lower, rules.execute, platform=platform or "other")
+        mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def _lower(
+    execute: Callable[..., Array], context: mlir.LoweringRuleContext, *operands: IrValue, platform: str, **params: Any
 ) -> Sequence[IrValue]:
-    """The program of a call for a lowering rule, traced without meshes: what it makes is local by then.
+    """The program of a call, traced without meshes: what it makes is local by then.
 
     A kernel's references, and what it returns, cannot vary over manual axes or be sharded over explicit ones.
     """
+    kind, cores = device(context, platform)
+    target = Target(platform=platform, kind=kind, cores=cores, partitioned=partitioned(context))
     avals_in: Sequence[Any] = context.avals_in  # the types of arrays
     plain = context.replace(
         avals_in=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in avals_in],
         avals_out=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in context.avals_out],
     )
     with _check_vma(False), without_mesh():
+        call = functools.partial(execute, target=target)
         out = mlir.lower_fun(call, multiple_results=False)(plain, *operands, **params)
     if plain.tokens_out is not None:  # of a kernel that is interpreted
         context.set_tokens_out(plain.tokens_out)

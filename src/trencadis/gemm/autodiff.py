@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from trencadis.backends import KERNELS
-from trencadis.core.jax_compat import device, lower_plainly, partitioned, replicated, result_type, vary_alike
+from trencadis.core.jax_compat import Rules, register, replicated, result_type, vary_alike
 from trencadis.core.plan import warn_slow
 from trencadis.core.target import Target
 from trencadis.gemm import xla
@@ -76,7 +76,7 @@ def _batch(args: Any, dims: Any, *, problem: GemmProblem) -> tuple[Array, int]:
 
 
 def _abstract(*operands: Any, problem: GemmProblem) -> Any:
-    return result_type(operands, problem.out.shape, problem.out.dtype)
+    return result_type(operands, problem.out.shape, problem.out.dtype), set()
 
 
 def _execute(*operands: Any, problem: GemmProblem, target: Target) -> Array:
@@ -87,12 +87,6 @@ def _execute(*operands: Any, problem: GemmProblem, target: Target) -> Array:
         warn_slow(f"a grouped GEMM runs as XLA loops: {ragged} are ragged, and kernels take one ragged dimension")
     with jax.named_scope("gemm_xla"):
         return xla.run(chosen, *operands)
-
-
-def _lower(context: Any, *operands: Any, platform: str, **params: Any) -> Any:
-    kind, cores = device(context, platform)
-    target = Target(platform=platform, kind=kind, cores=cores, partitioned=partitioned(context))
-    return lower_plainly(functools.partial(_execute, target=target), context, *operands, **params)
 
 
 @functools.partial(jax.jit, static_argnames=("problem",))
@@ -106,10 +100,4 @@ def _impl(*operands: Any, problem: GemmProblem) -> Array:
         return _eager(*operands, problem=problem.replace(known=None))
 
 
-gemm_p.def_impl(_impl)
-gemm_p.def_abstract_eval(_abstract)
-ad.primitive_jvps[gemm_p] = _jvp
-ad.primitive_transposes[gemm_p] = _transpose
-batching.primitive_batchers[gemm_p] = _batch
-for _platform in ("cpu", "cuda", "rocm", "tpu", None):  # None: any other
-    mlir.register_lowering(gemm_p, functools.partial(_lower, platform=_platform or "other"), platform=_platform)
+register(gemm_p, Rules(_impl, _abstract, _jvp, _transpose, _batch, _execute))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import jax
 import numpy.typing as npt
@@ -16,36 +16,11 @@ from trencadis.gemm.tensor import GroupedTensor
 from trencadis.viz.mosaic import Mosaic, checked_rows
 from trencadis.viz.planned import planned, problem_of
 from trencadis.viz.product import Product, product
-from trencadis.viz.raster import Raster, raster
+from trencadis.viz.raster import raster
 
 Axes = Sequence[int]
 
 
-@overload
-def show(
-    group_sizes: npt.ArrayLike,
-    *,
-    tile: int,
-    m: int | None = None,
-    group_offset: npt.ArrayLike | None = None,
-    num_groups: int | None = None,
-) -> Raster: ...
-@overload
-def show(
-    group_sizes: npt.ArrayLike,
-    *,
-    m: int | None = None,
-    k: int | None = None,
-    n: int | None = None,
-    dtype: DTypeLike | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    form: Form | str | None = None,
-    transpose_rhs: bool | None = None,
-    target: Target | jax.Device | str | None = None,
-    group_offset: npt.ArrayLike | None = None,
-    num_groups: int | None = None,
-    tile: int | None = None,
-) -> Mosaic: ...
 def show(
     group_sizes: npt.ArrayLike,
     *,

@@ -30,7 +30,7 @@ def planned(rows: Rows, problem: Problem, target: Target) -> Mosaic:
     """The picture of the tiles that the planned backend takes for a problem on a target.
 
     >>> rows = Rows(sizes=(3, 0, 5), m=8, first=0, local_groups=3)
-    >>> planned(rows, problem_of(rows, dtype="float32"), Target(platform="cpu")).heights
+    >>> planned(rows, problem_of(rows, None, None, "float32", None, "rows", False), Target(platform="cpu")).heights
     (4, 4, 1)
     """
     backend, row_tiles = planned_row_tiles(problem, target)
@@ -47,18 +47,17 @@ def planned_row_tiles(problem: Problem, target: Target) -> tuple[str, RowTiles]:
 
 def problem_of(
     rows: Rows,
-    *,
-    k: int | None = None,
-    n: int | None = None,
-    dtype: DTypeLike | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    form: Form | str | None = None,
-    transpose_rhs: bool | None = None,
+    k: int | None,
+    n: int | None,
+    dtype: DTypeLike | None,
+    preferred_element_type: DTypeLike | None,
+    form: Form | str | None,
+    transpose_rhs: bool | None,
 ) -> Problem:
     """The problem of a call on these rows, by the arguments of `show`, each None where the default is meant.
 
-    >>> print(problem_of(Rows(sizes=(3, 0, 5), m=8, first=0, local_groups=3), form="contraction"))
-    contraction m=8 k=1024 n=1024 g=3: bfloat16 x bfloat16 -> float32
+    >>> print(problem_of(Rows((3, 0, 5), 8, 0, 3), 64, 64, None, None, "contraction", None))
+    contraction m=8 k=64 n=64 g=3: bfloat16 x bfloat16 -> float32
     """
     k, n = (checked_int(name, SIZE if size is None else size) for name, size in (("k", k), ("n", n)))
     flip = arguments.checked_flag("transpose_rhs", False if transpose_rhs is None else transpose_rhs)

@@ -49,6 +49,8 @@ OPERANDS = (*RESULTS, "float8_e4m3fn", "float8_e5m2", "int8")
 TMA_BOX = 256  # entries that one TMA copy takes along an axis
 TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
 
+_refusal = functools.partial(Refusal, "gpu")
+
 
 def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """The plan of a kernel for a product that the tensor cores of a Hopper GPU can multiply, or why there is none."""
@@ -63,24 +65,15 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     tile = overrides.tilings.forward
     layout = choose(inner, card) if tile is None else choose_for_tile(inner, card, tile)
     return Plan(
-        asked=problem,
-        problem=inner,
-        target=target,
-        backend="gpu",
-        tiling=tiling_of(inner, layout),
-        layout=layout,
-        interpret=overrides.interpret,
+        asked=problem, problem=inner, target=target, backend="gpu", interpret=overrides.interpret,
+        tiling=tiling_of(inner, layout), layout=layout,
         because=reason(inner, layout, card),
-    )
+    )  # fmt: skip
 
 
 def run(plan: Plan, *operands: Array) -> Array:
     """The result of a plan's problem, computed by one kernel."""
     return execute(plan.problem, plan.layout, *operands, interpret=gpu_interpreter() if plan.interpret else None)
-
-
-def _refusal(reason: str, advice: str = "", costly: bool = True) -> Refusal:
-    return Refusal(backend="gpu", reason=reason, advice=advice, costly=costly)
 
 
 def _elsewhere(target: Target) -> Refusal | None:

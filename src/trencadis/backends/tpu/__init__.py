@@ -45,6 +45,8 @@ OPERANDS = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 RESULTS = ("bfloat16", "float32", "int8", "int32")
 MAX_GROUP_SIZES = 2**16  # group sizes that fit into SMEM
 
+_refusal = functools.partial(Refusal, "tpu")
+
 
 def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """The plan of a kernel, for dtypes that it multiplies and blocks that fit into VMEM, or why there is none."""
@@ -65,16 +67,10 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     assert layout is not None  # otherwise `_size` had refused
     note = conversion_note(seen, chip)
     return Plan(
-        asked=problem,
-        problem=inner,
-        target=target,
-        backend="tpu",
-        tiling=Tiling(layout.block_m, layout.block_k, layout.block_n),
-        layout=layout,
-        interpret=overrides.interpret,
-        because=reason(seen, layout, chip),
-        notes=() if note is None else (note,),
-    )
+        asked=problem, problem=inner, target=target, backend="tpu", interpret=overrides.interpret,
+        tiling=Tiling(layout.block_m, layout.block_k, layout.block_n), layout=layout,
+        because=reason(seen, layout, chip), notes=() if note is None else (note,),
+    )  # fmt: skip
 
 
 def run(plan: Plan, *operands: Array) -> Array:
@@ -87,10 +83,6 @@ def run(plan: Plan, *operands: Array) -> Array:
     if plan.interpret:
         options = {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")}
     return execute(plan.problem, padded(plan.problem), plan.layout, *operands, **options)
-
-
-def _refusal(reason: str, advice: str = "", costly: bool = True) -> Refusal:
-    return Refusal(backend="tpu", reason=reason, advice=advice, costly=costly)
 
 
 def _elsewhere(target: Target) -> Refusal | None:
