@@ -10,7 +10,7 @@ import trencadis as tr
 pytestmark = pytest.mark.core
 
 gmm, tgmm, metadata = tr.grouped_matmul, tr.transposed_grouped_matmul, tr.make_group_metadata
-x, w, y = jnp.ones((8, 4)), jnp.ones((3, 4, 2)), jnp.ones((8, 2))
+x, w, y = (jnp.asarray(np.ones(shape, np.float32)) for shape in ((8, 4), (3, 4, 2), (8, 2)))
 s = jnp.array([3, 0, 5])
 
 

@@ -37,7 +37,7 @@ def numbers(problem, seed):
         if jnp.issubdtype(dtype, jnp.integer):
             most = min(int(jnp.iinfo(dtype).max), 127)
             return rng.integers(-most - 1, most + 1, shape).astype(dtype)
-        return np.asarray(jnp.asarray(rng.normal(size=shape), dtype))
+        return rng.normal(size=shape).astype(dtype)
 
     lhs, rhs = some(problem.lhs_shape, problem.lhs), some(problem.rhs_shape, problem.rhs)
     extras, ends, float32 = [], problem.epilogue, np.dtype("float32")

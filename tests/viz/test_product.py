@@ -28,7 +28,7 @@ SIZES = (3, 0, 5)
 
 
 def ones(*shape):
-    return jnp.ones(shape, jnp.float32)
+    return jnp.asarray(np.ones(shape, np.float32))
 
 
 X, Y = (GroupedTensor.ragged_rows(ones(10, columns), SIZES) for columns in (4, 6))
