@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CORES ?= 2
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-core lint docs bench clean
+.PHONY: setup demo test test-core test-sweep lint docs bench clean
 
 setup: $(STAMP)
 
@@ -22,7 +22,11 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -q
 
 test-core: $(STAMP)
-	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -q -m core
+	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -q -m "core and not sweep"
+
+# the cases that `make test` leaves out
+test-sweep: $(STAMP)
+	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -q -m sweep
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

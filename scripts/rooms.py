@@ -82,6 +82,8 @@ def passed(fn: Callable[..., Any], device: str) -> list[str]:
         if event == "call":
             at[id(frame)] = len(seen)
             seen.append(f"{module}.{frame.f_code.co_name}")
+            if module.endswith(".kernel"):  # the end of the way; what follows is long
+                sys.setprofile(None)
         elif event == "return" and isinstance(value, Refusal):  # a backend that refuses is not on the way
             del seen[at[id(frame)]]
 

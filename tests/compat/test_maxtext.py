@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from oracle import close
 from stand_in import SIZES, M, N
+from sweep import sweep
 
 from trencadis.compat import megablox
 from trencadis.compat.maxtext import gmm
@@ -122,9 +124,13 @@ def unsharded(name, transposed):
     return lambda x, w: jnp.concatenate([call(x, w, SIZES)] * 2)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.parametrize(
+    ("name", "transposed", "dim"),
+    sweep(
+        itertools.product(GATHERED, [False, True], range(3)),
+        [("plain", False, 1), ("plain", True, 2), ("int8", False, 0), ("int8", True, 1), ("fixed", False, 2)],
+    ),
+)
 def test_s4_09_weights_are_gathered(name, transposed, dim, x, w, y):
     """S4-09: the result and the gradients are those of unsharded weights; check_vma is on."""
     options = GATHERED[name]

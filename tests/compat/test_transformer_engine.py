@@ -1,12 +1,14 @@
 """TransformerEngine's grouped dense layer through its own signatures: values, gradients, and that of the bias."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from sweep import sweep
 
 import trencadis as tr
 from trencadis.compat.transformer_engine import (
@@ -30,6 +32,7 @@ pytestmark = pytest.mark.core
 
 SHAPES = [(5, 32, 128, 64), (5, 32, 64, 128), (5, 64, 32, 128)]  # groups, rows of 8, n, k
 DTYPES = [jnp.bfloat16, jnp.float16]
+ALL = list(itertools.product(SHAPES, DTYPES))
 
 
 def data(shape, dtype, rng, transposed=False):
@@ -65,8 +68,9 @@ def step(x, w, b, c, sizes):
     return out, *back(c), grouped_dbias(c, sizes)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), sweep(ALL, [ALL[0], ALL[3]]), ids=lambda x: x.__name__ if isinstance(x, type) else str(x)
+)
 def test_grouped_dense(shape, dtype, rng):
     """Values, d x, d kernel and d bias, all in one step; an empty group's gradient is zero (T-02)."""
     x, w, b, c, sizes = data(shape, dtype, rng)

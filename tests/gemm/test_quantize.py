@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from sweep import marked
 
 import trencadis as tr
 from trencadis import GroupedTensor
@@ -173,7 +174,7 @@ def stored(dims, data, sizes, granularity):
     return grouped_quantize(cases.tensor_of(dims, data, sizes), "int8", granularity)
 
 
-@pytest.mark.parametrize("case", cases.CASES, ids=cases.ids)
+@pytest.mark.parametrize("case", [marked((case,)) if i in (1, 2, 4) else case for i, case in enumerate(cases.CASES)])
 def test_products_are_those_of_what_the_operands_stand_for(case):
     """S3-05, R-08: every ragged combination; lhs, rhs or both quantized; gradients of the others; NaN is unowned."""
     turns = cases.TRANSPOSES[cases.CASES.index(case) % 4]

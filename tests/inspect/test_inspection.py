@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from sweep import sweep
 
 from trencadis import inspect as tpu
 from trencadis.inspect import inspection
@@ -16,7 +17,7 @@ from .kernels import array, bf16, copied, copy, first_tiles, led_by_data, matmul
 pytestmark = pytest.mark.core
 
 
-@pytest.mark.parametrize("generation", tpu.CHIPS)
+@pytest.mark.parametrize("generation", sweep(tpu.CHIPS, ["v5e"]))
 def test_a_copy_moves_its_bytes_and_no_more(generation):
     found = copied(generation)
     (kernel,) = found.kernels
@@ -59,6 +60,7 @@ def test_sizes_steer_the_time():
     assert many.cycles > 4 * few.cycles
 
 
+@pytest.mark.sweep
 def test_sizes_steer_a_kernel_that_xla_makes():
     """`lax.ragged_dot` shows as a kernel only once it is compiled."""
     operands = array(1024, 256, dtype=bf16), array(4, 256, 256, dtype=bf16)

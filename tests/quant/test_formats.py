@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from sweep import sweep
 
 from trencadis.quant import FORMATS, Format, Scaled, dequantize, quantize
 from trencadis.quant.formats import format_of
@@ -89,7 +90,7 @@ def quantized(format, granularity):
     return jax.jit(lambda x: quantize(x, format, granularity), compiler_options=options)
 
 
-@pytest.mark.parametrize(("format", "granularity"), CASES, ids=str)
+@pytest.mark.parametrize(("format", "granularity"), sweep(CASES, CASES[::3]), ids=str)
 @hypothesis.given(seed=st.integers(0, 2**16), power=st.integers(-44, 38), spread=st.booleans(), bad=st.integers(0, 4))
 @hypothesis.example(seed=0, power=39, spread=False, bad=0)  # all of them saturate: the largest float32
 @hypothesis.example(seed=0, power=-36, spread=False, bad=0)

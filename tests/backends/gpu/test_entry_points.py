@@ -8,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from grouped_cases import check_both_forms
+from sweep import marked
 
 import trencadis as tr
 from trencadis.backends.gpu import kernel
@@ -66,7 +67,7 @@ def test_sizes_of_other_integers(xwy):
 
 
 @pytest.mark.parametrize(
-    "activation", [jax.nn.silu, jax.nn.gelu, lambda z: jnp.tanh(z) + 1, jnp.arctan],
+    "activation", [marked(jax.nn.silu), marked(jax.nn.gelu), lambda z: jnp.tanh(z) + 1, jnp.arctan],
     ids=["silu", "gelu", "lambda", "arctan"],
 )  # fmt: skip
 def test_bias_and_activations(activation, rng):

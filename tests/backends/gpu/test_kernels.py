@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from poisoned import numbers, spans, spoil
+from sweep import sweep
 
 from trencadis.core.epilogue import Epilogue
 
@@ -76,6 +77,12 @@ CASES = {
     ),
     "contraction, batch": (sum_problem(75, 64, 64, 4, "bf16 bf16 bf16", local=3, batch=2), {"block_n": 64}),
 }  # fmt: skip
+DEFAULT = [
+    "rows", "rows, stored [n, k]", "rows, 256 x 192", "rows, float32", "rows, lhs hi/lo", "rows, bias",
+    "rows, existing_out", "rows, batch", "rows, swap-AB", "rows, swap-AB, bias",
+    "contraction", "contraction, stored [k, m]", "contraction, rhs hi/lo", "contraction, existing_out",
+    "contraction, batch",
+]  # fmt: skip
 
 
 def windows(problem):
@@ -84,7 +91,7 @@ def windows(problem):
     return [outside, outside // 2, 0, -1, problem.groups - 1, outside] if outside else [0]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, DEFAULT))
 def test_equals_the_oracle_with_poison_elsewhere(name):
     """NaN and Inf fill other groups and unowned rows; unowned rows of the result are zero, or kept to the bit."""
     problem, changes = CASES[name]

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from sweep import sweep
 
 import trencadis as tr
 from trencadis.backends.gpu.choose import choose
@@ -30,6 +31,11 @@ COVER = [
     ("rows", "bf16", "existing_out"),
     ("contraction", "bf16", "existing_out"), ("contraction", "f16", "plain"), ("contraction", "f32", "plain"),
     ("contraction", "bf16", "transposed"), ("contraction", "mixed", "window"), ("contraction", "bf16", "batch"),
+]  # fmt: skip
+DEFAULT = [
+    ("rows", "f16", "transposed"), ("rows", "f16", "silu"), ("rows", "f32", "existing_out"),
+    ("rows", "mixed", "batch"), ("contraction", "bf16", "existing_out"), ("contraction", "mixed", "window"),
+    ("contraction", "f32", "plain"),
 ]  # fmt: skip
 
 
@@ -57,7 +63,7 @@ def call(form, option, lhs, rhs, out, n=N):
     return run, shapes
 
 
-@pytest.mark.parametrize(("form", "kind", "option"), COVER)
+@pytest.mark.parametrize(("form", "kind", "option"), sweep(COVER, DEFAULT))
 def test_lowers_to_one_kernel(form, kind, option):
     """16-bit operands are passed to the kernel as they are: no transpose, pad, conversion, or sum over group sizes."""
     wide = option in ("plain", "bias", "existing_out") and kind == "bf16"
@@ -78,9 +84,11 @@ SHAPES = {
 }
 
 
+LAYERS = [*(("rows", name) for name in SHAPES), ("contraction", "gpt-oss"), ("contraction", "many rows and groups")]
+
+
 @pytest.mark.parametrize(
-    ("form", "name"),
-    [*(("rows", name) for name in SHAPES), ("contraction", "gpt-oss"), ("contraction", "many rows and groups")],
+    ("form", "name"), sweep(LAYERS, [("rows", "gpt-oss"), ("contraction", "many rows and groups")])
 )
 def test_layers_of_real_models_lower(form, name):
     m, k, n, g = SHAPES[name]
@@ -172,7 +180,7 @@ def test_the_platform_decides_at_lowering():
     assert kernels(cpu) == 0 and "stablehlo.while" in cpu
 
 
-@pytest.mark.parametrize("option", ["plain", "bias", "existing_out", "window"])
+@pytest.mark.parametrize("option", sweep(["plain", "bias", "existing_out", "window"], ["existing_out", "window"]))
 def test_lowers_inside_shard_map(option):
     """Any operand of the kernel may vary over a manual mesh axis: lhs, rhs, sizes, bias, existing_out."""
     mesh = jax.sharding.AbstractMesh(

@@ -5,6 +5,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sweep import sweep
 
 import trencadis as tr
 from benchmarks.quantized_cases import checks
@@ -39,7 +40,7 @@ INTERPRETED = [
 ]
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("name", sweep(INTERPRETED, INTERPRETED[1:5:3] + INTERPRETED[5:]))
 def test_by_value(name):
     """Unowned rows and their scales are NaN, sizes are no multiples of anything, the first group is not held here."""
     check = CASES()[name]
@@ -98,7 +99,7 @@ LOWERED = {
 }
 
 
-@pytest.mark.parametrize("name", LOWERED)
+@pytest.mark.parametrize("name", sweep(LOWERED, ["int8, blocks", "int4, RS operand"]))
 def test_lowers_to_one_kernel(name):
     """Weights are upcast in the kernel; outside of it only scales are moved, and lhs if weights are an RS operand."""
     fn, shapes = LOWERED[name]()

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from sweep import marked, sweep
 
 import trencadis as tr
 from trencadis.core.devices import CHIPS
@@ -30,6 +31,8 @@ COVER = [
     for i, kind in enumerate(KINDS)
     for j, option in enumerate(OPTIONS)
 ]
+# every kind, option, chip and form occurs
+DEFAULT = [case for at, case in enumerate(COVER) if at // 6 in (at % 6 % 4, (at + 1) % 6 % 4)]
 
 
 def call(form, option, lhs, rhs, out):
@@ -57,7 +60,7 @@ def call(form, option, lhs, rhs, out):
     return run, shapes
 
 
-@pytest.mark.parametrize(("form", "kind", "option", "chip"), COVER)
+@pytest.mark.parametrize(("form", "kind", "option", "chip"), sweep(COVER, DEFAULT))
 def test_compiles_to_a_kernel_and_nothing_else(form, kind, option, chip):
     """There is no transpose, no copy of an operand, no cumsum of sizes: nothing with more than a few numbers."""
     fn, shapes = call(form, option, *KINDS[kind])
@@ -70,10 +73,10 @@ def test_compiles_to_a_kernel_and_nothing_else(form, kind, option, chip):
     ("form", "lhs", "rhs", "flip", "chip"),
     [
         ("rows", "int8", "int8", False, "v5e"),
-        ("rows", "bfloat16", "int8", False, "v5p"),
+        marked(("rows", "bfloat16", "int8", False, "v5p")),
         ("rows", "bfloat16", "float8_e4m3fn", False, "v7x"),
-        ("rows", "float8_e4m3fn", "float8_e4m3fn", True, "v6e"),
-        ("contraction", "int8", "int8", True, "v7x"),
+        marked(("rows", "float8_e4m3fn", "float8_e4m3fn", True, "v6e")),
+        marked(("contraction", "int8", "int8", True, "v7x")),
         ("contraction", "float8_e4m3fn", "float8_e5m2", False, "v5e"),
     ],
 )

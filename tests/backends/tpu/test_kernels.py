@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from poisoned import numbers, rows_problem, spans, spoil, sum_problem
+from sweep import sweep
 
 from trencadis.core.devices import CHIPS
 from trencadis.core.epilogue import Epilogue
@@ -101,6 +102,11 @@ CASES = {
         contraction_layout(sublane_tile=16, step_m=32, block_n=128),
     ),
 }  # fmt: skip
+DEFAULT = [
+    "rows", "rows, bias", "rows, existing_out", "rows, batch that shares weights", "rows, int8 with scales",
+    "rows, int4 weights", "contraction", "contraction, stored [k, m]", "contraction, float8 with scales",
+    "contraction, batch",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +122,7 @@ def windows(problem):
     return [outside, outside // 2, 0, -1, problem.groups - 1, outside] if outside else [0]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, DEFAULT))
 def test_equals_float64_with_poison_in_other_groups(name):
     """NaN and Inf in the rows and weights of another group and in unowned rows, which are kept bit by bit."""
     problem, layout = CASES[name]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sweep import marked
 
 import trencadis as tr
 from trencadis import inspect as tpu
@@ -19,10 +20,10 @@ pytestmark = pytest.mark.core
     ("form", "chip", "dtype", "m", "g"),
     [
         ("rows", "v7x", "bfloat16", 4096, 64),  # bound by memory
-        ("rows", "v6e", "float32", 2048, 8),  # bound by products
-        ("rows", "v6e", "int8", 4096, 64),  # 8-bit operands
-        ("contraction", "v5e", "bfloat16", 4096, 64),
-        ("contraction", "v6e", "float32", 2048, 8),
+        marked(("rows", "v6e", "float32", 2048, 8)),  # bound by products
+        marked(("rows", "v6e", "int8", 4096, 64)),  # 8-bit operands
+        marked(("contraction", "v5e", "bfloat16", 4096, 64)),
+        marked(("contraction", "v6e", "float32", 2048, 8)),
     ],
 )
 def test_predicts_the_schedule_within_a_quarter(form, chip, dtype, m, g):
