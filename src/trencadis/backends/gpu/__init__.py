@@ -87,7 +87,8 @@ def _elsewhere(target: Target) -> Refusal | None:
             "its kernels are for Hopper GPUs, and which GPU this is for is not known here",
             "lower in a process that has the GPU, or with an abstract device in the mesh",
         )
-    if card_for(target) is None:
+    card = card_for(target)
+    if card is None or not card.hopper:
         return _refusal(f"its kernels are for Hopper GPUs; the target is {target}")
     return None
 
@@ -101,7 +102,7 @@ def _peeled(problem: Problem) -> Problem:
     if epilogue.along_k:
         kept = epilogue.scaling
     elif epilogue.activation is not None and not _lowers(epilogue.activation, accumulator(problem.sum, problem.out)):
-        kept = dataclasses.replace(epilogue, activation=None)
+        kept = epilogue.without_activation
     else:
         return problem
     return problem if kept == epilogue else problem.replace(epilogue=kept, out=problem.sum)
