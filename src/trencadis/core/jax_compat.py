@@ -160,13 +160,13 @@ def _lower(
 
     A kernel's references, and what it returns, cannot vary over manual axes or be sharded over explicit ones.
     """
+    call = functools.partial(execute, target=target(context, platform))
     avals_in: Sequence[Any] = context.avals_in  # the types of arrays
     plain = context.replace(
         avals_in=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in avals_in],
         avals_out=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in context.avals_out],
     )
     with _check_vma(False), without_mesh():
-        call = functools.partial(execute, target=target(context, platform))
         out = mlir.lower_fun(call, multiple_results=False)(plain, *operands, **params)
     if plain.tokens_out is not None:  # of a kernel that is interpreted
         context.set_tokens_out(plain.tokens_out)

@@ -163,21 +163,29 @@ def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, inter
     from trencadis.backends.triton import bridge, interpreter
 
     lhs, rhs, sizes, first, *extras = operands
-    given = problem.epilogue.split(tuple(extras))
     listed = tiles(problem, layout, sizes, first)
-    named = {
-        "count": listed.count, "group_of": listed.group, "row_of": listed.row, "end_of": listed.end,
-        "lhs": lhs, "rhs": rhs, **{name: x for name, x in given._asdict().items() if x is not None},
-    }  # fmt: skip
-    types = tuple((name, np.dtype(x.dtype).name) for name, x in named.items())
-    kernel = bridge.Kernel(
-        function=_function(problem.form), pointers=(*types, ("out", problem.out.name)),
+    alias = 5 + len(extras) if problem.epilogue.accumulate else None
+    out = jax.ShapeDtypeStruct(problem.out_shape, problem.out)
+    call = interpreter.call if interpret else bridge.call
+    kernel = kernel_of(problem, layout, arch, interpret=interpret)
+    return call(kernel, _grid(problem, layout), [*listed, lhs, rhs, *extras], out, alias=alias)
+
+
+def kernel_of(problem: Problem, layout: Layout, arch: str, *, interpret: bool = False) -> Any:
+    """The kernel of a problem: what the compiler of an architecture, or the interpreter, is given."""
+    from trencadis.backends.triton.bridge import Kernel
+
+    lists = [(name, "int32") for name in ("count", "group_of", "row_of", "end_of")]
+    steps = problem.epilogue
+    there = {"by_row": steps.by_row, "by_column": steps.by_column, "bias": steps.bias is not None, "existing": steps.accumulate}
+    names = ["lhs", "rhs", *(name for name, given in there.items() if given)]
+    _, _, _, _, *extras = problem.operands  # the two between are sizes and the first group
+    dtypes = [problem.lhs, problem.rhs, *(dtype for _, dtype in extras)]
+    arrays = [(name, np.dtype(dtype).name) for name, dtype in zip(names, dtypes, strict=True)]
+    return Kernel(
+        function=_function(problem.form), pointers=(*lists, *arrays, ("out", problem.out.name)),
         constants=constants(problem, layout, arch, interpret), arch=arch, warps=layout.warps, stages=layout.stages,
     )  # fmt: skip
-    call = interpreter.call if interpret else bridge.call
-    alias = list(named).index("existing") if given.existing is not None else None
-    out = jax.ShapeDtypeStruct(problem.out_shape, problem.out)
-    return call(kernel, _grid(problem, layout), list(named.values()), out, alias=alias)
 
 
 def _function(form: Form) -> Any:
@@ -200,8 +208,9 @@ def constants(problem: Problem, layout: Layout, arch: str, interpret: bool = Fal
         "K": problem.k, "N": problem.n, "TRANSPOSED": problem.transpose_rhs if rows_form else problem.transpose_lhs,
         "BLOCK_M": layout.block_m, "BLOCK_N": layout.block_n, "BLOCK_K": layout.block_k,
         "RASTER": layout.raster_group, "PEELED": layout.peeled, "PROGRAMS": layout.programs,
+        "FLATTEN": layout.flatten,
         "DOT": TYPES[mma_dtype(problem).name], "ACC": TYPES[problem.acc.name],
-        "PRECISION": precision(problem, arch) or "tf32", "FLOAT": bool(epilogue.scaled or epilogue.bias or epilogue.activation),
+        "PRECISION": precision(problem, arch) or "tf32", "FLOAT": epilogue.scaled or epilogue.bias is not None or epilogue.activation is not None,
     }  # fmt: skip
     if rows_form:
         text = source(epilogue.activation) if epilogue.activation is not None else None

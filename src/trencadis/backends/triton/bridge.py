@@ -70,7 +70,7 @@ def compiled(kernel: Kernel) -> Binary:
 @functools.lru_cache(maxsize=1024)
 def _compiled(kernel: Kernel) -> Binary:
     names, dtypes, constants = kernel.function.arg_names, dict(kernel.pointers), dict(kernel.constants)
-    signature = {name: f"*{TYPES[dtypes[name]]}" if name in dtypes else "constexpr" for name in names}
+    signature = {name: f"*{TYPES[dtypes[name]].mangle()}" if name in dtypes else "constexpr" for name in names}
     absent = {name: constants.get(name) for name in names if name not in dtypes}  # arrays that are not there are None
     aligned = {(i,): [["tt.divisibility", ALIGNMENT]] for i, name in enumerate(names) if name in dtypes}
     source = ASTSource(kernel.function, signature, absent, aligned)

@@ -86,28 +86,28 @@ def rows_tile(
     if N % BLOCK_N != 0:
         n = tl.max_contiguous(tl.multiple_of(tl.where(n_inside, across, 0), BLOCK_N), BLOCK_N)  # [block_n]
     acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
-    if group >= 0:
-        k = tl.arange(0, BLOCK_K)
-        weights = rhs + (group % WEIGHTS).to(tl.int64) * (K * N)
-        a = lhs + row.to(tl.int64) * K + m[:, None] * K + k[None, :]  # [block_m, block_k]
-        if TRANSPOSED:
-            step = BLOCK_K
-            b = weights + (column * BLOCK_N).to(tl.int64) * K + n[None, :] * K + k[:, None]  # [block_k, block_n]
-        else:
-            step = BLOCK_K * N
-            b = weights + column * BLOCK_N + k[:, None] * N + n[None, :]
-        if PEELED:
-            for _ in range(0, K // BLOCK_K):
-                acc = rows_step(acc, a, b, K, False, BLOCK_K, DOT, PRECISION)
-                a += BLOCK_K
-                b += step
-            if K % BLOCK_K != 0:
-                acc = rows_step(acc, a, b, K % BLOCK_K, True, BLOCK_K, DOT, PRECISION)
-        else:
-            for done in range(0, K, BLOCK_K):
-                acc = rows_step(acc, a, b, K - done, True, BLOCK_K, DOT, PRECISION)
-                a += BLOCK_K
-                b += step
+    k = tl.arange(0, BLOCK_K)
+    weights = rhs + (tl.maximum(group, 0) % WEIGHTS).to(tl.int64) * (K * N)
+    a = lhs + row.to(tl.int64) * K + m[:, None] * K + k[None, :]  # [block_m, block_k]
+    if TRANSPOSED:
+        step = BLOCK_K
+        b = weights + (column * BLOCK_N).to(tl.int64) * K + n[None, :] * K + k[:, None]  # [block_k, block_n]
+    else:
+        step = BLOCK_K * N
+        b = weights + column * BLOCK_N + k[:, None] * N + n[None, :]
+    owned = tl.where(group >= 0, 1, 0)
+    if PEELED:
+        for _ in range(0, owned * (K // BLOCK_K)):
+            acc = rows_step(acc, a, b, K, False, BLOCK_K, DOT, PRECISION)
+            a += BLOCK_K
+            b += step
+        if K % BLOCK_K != 0:
+            acc = rows_step(acc, a, b, K % BLOCK_K, True, BLOCK_K, DOT, PRECISION)
+    else:
+        for done in range(0, owned * K, BLOCK_K):
+            acc = rows_step(acc, a, b, K - done, True, BLOCK_K, DOT, PRECISION)
+            a += BLOCK_K
+            b += step
     local = tl.maximum(group, 0) % GROUPS
     at = row.to(tl.int64) * N + column * BLOCK_N
     offsets = m[:, None] * N + n[None, :]
@@ -127,14 +127,14 @@ def rows(
     count, group_of, row_of, end_of, lhs, rhs, by_row, by_column, bias, existing, out,
     K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr,
-    PEELED: tl.constexpr, PROGRAMS: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    PEELED: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     ACTIVATION: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """The rows form: a program for each tile, or PROGRAMS persistent ones, each of which runs several tiles."""
     total = tl.load(count)  # row tiles
     tiles = total * ((N + BLOCK_N - 1) // BLOCK_N)
     if PROGRAMS > 0:
-        for index in range(tl.program_id(0), tiles, PROGRAMS):
+        for index in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
             rows_tile(
                 index, total, group_of, row_of, end_of, lhs, rhs, by_row, by_column, bias, existing, out,
                 K, N, TRANSPOSED, WEIGHTS, GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, PEELED,
@@ -240,13 +240,13 @@ def contraction(
     count, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr, ALIGN: tl.constexpr,
-    PEELED: tl.constexpr, PROGRAMS: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, FLOAT: tl.constexpr,
+    PEELED: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """The contraction form: a program for each tile, or PROGRAMS persistent ones, each of which runs several tiles."""
     groups = tl.load(count)
     tiles = groups * ((K + BLOCK_M - 1) // BLOCK_M) * ((N + BLOCK_N - 1) // BLOCK_N)
     if PROGRAMS > 0:
-        for index in range(tl.program_id(0), tiles, PROGRAMS):
+        for index in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
             contraction_tile(
                 index, groups, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
                 ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, ALIGN, PEELED, DOT, ACC, PRECISION, FLOAT,

@@ -22,6 +22,7 @@ class Layout:
     stages: int  # steps that are on their way at once
     raster_group: int = 8  # tiles of a column that run before the next column: an L2 rasterization group
     programs: int = 0  # persistent programs; 0: one for each tile
+    flatten: bool = False  # the loops over tiles and over steps of a persistent program are pipelined as one
     peeled: bool = True  # the last step of a sum stands apart, so that the others need no mask
     longest_first: bool = False  # contraction: groups with more rows run first
 
