@@ -126,7 +126,6 @@ class Card:
     clock: float = 1.83e9  # cycles per second while tensor cores are busy
     mma_rate: int = 4096  # FLOP of an SM per cycle in bfloat16, with float32 sums; a multiply-add counts as two
     hbm: float = 3.35e12  # memory bandwidth, bytes per second
-    l2: float = 5.5e12  # bandwidth of the L2 cache, bytes per second
     float8: bool = True  # the tensor cores multiply float8_e4m3fn and float8_e5m2
 
     @property
@@ -152,31 +151,31 @@ def _ampere(kind: str, cores: int, **figures: Any) -> Card:
 
 CARDS: dict[str, Card] = {
     "a100": _ampere(
-        "NVIDIA A100-SXM4-80GB", 108, arch="8.0", shared=163 << 10, clock=1.41e9, mma_rate=2048, hbm=2.04e12, l2=4e12
+        "NVIDIA A100-SXM4-80GB", 108, arch="8.0", shared=163 << 10, clock=1.41e9, mma_rate=2048, hbm=2.04e12
     ),
-    "a10": _ampere("NVIDIA A10", 72, clock=1.695e9, mma_rate=1024, hbm=0.6e12, l2=2e12),
-    "rtx3090": _ampere("NVIDIA GeForce RTX 3090", 82, clock=1.695e9, mma_rate=512, hbm=0.936e12, l2=2.3e12),
-    "l4": _ampere("NVIDIA L4", 58, arch="8.9", clock=2.04e9, mma_rate=1024, hbm=0.3e12, l2=2e12, float8=True),
-    "l40s": _ampere("NVIDIA L40S", 142, arch="8.9", clock=2.52e9, mma_rate=1024, hbm=0.864e12, l2=4e12, float8=True),
+    "a10": _ampere("NVIDIA A10", 72, clock=1.695e9, mma_rate=1024, hbm=0.6e12),
+    "rtx3090": _ampere("NVIDIA GeForce RTX 3090", 82, clock=1.695e9, mma_rate=512, hbm=0.936e12),
+    "l4": _ampere("NVIDIA L4", 58, arch="8.9", clock=2.04e9, mma_rate=1024, hbm=0.3e12, float8=True),
+    "l40s": _ampere("NVIDIA L40S", 142, arch="8.9", clock=2.52e9, mma_rate=1024, hbm=0.864e12, float8=True),
     "rtx4090": _ampere(
-        "NVIDIA GeForce RTX 4090", 128, arch="8.9", clock=2.52e9, mma_rate=512, hbm=1.008e12, l2=4e12, float8=True
+        "NVIDIA GeForce RTX 4090", 128, arch="8.9", clock=2.52e9, mma_rate=512, hbm=1.008e12, float8=True
     ),
     "h100": Card(kind="NVIDIA H100 80GB HBM3", cores=132),
     "h200": Card(kind="NVIDIA H200", cores=132, hbm=4.8e12),
     "h20": Card(kind="NVIDIA H20", cores=78, mma_rate=1024, hbm=4.0e12),
-    "b200": Card(kind="NVIDIA B200", cores=148, arch="10.0", clock=1.85e9, mma_rate=8192, hbm=8e12, l2=10e12),
-    "gb200": Card(kind="NVIDIA GB200", cores=152, arch="10.0", clock=1.98e9, mma_rate=8192, hbm=8e12, l2=10e12),
+    "b200": Card(kind="NVIDIA B200", cores=148, arch="10.0", clock=1.85e9, mma_rate=8192, hbm=8e12),
+    "gb200": Card(kind="NVIDIA GB200", cores=152, arch="10.0", clock=1.98e9, mma_rate=8192, hbm=8e12),
     "rtx5090": _ampere(
-        "NVIDIA GeForce RTX 5090", 170, arch="12.0", clock=2.41e9, mma_rate=512, hbm=1.79e12, l2=6e12, float8=True
+        "NVIDIA GeForce RTX 5090", 170, arch="12.0", clock=2.41e9, mma_rate=512, hbm=1.79e12, float8=True
     ),
     # CDNA 3 multiplies only its own variants of float8 (fnuz)
     "mi300x": Card(
         kind="AMD Instinct MI300X", cores=304, arch="gfx942", platform="rocm", shared=64 << 10, clock=2.1e9,
-        mma_rate=2048, hbm=5.3e12, l2=12e12, float8=False,
+        mma_rate=2048, hbm=5.3e12, float8=False,
     ),
     "mi355x": Card(
         kind="AMD Instinct MI355X", cores=256, arch="gfx950", platform="rocm", shared=160 << 10, clock=2.4e9,
-        mma_rate=4096, hbm=8e12, l2=16e12,
+        mma_rate=4096, hbm=8e12,
     ),
 }  # fmt: skip
 

@@ -12,7 +12,6 @@ tile_scheduler   the order of tiles; tile_queue: how the producer publishes them
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 from typing import Any
@@ -86,10 +85,13 @@ def _elsewhere(target: Target) -> Refusal | None:
         return _refusal(
             "its kernels are for Hopper GPUs, and which GPU this is for is not known here",
             "lower in a process that has the GPU, or with an abstract device in the mesh",
+            costly=False,  # the Triton backend, which is for every GPU, says the same
         )
     card = card_for(target)
     if card is None or not card.hopper:
-        return _refusal(f"its kernels are for Hopper GPUs; the target is {target}")
+        return _refusal(
+            f"its kernels are for Hopper GPUs; the target is {target}", costly=False
+        )  # others have Triton's
     return None
 
 

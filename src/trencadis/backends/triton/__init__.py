@@ -82,7 +82,9 @@ def _elsewhere(target: Target, card: Card | None) -> Refusal | None:
     if card is None:
         return _refusal(f"it knows neither {target} nor its compute capability")
     if not card.tensor_cores:
-        return _refusal(f"its kernels are for NVIDIA GPUs since Ampere and AMD CDNA since MI300; the target is {target}")
+        return _refusal(
+            f"its kernels are for NVIDIA GPUs since Ampere and AMD CDNA since MI300; the target is {target}"
+        )
     return None
 
 
@@ -177,7 +179,12 @@ def kernel_of(problem: Problem, layout: Layout, arch: str, *, interpret: bool = 
 
     lists = [(name, "int32") for name in ("count", "group_of", "row_of", "end_of")]
     steps = problem.epilogue
-    there = {"by_row": steps.by_row, "by_column": steps.by_column, "bias": steps.bias is not None, "existing": steps.accumulate}
+    there = {
+        "by_row": steps.by_row,
+        "by_column": steps.by_column,
+        "bias": steps.bias is not None,
+        "existing": steps.accumulate,
+    }
     names = ["lhs", "rhs", *(name for name, given in there.items() if given)]
     _, _, _, _, *extras = problem.operands  # the two between are sizes and the first group
     dtypes = [problem.lhs, problem.rhs, *(dtype for _, dtype in extras)]
@@ -210,7 +217,8 @@ def constants(problem: Problem, layout: Layout, arch: str, interpret: bool = Fal
         "RASTER": layout.raster_group, "PEELED": layout.peeled, "PROGRAMS": layout.programs,
         "FLATTEN": layout.flatten,
         "DOT": TYPES[mma_dtype(problem).name], "ACC": TYPES[problem.acc.name],
-        "PRECISION": precision(problem, arch) or "tf32", "FLOAT": epilogue.scaled or epilogue.bias is not None or epilogue.activation is not None,
+        "PRECISION": precision(problem, arch) or "tf32",
+        "FLOAT": any((epilogue.scaled, epilogue.bias is not None, epilogue.activation is not None)),
     }  # fmt: skip
     if rows_form:
         text = source(epilogue.activation) if epilogue.activation is not None else None

@@ -26,18 +26,19 @@ _EXPM1 += "tl.exp({0}) - 1)"
 _LOG1P = "tl.where(tl.abs({0}) < 0.05, {0} * (1 - {0} * (1 / 2 - {0} * (1 / 3 - {0} * (1 / 4 - {0} * (1 / 5 - {0} * "
 _LOG1P += "(1 / 6 - {0} * (1 / 7))))))), tl.log(1 + {0}))"
 
+_MAX, _MIN = (f"tl.{name}({{0}}, {{1}}, propagate_nan=tl.PropagateNan.ALL)" for name in ("maximum", "minimum"))
+
 OPERATIONS: dict[str, str] = {
-    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "neg": "-{0}", "add_any": "{0} + {1}",
-    "abs": "tl.abs({0})", "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "erf": "tl.erf({0})",
+    "add": "{0} + {1}", "add_any": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}",
+    "neg": "-{0}", "abs": "tl.abs({0})", "square": "{0} * {0}", "copy": "{0}", "stop_gradient": "{0}",
+    "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "erf": "tl.erf({0})",
     "sqrt": "tl.sqrt({0})", "rsqrt": "tl.rsqrt({0})", "sin": "tl.sin({0})", "cos": "tl.cos({0})",
-    "floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "square": "{0} * {0}", "copy": "{0}", "stop_gradient": "{0}",
+    "floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))",
     "logistic": "1 / (1 + tl.exp(-{0}))", "tanh": _TANH, "expm1": _EXPM1, "log1p": _LOG1P,
-    "max": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-    "min": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-    "gt": "{0} > {1}", "ge": "{0} >= {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "eq": "{0} == {1}", "ne": "{0} != {1}",
-    "and": "{0} & {1}", "or": "{0} | {1}", "not": "{0} == 0", "is_finite": "tl.abs({0}) < float('inf')",
-    "select_n": "tl.where({0}, {2}, {1})", "copy_p": "{0}", "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))",
-    "clamp": "tl.minimum(tl.maximum({1}, {0}, propagate_nan=tl.PropagateNan.ALL), {2}, propagate_nan=tl.PropagateNan.ALL)",
+    "max": _MAX, "min": _MIN, "clamp": _MIN.format(_MAX.format("{1}", "{0}"), "{2}"),
+    "gt": "{0} > {1}", "ge": "{0} >= {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "eq": "{0} == {1}",
+    "ne": "{0} != {1}", "and": "{0} & {1}", "or": "{0} | {1}", "not": "{0} == 0",
+    "is_finite": "tl.abs({0}) < float('inf')", "select_n": "tl.where({0}, {2}, {1})",
 }  # fmt: skip
 
 
@@ -54,7 +55,8 @@ def source(activation: Activation) -> str | None:
     lines = []
     for i, equation in enumerate(closed.jaxpr.eqns):
         read = [_literal(var.val) if hasattr(var, "val") else names.get(var) for var in equation.invars]
-        line = None if None in read else _line(equation, read)
+        known = [text for text in read if text is not None]
+        line = _line(equation, known) if len(known) == len(read) else None
         if line is None:
             return None
         names[equation.outvars[0]] = f"v{i}"

@@ -149,9 +149,11 @@ def call(
     return triton_call_p.bind(*operands, kernel=kernel, grid=grid, out=out, alias=alias)
 
 
-@triton_call_p.def_abstract_eval
 def _type(*_: Any, out: jax.ShapeDtypeStruct, **__: Any) -> Any:
     return jax.core.ShapedArray(out.shape, out.dtype)
+
+
+triton_call_p.def_abstract_eval(_type)
 
 
 def _lower(
@@ -160,11 +162,13 @@ def _lower(
     """The custom call of a kernel, which is compiled here."""
     packed = zlib.compress(message(kernel, compiled(kernel), grid, len(operands) + 1))
     aliases = {} if alias is None else {alias: 0}
+    rule: Any
     if JAX >= (0, 11):
         rule = jax.ffi.ffi_lowering("triton_kernel_call_ffi", operand_output_aliases=aliases)
         return rule(context, *operands, opaque=packed)
+    config: Any = packed
     rule = jax.ffi.ffi_lowering(
-        "triton_kernel_call", api_version=2, backend_config=packed, operand_output_aliases=aliases
+        "triton_kernel_call", api_version=2, backend_config=config, operand_output_aliases=aliases
     )
     return rule(context, *operands)
 

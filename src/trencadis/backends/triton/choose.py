@@ -31,10 +31,12 @@ TILES = (
 STEP_BYTES = (64, 128, 256)  # bytes of a row of an operand in one step of the mainloop
 STAGES = (2, 3, 4, 5)
 REGISTERS = 65536  # of an SM, and 2048 threads
-FILL = 1.2e-6  # seconds from the start of a program to its first product
+LATENCY = 0.8e-6  # seconds from the start of a copy to its end
+L2 = 48  # bytes that an SM gets from L2 in a cycle
 STEP_CYCLES = 40  # beside the products of a step: waiting for its copies, and starting those of a later one
 RATE = 0.88  # of the peak of the tensor cores that a mainloop reaches
 HBM = 0.85  # of the bandwidth of memory that kernels reach
+OVERLAP = 0.1  # of the shorter one of computing and moving that the longer one does not hide
 LAUNCH = 4e-6  # seconds for the list of tiles and the launch
 FEW_STEPS = 8  # a sum of fewer steps than this does not take its last one apart
 
@@ -155,14 +157,18 @@ def estimated_time(problem: Problem, card: Card, layout: Layout) -> float:
     products = 2 * layout.block_m * layout.block_n * layout.block_k
     sm_rate = card.mma_rate * card.clock * RATE * speed(problem, card, layout)
     loaded = layout.block_k * (layout.block_m * width(problem.lhs) + layout.block_n * width(problem.rhs))
-    busy = max(products / sm_rate, loaded * card.cores / card.l2) + STEP_CYCLES / card.clock
-    stored = layout.block_m * layout.block_n * width(problem.out)
-    alone = FILL * 3 / min(layout.stages, 3) + steps * busy + stored * card.cores / card.l2
+    busy = max(products / sm_rate, loaded / (L2 * card.clock)) + STEP_CYCLES / card.clock
+    stored = layout.block_m * layout.block_n * width(problem.out) / (L2 * card.clock)
+    in_flight = max(
+        layout.stages - 1 - _from_shared(card, layout), 0.5
+    )  # copies of later steps while one is multiplied
+    alone = LATENCY + steps * max(busy, LATENCY / in_flight) + stored
     together = programs_per_sm(problem, card, layout)
-    wave = max(alone, together * steps * busy)
+    wave = max(alone, together * (steps * busy + stored))
     count = tile_count(problem, layout) / (card.cores * together)
     waves = math.ceil(count) if count < 4 else count + 0.5
-    return max(waves * wave, moved_bytes(problem) / (card.hbm * HBM)) + LAUNCH
+    computed, moved = waves * wave, moved_bytes(problem) / (card.hbm * HBM)
+    return max(computed, moved) + OVERLAP * min(computed, moved) + LAUNCH
 
 
 def moved_bytes(problem: Problem) -> float:
@@ -186,7 +192,9 @@ def speed(problem: Problem, card: Card, layout: Layout) -> float:
     area = min(1.0, (layout.block_m * layout.block_n / 32768) ** 0.15)
     if _from_shared(card, layout) or card.arch.split(".")[0] not in ("9", "10"):
         return by_dtype * area
-    return by_dtype * area * 0.6 * (9 if card.arch.startswith("9") else 4) / 10  # mma.sync on tensor cores made for more
+    return (
+        by_dtype * area * 0.6 * (9 if card.arch.startswith("9") else 4) / 10
+    )  # mma.sync on tensor cores made for more
 
 
 def _full_float32(problem: Problem) -> bool:

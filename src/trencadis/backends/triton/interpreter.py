@@ -92,29 +92,40 @@ def _run(kernel: Kernel, grid: int, arrays: list[np.ndarray]) -> None:
             function(**arguments)
 
 
-@contextmanager
-def _language(function: Any) -> Iterator[None]:
-    """A context in which `triton.language` computes in numpy, with products of bfloat16, which Triton leaves out."""
-    builder = interpreter.InterpreterBuilder
-    plain = builder.create_dot
-
-    def dot(self: Any, a: Any, b: Any, acc: Any, *options: Any) -> Any:
-        return plain(self, _float32(a), _float32(b), acc, *options)
-
-    scope = interpreter._patch_lang(function)
-    scope.set_attr(tl.tensor, "__index__", lambda x: int(x.handle.data.item()))  # numbers are arrays of length 1
-    builder.create_dot = dot
-    try:
-        yield
-    finally:
-        builder.create_dot = plain
-        scope.restore()
-
-
 _FLOATS = {tl.bfloat16: ml_dtypes.bfloat16, tl.float8e4nv: ml_dtypes.float8_e4m3fn, tl.float8e5: ml_dtypes.float8_e5m2}
 
 
-def _float32(x: Any) -> Any:
-    """A factor that numpy cannot multiply, which it holds as integers, in float32; any other as it is."""
-    held = _FLOATS.get(x.dtype)
-    return x if held is None else interpreter.TensorHandle(x.data.view(held).astype(np.float32), tl.float32)
+class _Numpy(interpreter.InterpreterBuilder):
+    """The operations of the interpreter, with those on narrow floats, which numpy holds as integers, by ml_dtypes."""
+
+    def create_dot(self, a: Any, b: Any, acc: Any, *options: Any) -> Any:
+        """The accumulator plus a product, of factors in float32 if numpy cannot multiply them."""
+        a, b = (self.cast_impl(x, tl.float32) if x.dtype in _FLOATS else x for x in (a, b))
+        return super().create_dot(a, b, acc, *options)
+
+    def cast_impl(self, src: Any, dst_type: Any) -> Any:
+        """A conversion between dtypes."""
+        source, to = src.dtype.scalar, dst_type.scalar
+        if source not in _FLOATS and to not in _FLOATS:
+            return super().cast_impl(src, dst_type)
+        value = src.data.view(_FLOATS[source]) if source in _FLOATS else src.data
+        held = interpreter._get_np_dtype(to)
+        value = value.astype(_FLOATS[to]).view(held) if to in _FLOATS else value.astype(np.float32).astype(held)
+        return interpreter.TensorHandle(value, to)
+
+    def create_fp_to_fp(self, src: Any, dst_type: Any, _: Any) -> Any:
+        """A conversion between floats."""
+        return self.cast_impl(src, dst_type)
+
+
+@contextmanager
+def _language(function: Any) -> Iterator[None]:
+    """A context in which `triton.language` computes in numpy."""
+    scope, builder = interpreter._patch_lang(function), interpreter.interpreter_builder
+    scope.set_attr(tl.tensor, "__index__", lambda x: int(x.handle.data.item()))  # numbers are arrays of length 1
+    builder.__class__ = _Numpy
+    try:
+        yield
+    finally:
+        builder.__class__ = interpreter.InterpreterBuilder
+        scope.restore()

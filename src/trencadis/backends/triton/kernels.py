@@ -97,7 +97,7 @@ def rows_tile(
         b = weights + column * BLOCK_N + k[:, None] * N + n[None, :]
     owned = tl.where(group >= 0, 1, 0)
     if PEELED:
-        for _ in range(0, owned * (K // BLOCK_K)):
+        for _ in range(owned * (K // BLOCK_K)):
             acc = rows_step(acc, a, b, K, False, BLOCK_K, DOT, PRECISION)
             a += BLOCK_K
             b += step
@@ -127,8 +127,8 @@ def rows(
     count, group_of, row_of, end_of, lhs, rhs, by_row, by_column, bias, existing, out,
     K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr,
-    PEELED: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    ACTIVATION: tl.constexpr, FLOAT: tl.constexpr,
+    PEELED: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+    DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """The rows form: a program for each tile, or PROGRAMS persistent ones, each of which runs several tiles."""
     total = tl.load(count)  # row tiles
@@ -240,7 +240,8 @@ def contraction(
     count, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr, ALIGN: tl.constexpr,
-    PEELED: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, FLOAT: tl.constexpr,
+    PEELED: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+    DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """The contraction form: a program for each tile, or PROGRAMS persistent ones, each of which runs several tiles."""
     groups = tl.load(count)

@@ -11,6 +11,7 @@ their own, with the group -1; with existing_out they have no tiles, since their 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -19,13 +20,14 @@ from jaxtyping import Array, Int32
 
 from trencadis.backends.triton.layout import Layout
 from trencadis.core.problem import Form, Problem
+from trencadis.core.schedule import RowTile
 from trencadis.core.spans import First, Sizes, spans
 
 
 class Tiles(NamedTuple):
-    """The tiles of a kernel, of which the first `count` are there and the rest is arbitrary."""
+    """The tiles of a kernel, of which the first `number` are there and the rest is arbitrary."""
 
-    count: Int32[Array, "1"]
+    number: Int32[Array, " one"]  # of the tiles that are there
     group: Int32[Array, " tiles"]  # the local group, counted over all batch entries; -1 for unowned rows
     row: Int32[Array, " tiles"]  # the first row
     end: Int32[Array, " tiles"]  # the last row of the group, exclusive
@@ -79,3 +81,17 @@ def _longest_first(starts: Array, ends: Array) -> tuple[Array, Array, Array]:
     rank = jnp.sum(ahead, axis=1, dtype=jnp.int32)
     order = jnp.sum(jnp.where(rank[None, :] == index[:, None], index[None, :], 0), axis=1, dtype=jnp.int32)
     return order, starts[order], ends[order]
+
+
+def row_tiles(problem: Problem, layout: Layout, start: int, end: int) -> list[RowTile]:
+    """The row tiles of a group that owns the rows [start, end); in a contraction, the steps of its sum.
+
+    >>> from trencadis.core.arguments import problem_of
+    >>> layout = Layout(block_m=16, block_n=64, block_k=32, warps=4, stages=3)
+    >>> [tile.rows for tile in row_tiles(problem_of((64, 8), (2, 8, 8), groups=2), layout, 3, 21)]
+    [range(3, 19), range(19, 35)]
+    """
+    height = layout.block_m if problem.form is Form.ROWS else layout.block_k
+    align = math.gcd(height, 16) if problem.form is Form.CONTRACTION and problem.transpose_lhs else 1
+    tops = range(start - start % align, end, height) if end > start else range(0)
+    return [RowTile(range(top, top + height), range(max(top, start), min(top + height, end))) for top in tops]
