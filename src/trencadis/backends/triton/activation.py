@@ -31,7 +31,7 @@ _MAX, _MIN = (f"tl.{name}({{0}}, {{1}}, propagate_nan=tl.PropagateNan.ALL)" for 
 OPERATIONS: dict[str, str] = {
     "add": "{0} + {1}", "add_any": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}",
     "neg": "-{0}", "abs": "tl.abs({0})", "square": "{0} * {0}", "copy": "{0}", "stop_gradient": "{0}",
-    "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "erf": "tl.erf({0})",
+    "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "erf": "tl.erf({0})", "erfc": "1 - tl.erf({0})",
     "sqrt": "tl.sqrt({0})", "rsqrt": "tl.rsqrt({0})", "sin": "tl.sin({0})", "cos": "tl.cos({0})",
     "floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))",
     "logistic": "1 / (1 + tl.exp(-{0}))", "tanh": _TANH, "expm1": _EXPM1, "log1p": _LOG1P,
