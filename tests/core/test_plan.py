@@ -63,7 +63,8 @@ def test_a_refusal_carries_every_reason(monkeypatch):
     assert list(said) == list(backends.BACKENDS) and isinstance(said.pop("xla"), Plan)
     want = {"tpu": tpu, "gpu": gpu, "triton": triton, "reference": "it is Sunday"}
     assert {name: each.reason for name, each in said.items()} == want
-    said = rf"cannot run rows .* on cpu \(tpu: {tpu}; gpu: {gpu}; triton: {triton}; xla: supports it; reference: it is Sunday"
+    said = rf"cannot run rows .* on cpu \(tpu: {tpu}; gpu: {gpu}; triton: {triton}; xla: supports it; "
+    said += "reference: it is Sunday"
     with pytest.raises(ValueError, match=said):
         plan(PROBLEM, CPU, Overrides(backend="reference"))
 

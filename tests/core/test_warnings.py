@@ -130,7 +130,7 @@ def test_groups_that_differ_in_several_dimensions():
 
 
 def test_a_missing_package_is_said_aloud():
-    """Without Triton, and absl, which Pallas for GPUs of jax < 0.11 imports, a call for an H200 says what to install."""
+    """Without Triton and what Pallas for GPUs imports, a call for an H200 says what to install."""
     program = """
         import sys, warnings
         for name in ("absl", "jax.experimental.pallas.mosaic_gpu", "triton"):
