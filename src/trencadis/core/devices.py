@@ -116,7 +116,10 @@ def chip_of(name: str) -> Chip:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """The figures of one GPU model that kernels are planned by, from its maker's data sheets."""
+    """The figures of one GPU model that kernels are planned by.
+
+    Clocks are such that `peak_bf16` is the dense rate that the maker publishes, and are not always published ones.
+    """
 
     kind: str  # JAX's device_kind, e.g. "NVIDIA H200"
     cores: int  # streaming multiprocessors (SMs), or compute units

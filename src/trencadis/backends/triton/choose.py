@@ -3,8 +3,7 @@
 The model of one program: its mainloop runs at the rate of the tensor cores, or as fast as L2 brings operands, whatever
 takes longer, and each step costs some cycles more. Before its first step it waits for memory, and after the last it
 stores its tile. Programs that share an SM fill each other's gaps. The model of a kernel: waves of programs over all
-SMs, but never faster than memory moves operands and result. The measurements behind its constants are in
-docs/performance.md.
+SMs, but never faster than memory moves operands and result. Its constants are estimates that no measurement has fitted.
 """
 
 from __future__ import annotations
