@@ -6,7 +6,7 @@ from typing import Protocol
 
 import jax
 
-from trencadis.backends import gpu, reference, tpu, xla
+from trencadis.backends import gpu, reference, tpu, triton, xla
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import CARDS
 from trencadis.core.problem import Problem
@@ -24,8 +24,9 @@ class Backend(Protocol):
         """The result of `plan.problem`; operands are lhs, rhs, group sizes, first group, then the epilogue's."""
 
 
-BACKENDS: dict[str, Backend] = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
+BACKENDS: dict[str, Backend] = {"tpu": tpu, "gpu": gpu, "triton": triton, "xla": xla, "reference": reference}
 # the backends with kernels for a platform: a product there that reaches none of them is slow
-KERNELS: dict[str, tuple[str, ...]] = {"tpu": ("tpu",), "cuda": ("gpu",), "rocm": ("gpu",)}
+KERNELS: dict[str, tuple[str, ...]] = {"tpu": ("tpu",), "cuda": ("gpu", "triton"), "rocm": ("triton",)}
 # backends whose kernels can be interpreted anywhere, and the device that the interpreter stands for
-INTERPRETED = {"tpu": Target(platform="tpu"), "gpu": Target(platform="cuda", kind=CARDS["h200"].kind)}
+_H200 = Target(platform="cuda", kind=CARDS["h200"].kind)
+INTERPRETED = {"tpu": Target(platform="tpu"), "gpu": _H200, "triton": _H200}

@@ -116,33 +116,122 @@ def chip_of(name: str) -> Chip:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """The figures of one GPU model that kernels are planned by."""
+    """The figures of one GPU model that kernels are planned by.
+
+    Clocks are such that `peak_bf16` is the dense rate that the maker publishes, and are not always published ones.
+    """
 
     kind: str  # JAX's device_kind, e.g. "NVIDIA H200"
-    cores: int  # streaming multiprocessors (SMs)
+    cores: int  # streaming multiprocessors (SMs), or compute units
+    arch: str = "9.0"  # compute capability, or "gfx942"
+    platform: str = "cuda"
     shared: int = 227 << 10  # bytes of shared memory that one thread block can use
+    clock: float = 1.83e9  # cycles per second while tensor cores are busy
+    mma_rate: int = 4096  # FLOP of an SM per cycle in bfloat16, with float32 sums; a multiply-add counts as two
+    hbm: float = 3.35e12  # memory bandwidth, bytes per second
+    float8: bool = True  # the tensor cores multiply float8_e4m3fn and float8_e5m2
+
+    @property
+    def hopper(self) -> bool:
+        """Whether this is a Hopper GPU, which the Mosaic kernels are for."""
+        return self.arch == "9.0"
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether the tensor cores multiply bfloat16, as those of NVIDIA do since Ampere, and all of CDNA."""
+        return not self.arch.startswith(("3.", "5.", "6.", "7."))
+
+    @property
+    def peak_bf16(self) -> float:
+        """FLOP per second in bfloat16."""
+        return self.cores * self.clock * self.mma_rate
+
+
+def _ampere(kind: str, cores: int, **figures: Any) -> Card:
+    """A card before Hopper, or a consumer one: with 99 KiB of shared memory for a thread block, unless it says more."""
+    return Card(**{"kind": kind, "cores": cores, "arch": "8.6", "shared": 99 << 10, "float8": False, **figures})
 
 
 CARDS: dict[str, Card] = {
+    "a100": _ampere(
+        "NVIDIA A100-SXM4-80GB", 108, arch="8.0", shared=163 << 10, clock=1.41e9, mma_rate=2048, hbm=2.04e12
+    ),
+    "a10": _ampere("NVIDIA A10", 72, clock=1.695e9, mma_rate=1024, hbm=0.6e12),
+    "rtx3090": _ampere("NVIDIA GeForce RTX 3090", 82, clock=1.695e9, mma_rate=512, hbm=0.936e12),
+    "l4": _ampere("NVIDIA L4", 58, arch="8.9", clock=2.04e9, mma_rate=1024, hbm=0.3e12, float8=True),
+    "l40s": _ampere("NVIDIA L40S", 142, arch="8.9", clock=2.52e9, mma_rate=1024, hbm=0.864e12, float8=True),
+    "rtx4090": _ampere(
+        "NVIDIA GeForce RTX 4090", 128, arch="8.9", clock=2.52e9, mma_rate=512, hbm=1.008e12, float8=True
+    ),
     "h100": Card(kind="NVIDIA H100 80GB HBM3", cores=132),
-    "h200": Card(kind="NVIDIA H200", cores=132),
-}
+    "h200": Card(kind="NVIDIA H200", cores=132, hbm=4.8e12),
+    "h20": Card(kind="NVIDIA H20", cores=78, mma_rate=1024, hbm=4.0e12),
+    "b200": Card(kind="NVIDIA B200", cores=148, arch="10.0", clock=1.85e9, mma_rate=8192, hbm=8e12),
+    "gb200": Card(kind="NVIDIA GB200", cores=152, arch="10.0", clock=1.98e9, mma_rate=8192, hbm=8e12),
+    "rtx5090": _ampere(
+        "NVIDIA GeForce RTX 5090", 170, arch="12.0", clock=2.41e9, mma_rate=512, hbm=1.79e12, float8=True
+    ),
+    # CDNA 3 multiplies only its own variants of float8 (fnuz)
+    "mi300x": Card(
+        kind="AMD Instinct MI300X", cores=304, arch="gfx942", platform="rocm", shared=64 << 10, clock=2.1e9,
+        mma_rate=2048, hbm=5.3e12, float8=False,
+    ),
+    "mi355x": Card(
+        kind="AMD Instinct MI355X", cores=256, arch="gfx950", platform="rocm", shared=160 << 10, clock=2.4e9,
+        mma_rate=4096, hbm=8e12,
+    ),
+}  # fmt: skip
 
-_HOPPER = re.compile(r"\bG?H(?:100|200|800|20)\b")  # product names of compute capability 9.0
+# other product names under which a model, or one that is like it, is sold
+_NAMES = {
+    "h100": r"\bG?H(?:100|800)\b", "h200": r"\bG?H200\b", "h20": r"\bH20\b", "a100": r"\bA(?:100|800)\b",
+    "a10": r"\bA10G?\b", "l40s": r"\bL40S?\b", "b200": r"\bB[23]00\b", "gb200": r"\bGB[23]00\b",
+    "mi300x": r"\bMI3(?:00|08|25)[AX]\b", "mi355x": r"\bMI35[05]X\b",
+}  # fmt: skip
 
 
 def card_for(target: Target) -> Card | None:
-    """The figures of a target that is a Hopper GPU; None if it is another device, or of unknown kind.
+    """The figures of a target that is a GPU: of its model, or of one with its compute capability; None of any other.
 
     >>> card_for(Target(platform="cuda", kind="NVIDIA H200", cores=132)).cores
     132
-    >>> card_for(Target(platform="cuda", kind="NVIDIA A100-SXM4-40GB")) is None
-    True
+    >>> card_for(Target(platform="cuda", kind="NVIDIA RTX 6000 Ada", arch="8.9")).arch
+    '8.9'
     """
-    if target.platform != "cuda" or target.kind is None or not _HOPPER.search(target.kind):
+    card = _model(target) or _relative(target)
+    if card is None:
         return None
-    known = {card.kind: card for card in CARDS.values()}.get(target.kind, Card(kind=target.kind, cores=132))
-    return known if target.cores is None else dataclasses.replace(known, cores=target.cores)
+    card = dataclasses.replace(card, kind=target.kind or card.kind)
+    return card if target.cores is None else dataclasses.replace(card, cores=target.cores)
+
+
+def _model(target: Target) -> Card | None:
+    """The model that a target names; one of another architecture than the target's own is not it."""
+    for name, card in CARDS.items():
+        words = _NAMES.get(name, rf"\b{re.escape(card.kind.removeprefix('NVIDIA '))}\b")
+        if target.platform == card.platform and target.kind is not None and re.search(words, target.kind):
+            return card if target.arch in (None, card.arch) else None
+    return None
+
+
+def _relative(target: Target) -> Card | None:
+    """A card like a target whose model is not known: the first with its architecture, or with an older one."""
+    if target.arch is None or target.platform not in ("cuda", "rocm"):
+        return None
+    arch, platform = target.arch.split(":")[0], target.platform  # ROCm appends features, as in "gfx942:sramecc+"
+    cards = [card for card in CARDS.values() if card.platform == platform]
+    if platform == "rocm":
+        return next((card for card in cards if card.arch == arch), None)
+    older = [card for card in cards if _number(card.arch) <= _number(arch)]
+    if not older:  # before Ampere
+        return dataclasses.replace(CARDS["a10"], arch=arch)
+    best = max(older, key=lambda card: _number(card.arch))
+    return dataclasses.replace(best, arch=arch)
+
+
+def _number(arch: str) -> tuple[int, ...]:
+    """A compute capability, to be compared."""
+    return tuple(map(int, arch.split(".")))
 
 
 def target_of(target: Target | jax.Device | str | None) -> Target:
@@ -162,7 +251,8 @@ def target_of(target: Target | jax.Device | str | None) -> Target:
     if isinstance(target, str) and target in CHIPS:
         return Target(platform="tpu", kind=CHIPS[target].kind)
     if isinstance(target, str) and target in CARDS:
-        return Target(platform="cuda", kind=CARDS[target].kind, cores=CARDS[target].cores)
+        card = CARDS[target]
+        return Target(platform=card.platform, kind=card.kind, cores=card.cores)
     if isinstance(target, jax.Device):
         return Target.of(target)
     known = ", ".join(map(repr, (*PLATFORMS, *CHIPS, *CARDS)))

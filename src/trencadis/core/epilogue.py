@@ -81,6 +81,11 @@ class Epilogue:
         return dataclasses.replace(self, bias=None, activation=None, accumulate=False)
 
     @property
+    def without_activation(self) -> Epilogue:
+        """The epilogue without its activation."""
+        return dataclasses.replace(self, activation=None)
+
+    @property
     def steps(self) -> tuple[str, ...]:
         """The names of the steps, in the order in which they are applied."""
         scales = f"scales per {self.part} of k" if self.along_k else "scales"

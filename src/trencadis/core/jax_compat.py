@@ -82,8 +82,8 @@ def result_type(operands: tuple[ShapedArray, ...], shape: tuple[int, ...], dtype
     )
 
 
-def device(context: mlir.LoweringRuleContext, platform: str) -> tuple[str | None, int | None]:
-    """The kind of device that is lowered for and how many cores it has, where JAX knows it.
+def target(context: mlir.LoweringRuleContext, platform: str) -> Target:
+    """The target that is lowered for: the kind of device, its cores and its architecture, where JAX knows them.
 
     It is that of the abstract device of the mesh in use, of the devices of the mesh or of the computation, or of the
     client that will compile it, all devices of which are of one kind.
@@ -99,10 +99,14 @@ def device(context: mlir.LoweringRuleContext, platform: str) -> tuple[str | None
     devices += client.devices() if client is not None and client.platform in names else ()
     # an abstract device of jax < 0.11 has no platform
     devices = [device for device in devices if getattr(device, "platform", platform) in names]
+    split = partitioned(context)
     if not devices:
-        return None, None
-    cores = getattr(devices[0], "core_count", None) or getattr(devices[0], "num_cores", None)
-    return devices[0].device_kind, cores if platform in ("cuda", "rocm") else None
+        return Target(platform=platform, partitioned=split)
+    kind, cores, arch = devices[0].device_kind, None, None
+    if platform in ("cuda", "rocm"):
+        cores = getattr(devices[0], "core_count", None) or getattr(devices[0], "num_cores", None)
+        arch = getattr(devices[0], "compute_capability", None)
+    return Target(platform=platform, kind=kind, cores=cores, arch=arch, partitioned=split)
 
 
 def partitioned(context: mlir.LoweringRuleContext) -> bool:
@@ -156,15 +160,13 @@ def _lower(
 
     A kernel's references, and what it returns, cannot vary over manual axes or be sharded over explicit ones.
     """
-    kind, cores = device(context, platform)
-    target = Target(platform=platform, kind=kind, cores=cores, partitioned=partitioned(context))
+    call = functools.partial(execute, target=target(context, platform))
     avals_in: Sequence[Any] = context.avals_in  # the types of arrays
     plain = context.replace(
         avals_in=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in avals_in],
         avals_out=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in context.avals_out],
     )
     with _check_vma(False), without_mesh():
-        call = functools.partial(execute, target=target)
         out = mlir.lower_fun(call, multiple_results=False)(plain, *operands, **params)
     if plain.tokens_out is not None:  # of a kernel that is interpreted
         context.set_tokens_out(plain.tokens_out)

@@ -18,6 +18,7 @@ class Target:
     platform: str  # "cpu", "cuda", "rocm", "tpu"
     kind: str | None = None  # e.g. "NVIDIA H200", "TPU v5 lite"
     cores: int | None = None  # streaming multiprocessors of a GPU
+    arch: str | None = None  # of a GPU: its compute capability, e.g. "9.0", or "gfx942"
     partitioned: bool = False  # True if XLA partitions the program over several devices by itself
 
     @classmethod
@@ -27,11 +28,11 @@ class Target:
         >>> Target.of(jax.devices("cpu")[0]).platform
         'cpu'
         """
-        platform, cores = device.platform, None
+        platform, cores, arch = device.platform, None, None
         if platform == "gpu":
             platform = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
-            cores = getattr(device, "core_count", None)
-        return cls(platform=platform, kind=device.device_kind, cores=cores)
+            cores, arch = getattr(device, "core_count", None), getattr(device, "compute_capability", None)
+        return cls(platform=platform, kind=device.device_kind, cores=cores, arch=arch)
 
     def multiplies(self, dtype: DTypeLike) -> bool:
         """True if the machine multiplies this 16-bit float dtype, with float32 sums, faster than after an upcast.

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from trencadis.backends import xla
 from trencadis.backends.gpu import tile_scheduler as gpu_scheduler
 from trencadis.backends.tpu import tile_scheduler as tpu_scheduler
+from trencadis.backends.triton import tile_scheduler as triton_scheduler
 from trencadis.core import arguments
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import plan
@@ -42,6 +43,7 @@ def planned_row_tiles(problem: Problem, target: Target) -> tuple[str, RowTiles]:
     chosen = plan(problem, target)
     backends: dict[str, Callable[..., list[RowTile]]]
     backends = {"tpu": tpu_scheduler.row_tiles, "gpu": gpu_scheduler.row_tiles, "xla": xla.row_tiles}
+    backends["triton"] = triton_scheduler.row_tiles
     return chosen.backend, functools.partial(backends[chosen.backend], chosen.problem, chosen.layout)
 
 

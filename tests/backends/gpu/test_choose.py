@@ -169,9 +169,10 @@ def test_a_tile_is_rounded_to_one_that_the_kernels_have(form, asked, block_m, bl
     assert planned.tiling == tiling_of(problem, layout) and planned.layout == layout
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=list(CARDS))
+@pytest.mark.parametrize("name", [name for name, card in CARDS.items() if card.hopper])
 @pytest.mark.parametrize("form", ["rows", "contraction"])
-def test_the_plan_names_the_tile_of_the_layout(form, card):
+def test_the_plan_names_the_tile_of_the_layout(form, name):
+    card = CARDS[name]
     problem = question(form, 8192, 7168, 2048, 32)
     layout = choose(problem, card)
     tile = (layout.block_m, layout.block_k) if form == "rows" else (layout.block_k, layout.block_m)

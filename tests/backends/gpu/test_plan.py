@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import trencadis as tr
+from trencadis import backends
 from trencadis.backends import gpu
 from trencadis.backends.gpu.choose import choose
 from trencadis.core.arguments import problem_of
@@ -173,9 +174,10 @@ def test_why_names_it_in_all_passes():
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA B200", "NVIDIA GeForce RTX 4090"])
-def test_other_gpus_fall_to_xla_and_why_says_why(kind):
+def test_other_gpus_are_left_to_triton_and_why_says_why(kind, monkeypatch):
+    monkeypatch.setattr(backends.triton, "_missing", lambda: None)
     answer = why(*ASKED, target=cuda(kind))
-    assert [each.plan.backend for each in answer.passes] == ["xla"] * 3
+    assert [each.plan.backend for each in answer.passes] == ["triton"] * 3
     (reason,) = (each.reason for each in answer.backends if each.backend == "gpu")
     assert reason == f"its kernels are for Hopper GPUs; the target is cuda ({kind})"
     assert reason in str(answer)

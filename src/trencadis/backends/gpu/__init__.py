@@ -12,7 +12,6 @@ tile_scheduler   the order of tiles; tile_queue: how the producer publishes them
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 from typing import Any
@@ -86,9 +85,13 @@ def _elsewhere(target: Target) -> Refusal | None:
         return _refusal(
             "its kernels are for Hopper GPUs, and which GPU this is for is not known here",
             "lower in a process that has the GPU, or with an abstract device in the mesh",
+            costly=False,  # the Triton backend, which is for every GPU, says the same
         )
-    if card_for(target) is None:
-        return _refusal(f"its kernels are for Hopper GPUs; the target is {target}")
+    card = card_for(target)
+    if card is None or not card.hopper:
+        return _refusal(
+            f"its kernels are for Hopper GPUs; the target is {target}", costly=False
+        )  # others have Triton's
     return None
 
 
@@ -101,7 +104,7 @@ def _peeled(problem: Problem) -> Problem:
     if epilogue.along_k:
         kept = epilogue.scaling
     elif epilogue.activation is not None and not _lowers(epilogue.activation, accumulator(problem.sum, problem.out)):
-        kept = dataclasses.replace(epilogue, activation=None)
+        kept = epilogue.without_activation
     else:
         return problem
     return problem if kept == epilogue else problem.replace(epilogue=kept, out=problem.sum)

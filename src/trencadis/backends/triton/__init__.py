@@ -1,0 +1,232 @@
+"""Triton kernels for NVIDIA GPUs from Ampere to Blackwell and for AMD CDNA: products that Hopper's own do not take.
+
+choose           the layout (tile, warps, stages) for a problem, by a cost model
+layout           what a layout holds
+tile_scheduler   the list of tiles, which XLA computes before the kernel
+kernels          the kernels of both forms; activation: activations in them
+bridge           from JAX to Triton: compilation, and jaxlib's custom call
+interpreter      the same kernels in numpy, on any machine
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from trencadis.backends.triton.activation import source
+from trencadis.backends.triton.choose import choose, choose_for_tile, mma_dtype, reason, tiling_of
+from trencadis.backends.triton.layout import Layout
+from trencadis.backends.triton.tile_scheduler import most_tiles, tiles
+from trencadis.core.decision import Plan, Refusal
+from trencadis.core.devices import Card, card_for
+from trencadis.core.epilogue import ALONG_K
+from trencadis.core.problem import Form, Problem
+from trencadis.core.target import Target
+from trencadis.core.tiling import Overrides
+
+Array = jax.Array
+
+FLOATS = ("bfloat16", "float16", "float32")
+OPERANDS = (*FLOATS, "int8", "float8_e4m3fn", "float8_e5m2")
+TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
+FULL = ("float32", lax.DotAlgorithmPreset.F32_F32_F32, lax.DotAlgorithmPreset.TF32_TF32_F32_X3)
+
+_refusal = functools.partial(Refusal, "triton")
+
+
+def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
+    """The plan of a kernel for a product that the tensor cores of a GPU can multiply, or why there is none."""
+    card = card_for(target)
+    elsewhere = _elsewhere(target, card)
+    if elsewhere is not None:
+        return elsewhere
+    assert card is not None  # or `_elsewhere` had refused
+    inner = _peeled(problem)
+    refusal = _arithmetic(inner, card) or _size(inner) or _missing()
+    if refusal is not None:
+        return refusal
+    tile = overrides.tilings.forward
+    layout = choose(inner, card) if tile is None else choose_for_tile(inner, card, tile)
+    return Plan(
+        asked=problem, problem=inner, target=target, backend="triton", interpret=overrides.interpret,
+        tiling=tiling_of(inner, layout), layout=layout,
+        because=reason(inner, layout, card),
+    )  # fmt: skip
+
+
+def run(plan: Plan, *operands: Array) -> Array:
+    """The result of a plan's problem, computed by one kernel."""
+    card = card_for(plan.target)
+    assert card is not None
+    return execute(plan.problem, plan.layout, card.arch, *operands, interpret=plan.interpret)
+
+
+def _elsewhere(target: Target, card: Card | None) -> Refusal | None:
+    """The refusal of a target on which the kernels do not run; None if they do."""
+    if target.platform not in ("cuda", "rocm"):
+        return _refusal(f"it runs on GPUs; the target is {target}")
+    if target.partitioned:
+        return _refusal("XLA cannot partition a kernel over devices", "wrap the call in jax.shard_map")
+    if target.kind is None and target.arch is None:
+        return _refusal(
+            "which GPU this is for is not known here",
+            "lower in a process that has the GPU, or with an abstract device in the mesh",
+        )
+    if card is None:
+        return _refusal(f"it knows neither {target} nor its compute capability")
+    if not card.tensor_cores:
+        return _refusal(
+            f"its kernels are for NVIDIA GPUs since Ampere and AMD CDNA since MI300; the target is {target}"
+        )
+    return None
+
+
+def _peeled(problem: Problem) -> Problem:
+    """The problem without an activation that has no translation to Triton, or that does not see floats."""
+    epilogue = problem.epilogue
+    if epilogue.activation is None:
+        return problem
+    if source(epilogue.activation) is not None and problem.out.name in FLOATS:
+        return problem
+    return problem.replace(epilogue=problem.epilogue.without_activation, out=problem.sum)
+
+
+@functools.cache
+def _missing() -> Refusal | None:
+    """The refusal if Triton does not import: jax does not install it."""
+    try:
+        importlib.import_module("trencadis.backends.triton.bridge")
+    except ImportError as error:
+        return _refusal(
+            f"Triton does not import: {error}", "pip install 'trencadis[cuda]' or 'trencadis[rocm]' brings it"
+        )
+    return None
+
+
+def _arithmetic(problem: Problem, card: Card) -> Refusal | None:
+    """The refusal of dtypes, scales or a precision that the kernels do not have; None if they can compute it."""
+    if problem.epilogue.along_k:
+        return _refusal(ALONG_K)
+    results = (*FLOATS, "int32") if problem.acc == np.int32 else FLOATS
+    dtypes = [("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, OPERANDS), ("the result", problem.out, results)]
+    if problem.epilogue.bias is not None:
+        dtypes.append(("bias", problem.epilogue.bias, FLOATS))
+    for name, dtype, known in dtypes:
+        if dtype.name not in known:
+            return _refusal(f"{name} is {dtype.name}; it takes {', '.join(known)}", "cast it to one of these")
+        if dtype.name.startswith("float8") and not card.float8:
+            return _refusal(f"{name} is {dtype.name}, which {card.kind} does not have", "cast it to bfloat16")
+    if mma_dtype(problem) == jnp.float32 and precision(problem, card.arch) is None:
+        return _refusal(f"precision is {problem.asked}; it multiplies float32 as tf32, or as three products of it")
+    return None
+
+
+def _size(problem: Problem) -> Refusal | None:
+    """The refusal of a problem without work, or with more tiles than 32 bits count; None if there is neither."""
+    if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
+        return _refusal("there is nothing to multiply", costly=False)
+    smallest = Layout(block_m=16, block_n=32, block_k=16, warps=1, stages=1)
+    tiles = _grid(problem, smallest)
+    return None if tiles < 2**31 else _refusal(f"{tiles} tiles are too many to count in 32 bits")
+
+
+def precision(problem: Problem, arch: str) -> str | None:
+    """How float32 factors are multiplied, in Triton's words; None if the precision asked for is none of these.
+
+    Three tf32 products have the error of float32. AMD has products of float32 itself.
+    """
+    asked, several = problem.asked, problem.precisions
+    full = asked in FULL or bool(several & {lax.Precision.HIGHEST, lax.Precision.HIGH})
+    if not full and asked not in TF32 and several != {lax.Precision.DEFAULT}:
+        return None
+    if arch.startswith("gfx"):
+        return "ieee"
+    return "tf32x3" if full else "tf32"
+
+
+def _grid(problem: Problem, layout: Layout) -> int:
+    """The programs of a kernel: one for each tile that there may be, or as many as the layout says."""
+    count = most_tiles(problem, layout) * -(-problem.n // layout.block_n)
+    if problem.form is Form.CONTRACTION:
+        count *= -(-problem.k // layout.block_m)
+    return min(layout.programs, count) if layout.programs else count
+
+
+def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, interpret: bool = False) -> Array:
+    """The result of a problem by a kernel of this layout, for an architecture or in the interpreter."""
+    # here, so that a machine without Triton can import the plan
+    from trencadis.backends.triton import bridge, interpreter
+
+    lhs, rhs, sizes, first, *extras = operands
+    listed = tiles(problem, layout, sizes, first)
+    alias = 5 + len(extras) if problem.epilogue.accumulate else None
+    out = jax.ShapeDtypeStruct(problem.out_shape, problem.out)
+    call = interpreter.call if interpret else bridge.call
+    kernel = kernel_of(problem, layout, arch, interpret=interpret)
+    return call(kernel, _grid(problem, layout), [*listed, lhs, rhs, *extras], out, alias=alias)
+
+
+def kernel_of(problem: Problem, layout: Layout, arch: str, *, interpret: bool = False) -> Any:
+    """The kernel of a problem: what the compiler of an architecture, or the interpreter, is given."""
+    from trencadis.backends.triton.bridge import Kernel
+
+    lists = [(name, "int32") for name in ("count", "group_of", "row_of", "end_of")]
+    steps = problem.epilogue
+    there = {
+        "by_row": steps.by_row,
+        "by_column": steps.by_column,
+        "bias": steps.bias is not None,
+        "existing": steps.accumulate,
+    }
+    names = ["lhs", "rhs", *(name for name, given in there.items() if given)]
+    _, _, _, _, *extras = problem.operands  # the two between are sizes and the first group
+    dtypes = [problem.lhs, problem.rhs, *(dtype for _, dtype in extras)]
+    arrays = [(name, np.dtype(dtype).name) for name, dtype in zip(names, dtypes, strict=True)]
+    return Kernel(
+        function=_function(problem.form), pointers=(*lists, *arrays, ("out", problem.out.name)),
+        constants=constants(problem, layout, arch, interpret), arch=arch, warps=layout.warps, stages=layout.stages,
+    )  # fmt: skip
+
+
+def _function(form: Form) -> Any:
+    """The kernel of a form."""
+    from trencadis.backends.triton import kernels
+
+    return kernels.rows if form is Form.ROWS else kernels.contraction
+
+
+def constants(problem: Problem, layout: Layout, arch: str, interpret: bool = False) -> tuple[tuple[str, Any], ...]:
+    """The constants of a kernel, by name."""
+    import triton
+
+    from trencadis.backends.triton.activation import function
+    from trencadis.backends.triton.bridge import TYPES
+    from trencadis.backends.triton.interpreter import rewritten
+
+    rows_form, epilogue = problem.form is Form.ROWS, problem.epilogue
+    common = {
+        "K": problem.k, "N": problem.n, "TRANSPOSED": problem.transpose_rhs if rows_form else problem.transpose_lhs,
+        "BLOCK_M": layout.block_m, "BLOCK_N": layout.block_n, "BLOCK_K": layout.block_k,
+        "RASTER": layout.raster_group, "PEELED": layout.peeled, "PROGRAMS": layout.programs,
+        "FLATTEN": layout.flatten,
+        "DOT": TYPES[mma_dtype(problem).name], "ACC": TYPES[problem.acc.name],
+        "PRECISION": precision(problem, arch) or "tf32",
+        "FLOAT": any((epilogue.scaled, epilogue.bias is not None, epilogue.activation is not None)),
+    }  # fmt: skip
+    if rows_form:
+        text = source(epilogue.activation) if epilogue.activation is not None else None
+        decorate = rewritten if interpret else triton.jit
+        common |= {
+            "WEIGHTS": problem.weights, "GROUPS": problem.local_groups,
+            "ACTIVATION": None if text is None else function(text, decorate),
+        }  # fmt: skip
+    else:
+        common |= {"ROWS": problem.rows, "ALIGN": math.gcd(layout.block_k, 16)}
+    return tuple(common.items())

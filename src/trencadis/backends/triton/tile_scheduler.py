@@ -1,0 +1,97 @@
+"""The list of tiles of a kernel, computed by XLA from the group sizes before the kernel runs.
+
+    rows           sizes [3, 0, 5], block_m 2          contraction
+    group     0 0 2 2 2                                0 1 2      a tile of the list is the whole sum of a group, of
+    row       0 2 3 5 7                                0 3 3      which the kernel computes all tiles of [k, n]
+    end       3 3 8 8 8                                3 3 8
+
+Tiles start at the first row of their group, so that none of them holds rows of two groups. Unowned rows are spans of
+their own, with the group -1; with existing_out they have no tiles, since their values stay.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from trencadis.backends.triton.layout import Layout
+from trencadis.core.problem import Form, Problem
+from trencadis.core.schedule import RowTile
+from trencadis.core.spans import First, Sizes, spans
+
+
+class Tiles(NamedTuple):
+    """The tiles of a kernel, of which the first `number` are there and the rest is arbitrary."""
+
+    number: Int32[Array, " one"]  # of the tiles that are there
+    group: Int32[Array, " tiles"]  # the local group, counted over all batch entries; -1 for unowned rows
+    row: Int32[Array, " tiles"]  # the first row
+    end: Int32[Array, " tiles"]  # the last row of the group, exclusive
+
+
+def most_tiles(problem: Problem, layout: Layout) -> int:
+    """The length of the list of tiles: an upper bound of their number, whatever the sizes are."""
+    if problem.form is Form.CONTRACTION:
+        return problem.spans
+    pieces = min(problem.spans + 2 * problem.batch * (not problem.epilogue.accumulate), problem.rows)
+    return (problem.rows + pieces * (layout.block_m - 1)) // layout.block_m
+
+
+def tiles(problem: Problem, layout: Layout, sizes: Sizes, first: First) -> Tiles:
+    """The list of tiles of a problem: row tiles, or in a contraction the sums of all groups."""
+    starts, ends = spans(problem, sizes, first)
+    groups = np.arange(problem.spans, dtype=np.int32)
+    if problem.form is Form.CONTRACTION:
+        count = jnp.full((1,), problem.spans, jnp.int32)
+        return Tiles(count, *(_longest_first(starts, ends) if layout.longest_first else (groups, starts, ends)))
+    if not problem.epilogue.accumulate:
+        groups, starts, ends = _with_unowned(problem, starts, ends)
+    rows = ends - starts
+    here = (rows + (layout.block_m - 1)) // layout.block_m  # tiles of each span
+    past = jnp.cumsum(here, dtype=jnp.int32)  # tiles of all spans up to its end
+    index = np.arange(most_tiles(problem, layout), dtype=np.int32)
+    # a comparison with every span: one fusion, where a binary search is a loop of kernels
+    span = jnp.sum(past[None, :] <= index[:, None], axis=1, dtype=jnp.int32)  # [tiles]
+    span = jnp.minimum(span, len(groups) - 1)
+    nth = index - (past - here)[span]
+    return Tiles(past[-1:], jnp.asarray(groups)[span], starts[span] + nth * layout.block_m, ends[span])
+
+
+def _with_unowned(problem: Problem, starts: Array, ends: Array) -> tuple[np.ndarray, Array, Array]:
+    """The spans of each batch entry between those of the unowned rows before and after its window."""
+    batch, local = problem.batch, problem.local_groups
+    entry = (np.arange(batch, dtype=np.int32) * problem.m)[:, None]  # [batch, 1]
+    starts, ends = starts.reshape(batch, local), ends.reshape(batch, local)
+    before, after = starts.min(axis=1, keepdims=True), ends.max(axis=1, keepdims=True)  # [batch, 1]
+    starts = jnp.concatenate([jnp.broadcast_to(entry, before.shape), starts, after], axis=1)
+    ends = jnp.concatenate([before, ends, jnp.broadcast_to(entry + problem.m, after.shape)], axis=1)
+    groups = np.full((batch, local + 2), -1, np.int32)
+    groups[:, 1:-1] = np.arange(batch * local).reshape(batch, local)
+    return groups.reshape(-1), starts.reshape(-1), ends.reshape(-1)
+
+
+def _longest_first(starts: Array, ends: Array) -> tuple[Array, Array, Array]:
+    """Groups with their rows, from the most rows to the fewest; by comparisons, since a sort is slow for so few."""
+    rows, index = ends - starts, np.arange(starts.shape[0], dtype=np.int32)
+    ahead = (rows[None, :] > rows[:, None]) | ((rows[None, :] == rows[:, None]) & (index[None, :] < index[:, None]))
+    rank = jnp.sum(ahead, axis=1, dtype=jnp.int32)
+    order = jnp.sum(jnp.where(rank[None, :] == index[:, None], index[None, :], 0), axis=1, dtype=jnp.int32)
+    return order, starts[order], ends[order]
+
+
+def row_tiles(problem: Problem, layout: Layout, start: int, end: int) -> list[RowTile]:
+    """The row tiles of a group that owns the rows [start, end); in a contraction, the steps of its sum.
+
+    >>> from trencadis.core.arguments import problem_of
+    >>> layout = Layout(block_m=16, block_n=64, block_k=32, warps=4, stages=3)
+    >>> [tile.rows for tile in row_tiles(problem_of((64, 8), (2, 8, 8), groups=2), layout, 3, 21)]
+    [range(3, 19), range(19, 35)]
+    """
+    height = layout.block_m if problem.form is Form.ROWS else layout.block_k
+    align = math.gcd(height, 16) if problem.form is Form.CONTRACTION and problem.transpose_lhs else 1
+    tops = range(start - start % align, end, height) if end > start else range(0)
+    return [RowTile(range(top, top + height), range(max(top, start), min(top + height, end))) for top in tops]
