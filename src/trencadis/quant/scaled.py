@@ -256,7 +256,7 @@ class Scaled(_Fields):
 def dequantize(x: Any, dtype: DTypeLike = jnp.float32) -> Any:
     """The array that a `Scaled` stands for; for a `GroupedTensor` with quantized data, the tensor with float data.
 
-    >>> dequantize(quantize(jnp.array([3.0, -1.5]), "float8_e4m3fn"))
+    >>> dequantize(Scaled(jnp.array([6, -3], jnp.int8), jnp.array([0.5]), "int8", (2,)))
     Array([ 3. , -1.5], dtype=float32)
     """
     if not hasattr(x, "dequantize"):
