@@ -82,12 +82,24 @@ def result_type(operands: tuple[ShapedArray, ...], shape: tuple[int, ...], dtype
     )
 
 
-def device(context: mlir.LoweringRuleContext, platform: str) -> tuple[str | None, int | None]:
-    """The kind of device that is lowered for and how many cores it has, where JAX knows it.
+named_target = jax.make_user_context(None)  # the Target to plan for, a part of the keys of JAX's caches; or None
 
-    It is that of the abstract device of the mesh in use, of the devices of the mesh or of the computation, or of the
-    client that will compile it, all devices of which are of one kind.
+
+def current_target() -> Target | None:
+    """The target that `named_target` is set to in this thread, or None."""
+    chosen: Target | None = named_target.value
+    return chosen
+
+
+def device(context: mlir.LoweringRuleContext, platform: str) -> tuple[str | None, int | None]:
+    """The kind of device that is lowered for and how many cores it has, where it is known.
+
+    It is that of the named target, of the abstract device of the mesh in use, of the devices of the mesh or of the
+    computation, or of the client that will compile it, all devices of which are of one kind.
     """
+    chosen = current_target()
+    if chosen is not None and chosen.platform == platform and chosen.kind is not None:
+        return chosen.kind, chosen.cores
     module = context.module_context
     axes, client = module.axis_context, module.backend
     names = (platform, "gpu") if platform in ("cuda", "rocm") else (platform,)  # devices of both are called "gpu"

@@ -43,6 +43,7 @@ class Options:
     interpret: bool = False
     precision: Any = None
     backend: str | None = None
+    advise: bool = True  # whether the caller stores the operands, and can be told how
 
 
 class Steps(NamedTuple):
@@ -132,7 +133,7 @@ def overrides_of(problem: Problem, options: Options) -> Overrides:
             f"{', '.join(map(repr, INTERPRETED))}"
         )
     tilings = resolve(options.tiling, problem.m, problem.k, problem.n)
-    return Overrides(backend=backend, interpret=interpret, tilings=tilings)
+    return Overrides(backend=backend, interpret=interpret, tilings=tilings, advise=options.advise)
 
 
 def sizes_and_window(problem: Problem, group_sizes: Sizes, group_offset: Any) -> tuple[Array, Array]:
