@@ -51,7 +51,10 @@ def checkpoint(rng: np.random.Generator) -> dict[str, np.ndarray]:
         "gpt_oss.blocks": rng.integers(0, 256, (EXPERTS, N, K // 32, 16), np.uint8),
         "gpt_oss.scales": rng.integers(118, 124, (EXPERTS, N, K // 32), np.uint8),
     }
-    word = lambda *shape: rng.integers(-(2**31), 2**31, shape).astype(np.int32)
+
+    def word(*shape: int) -> np.ndarray:
+        return rng.integers(-(2**31), 2**31, shape).astype(np.int32)
+
     for i in range(EXPERTS):
         tensors[f"deepseek.{i}.weight"] = rng.standard_normal((N, K)).astype(jnp.float8_e4m3fn)
         tensors[f"deepseek.{i}.weight_scale_inv"] = rng.random((1, 2), np.float32)
@@ -87,7 +90,8 @@ def main() -> None:
     ends = np.cumsum(sizes)
     for name, w in loaded.items():
         wide = np.asarray(w.dequantize(), np.float64)
-        parts = [x[end - size : end].astype(np.float64) @ wide[i] for i, (end, size) in enumerate(zip(ends, sizes))]
+        groups = zip(ends, sizes, wide, strict=True)
+        parts = [x[end - size : end].astype(np.float64) @ matrix for end, size, matrix in groups]
         want = np.concatenate(parts)
         off = np.linalg.norm(multiply(x, w, sizes) - want) / np.linalg.norm(want)
         assert off < 1e-5, (name, off)

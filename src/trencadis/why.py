@@ -148,7 +148,8 @@ def why(
       fn_or_lhs: a function; or lhs as for the operation, where `jax.ShapeDtypeStruct` may stand for any array.
       *args: the arguments of the function; or rhs, group_sizes and optionally the dtype of the result.
       target: what to plan for: a `Target`, a device, "cpu", "cuda", "rocm", "tpu", a TPU generation such as "v6e", or
-        a GPU such as "h200"; by default that of `trencadis.target`, the devices of the arguments, or the default device.
+        a GPU such as "h200"; by default that of `trencadis.target`, the devices of the arguments, or the
+        default device.
       **options: the other arguments of the function, or of the operation.
 
     Returns:

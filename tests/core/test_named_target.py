@@ -32,7 +32,7 @@ def fresh():
     return jax.jit(lambda x, w, s: tr.grouped_matmul(x, w, s, jnp.bfloat16))
 
 
-@pytest.mark.parametrize("name", ["h100", "h200", "v5e", "v7x"])
+@pytest.mark.parametrize("name", ["h200", "v7x"])
 def test_exports_hold_the_kernels(name):
     with tr.target(name) as chosen:
         exported = jax.export.export(fresh(), platforms=[chosen.platform], disabled_checks=ALLOWED)(*structs())
@@ -93,7 +93,7 @@ def test_errors_restore_it():
 
 @pytest.mark.parametrize("wrong", ["h300", None, 3])
 def test_names_that_are_not_known(wrong):
-    with pytest.raises(ValueError, match="target: want .*'?h200'?"):
+    with pytest.raises(ValueError, match=r"target: want .*'h200'"):
         tr.target(wrong)
 
 

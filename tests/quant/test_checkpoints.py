@@ -130,7 +130,9 @@ def test_awq(four, rng):
     words, scales = four
     qweight, qzeros = words(G, 96, 2), words(G, 3, 2)
     got = from_awq(qweight, qzeros, scales)
-    assert repr(got) == "Scaled(int4[2,96,16], scales float16[2,3,16] and zero points int4[2,3,16] of blocks 1 x 32 x 1)"
+    assert (
+        repr(got) == "Scaled(int4[2,96,16], scales float16[2,3,16] and zero points int4[2,3,16] of blocks 1 x 32 x 1)"
+    )
     assert got.nbytes == 4 * qweight.size + 4 * qzeros.size + 2 * scales.size
     want = unpacked_awq(qweight, qzeros, scales, 32)
     check(got, want, rng)
@@ -181,7 +183,10 @@ F16 = np.ones((2, 3, 16), np.float16)
 SHUFFLED = np.tile(np.arange(96) % 3, (2, 1))
 WRONG = [
     (lambda: from_mxfp4(u8(2, 5, 3, 8), u8(2, 5, 3)), r"blocks: want 16 bytes along the last axis, .*\(2, 5, 3, 8\)"),
-    (lambda: from_mxfp4(u8(2, 5, 48), u8(2, 5, 3)), r"blocks: want 4 dimensions \[g, n, k / 32, 16\]; got .*\(2, 5, 48"),
+    (
+        lambda: from_mxfp4(u8(2, 5, 48), u8(2, 5, 3)),
+        r"blocks: want 4 dimensions \[g, n, k / 32, 16\]; got .*\(2, 5, 48",
+    ),
     (lambda: from_mxfp4(u8(2, 5, 3, 16), u8(2, 5, 2)), r"scales: want shape \(2, 5, 3\), .*; got \(2, 5, 2\)"),
     (lambda: from_mxfp4(i32(2, 5, 3, 16), u8(2, 5, 3)), "blocks: want uint8; got int32"),
     (lambda: from_mxfp4("blocks", u8(2, 5, 3)), "blocks: want an array, or a list of arrays, .*; got str"),

@@ -40,7 +40,7 @@ class Plan:
     because: str
     notes: tuple[str, ...] = ()  # how operands are multiplied, where that is worth a sentence
     slow: str = ""  # why it is slower than it need be; said in a `PerformanceWarning`
-    advice: str = ""  # what the caller can do about that
+    advice: str = ""  # what the caller can do about that, if it is slow
 
     @property
     def peeled(self) -> tuple[str, ...]:

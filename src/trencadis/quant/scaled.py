@@ -106,17 +106,17 @@ class Scaled(_Fields):
         return _exchanged(self._stored[at]) if self.transposed else self._stored[at]
 
     @property
-    def values(self) -> Array:  # type: ignore[override]
+    def values(self) -> Array:
         """The low-precision values, with the shape of the array; a transpose if they are stored transposed."""
         return self._leaf(0)
 
     @property
-    def scale(self) -> Array:  # type: ignore[override]
+    def scale(self) -> Array:
         """One scale for each block of the array."""
         return self._leaf(1)
 
     @property
-    def zeros(self) -> Array | None:  # type: ignore[override]
+    def zeros(self) -> Array | None:
         """One zero point for each block of the array, or None."""
         return self._leaf(3)
 

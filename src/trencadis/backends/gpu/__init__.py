@@ -49,6 +49,8 @@ OPERANDS = (*RESULTS, "float8_e4m3fn", "float8_e5m2", "int8")
 TMA_BOX = 256  # entries that one TMA copy takes along an axis
 TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
 
+PREPARE = "trencadis.quant.prepare(w) stores them in that order once"
+
 _refusal = functools.partial(Refusal, "gpu")
 
 
@@ -67,21 +69,18 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     return Plan(
         asked=problem, problem=inner, target=target, backend="gpu", interpret=overrides.interpret,
         tiling=tiling_of(inner, layout), layout=layout,
-        because=reason(inner, layout, card), **_order_advice(inner, layout, overrides),
+        because=reason(inner, layout, card), slow=_slow_order(inner, layout, overrides), advice=PREPARE,
     )  # fmt: skip
 
 
-def _order_advice(problem: Problem, layout: Layout, overrides: Overrides) -> dict[str, str]:
+def _slow_order(problem: Problem, layout: Layout, overrides: Overrides) -> str:
     """What a plan says of low-precision weights that are not stored K-major; nothing where they are."""
     if problem.form is not Form.ROWS or problem.transpose_rhs or bits(problem.rhs) > 8 or not overrides.advise:
-        return {}
+        return ""
     if not layout.k_major and not layout.upcast:
-        return {}
+        return ""
     how = "the kernel converts them in shared memory" if layout.upcast else "they are transposed before each product"
-    return {
-        "slow": f"{problem.rhs.name} weights are stored [g, k, n], and tensor cores read them with k last: {how}",
-        "advice": "trencadis.quant.prepare(w) stores them in that order once",
-    }
+    return f"{problem.rhs.name} weights are stored [g, k, n], and tensor cores read them with k last: {how}"
 
 
 def run(plan: Plan, *operands: Array) -> Array:
