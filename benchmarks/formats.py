@@ -21,7 +21,7 @@ from benchmarks.peers import JaxCall
 from benchmarks.problems import PROBLEMS, BenchProblem
 from benchmarks.report import Record
 from benchmarks.timing import burst, device_clock, reason_of
-from trencadis.quant import quantize
+from trencadis.quant import prepare, quantize
 
 Quantization = tuple[str, Any] | None  # a format and what shares a scale; None is bfloat16
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -78,6 +78,8 @@ def prepared(problem: BenchProblem, which: str, format: str, *, k_last: bool = T
         if which == "d_rhs":  # [n, m]: both operands are quantized along m
             return _operand(1, (n, m), how.lhs)
         weights = _operand(1, (g, k, n), how.rhs)
+        if how.rhs is not None:
+            weights = prepare(weights, contracting=-2 if transpose else -1)
         return weights.mT if transpose else weights
 
     def call(x: Any, y: Any, group_sizes: Any) -> jax.Array:
@@ -102,7 +104,7 @@ def prepared(problem: BenchProblem, which: str, format: str, *, k_last: bool = T
 
 def _operand(seed: int, shape: tuple[int, ...], how: Quantization) -> Any:
     x = jax.random.normal(jax.random.split(jax.random.key(0))[seed], shape, jnp.bfloat16)
-    return x if how is None else quantize(x, *how)
+    return x if how is None else quantize(x, *how, contracting=-1)  # stored as it comes
 
 
 def measure(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:

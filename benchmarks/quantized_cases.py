@@ -16,7 +16,7 @@ import numpy as np
 
 import trencadis as tr
 from benchmarks import oracle
-from trencadis.quant import Scaled, quantize
+from trencadis.quant import Scaled, prepare, quantize
 
 FIRST, LOCAL = 1, 3  # the window: group 0 is not held here
 
@@ -93,7 +93,7 @@ class Data:
 
     def rows(self, a: Any, b: Scaled, last: bool, out: Any) -> float:
         """The error of rows times weights, plus a bias."""
-        bias = self.y[:LOCAL]
+        bias, b = self.y[:LOCAL], prepare(b, contracting=-2 if last else -1)
         got = tr.grouped_matmul(a, b.mT if last else b, self.sizes, out, transpose_rhs=last, bias=bias, **self.how)
         return oracle.error(got, oracle.rows(a, b, self.sizes, first=FIRST, bias=bias))
 

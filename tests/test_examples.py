@@ -11,7 +11,7 @@ import sys
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
-HERE = ("moe_train", "block_sparse", "feature_slices")
+HERE = ("moe_train", "block_sparse", "feature_slices", "load_checkpoint")
 
 
 def run(name, *words, cwd, flags=""):

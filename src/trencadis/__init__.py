@@ -8,6 +8,7 @@ from trencadis.api.lax import ragged_dot, ragged_dot_general
 from trencadis.api.matmul import GroupMetadata, grouped_matmul, make_group_metadata, transposed_grouped_matmul
 from trencadis.core.debug import debug_checks
 from trencadis.core.decision import PerformanceWarning
+from trencadis.core.named_target import target
 from trencadis.core.tiling import Tiling, Tilings
 from trencadis.gemm.tensor import GroupedTensor
 from trencadis.viz import show, show_gemm
@@ -39,6 +40,7 @@ __all__ = [
     "ragged_dot_general",
     "show",
     "show_gemm",
+    "target",
     "transposed_grouped_matmul",
     "viz",
     "why",

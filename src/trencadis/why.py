@@ -22,7 +22,7 @@ from trencadis.core.autodiff import grouped_p
 from trencadis.core.cost import Cost, cost
 from trencadis.core.devices import target_of
 from trencadis.core.execute import execute
-from trencadis.core.jax_compat import newly_manual_axes
+from trencadis.core.jax_compat import current_target, newly_manual_axes
 from trencadis.core.plan import Plan, Refusal, answers, plan
 from trencadis.core.problem import Problem
 from trencadis.core.split import part_of
@@ -64,6 +64,7 @@ class Pass:
             return f"{self.name:<10} none: {self.reason}"
         lines = [f"{self.name:<10} {self.plan.asked}", f"{'':<10} {self.plan}"]
         lines += [f"{'':<10} {note}" for note in self.plan.notes]
+        lines += [f"{'':<10} slow: {self.plan.slow}; {self.plan.advice}"] if self.plan.slow else []
         return "\n".join(lines + [f"{'':<10} besides: {copy}" for copy in self.copies])
 
     def news(self, known: dict[str, Refusal]) -> str:
@@ -147,7 +148,8 @@ def why(
       fn_or_lhs: a function; or lhs as for the operation, where `jax.ShapeDtypeStruct` may stand for any array.
       *args: the arguments of the function; or rhs, group_sizes and optionally the dtype of the result.
       target: what to plan for: a `Target`, a device, "cpu", "cuda", "rocm", "tpu", a TPU generation such as "v6e", or
-        a GPU such as "h200"; by default the devices of the arguments, or the default device.
+        a GPU such as "h200"; by default that of `trencadis.target`, the devices of the arguments, or the
+        default device.
       **options: the other arguments of the function, or of the operation.
 
     Returns:
@@ -246,7 +248,7 @@ def _target(shardings: list[Any], target: Any) -> Target:
     """The target that was asked for, or that of the devices on which the arguments are."""
     if target is None:
         sets = [getattr(sharding, "device_set", ()) for sharding in shardings if sharding is not None]
-        target = next((device for devices in sets for device in devices), None)
+        target = current_target() or next((device for devices in sets for device in devices), None)
     return target_of(target)
 
 

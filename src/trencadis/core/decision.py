@@ -39,6 +39,8 @@ class Plan:
     interpret: bool = False
     because: str
     notes: tuple[str, ...] = ()  # how operands are multiplied, where that is worth a sentence
+    slow: str = ""  # why it is slower than it need be; said in a `PerformanceWarning`
+    advice: str = ""  # what the caller can do about that, if it is slow
 
     @property
     def peeled(self) -> tuple[str, ...]:

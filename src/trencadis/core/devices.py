@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from trencadis.core.jax_compat import current_target
 from trencadis.core.target import Target
 
 MIB = 1 << 20
@@ -235,11 +236,15 @@ def _number(arch: str) -> tuple[int, ...]:
 
 
 def target_of(target: Target | jax.Device | str | None) -> Target:
-    """The `Target` that a device, a platform, a TPU generation or a GPU name means; None is JAX's default device.
+    """The `Target` that a device, a platform, a TPU generation or a GPU name means.
+
+    None is that of `trencadis.target`, or JAX's default device.
 
     >>> print(target_of("tpu"), "|", target_of("v6e"), "|", target_of("h200"))
     tpu | tpu (TPU v6 lite) | cuda (NVIDIA H200)
     """
+    if target is None:
+        target = current_target()
     if target is None:
         config: Any = jax.config
         default = config.jax_default_device  # a device, the name of a platform, or None

@@ -82,12 +82,24 @@ def result_type(operands: tuple[ShapedArray, ...], shape: tuple[int, ...], dtype
     )
 
 
-def target(context: mlir.LoweringRuleContext, platform: str) -> Target:
-    """The target that is lowered for: the kind of device, its cores and its architecture, where JAX knows them.
+named_target = jax.make_user_context(None)  # the Target to plan for, a part of the keys of JAX's caches; or None
 
-    It is that of the abstract device of the mesh in use, of the devices of the mesh or of the computation, or of the
-    client that will compile it, all devices of which are of one kind.
+
+def current_target() -> Target | None:
+    """The target that `named_target` is set to in this thread, or None."""
+    chosen: Target | None = named_target.value
+    return chosen
+
+
+def target(context: mlir.LoweringRuleContext, platform: str) -> Target:
+    """The target that is lowered for: the kind of device, its cores and its architecture, where they are known.
+
+    They are those of the named target, of the abstract device of the mesh in use, of the devices of the mesh or of the
+    computation, or of the client that will compile it, all devices of which are of one kind.
     """
+    chosen = current_target()
+    if chosen is not None and chosen.platform == platform and chosen.kind is not None:
+        return dataclasses.replace(chosen, partitioned=partitioned(context))
     module = context.module_context
     axes, client = module.axis_context, module.backend
     names = (platform, "gpu") if platform in ("cuda", "rocm") else (platform,)  # devices of both are called "gpu"

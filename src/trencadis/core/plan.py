@@ -73,6 +73,8 @@ def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
             "scales as they are",
             "quantize with a scale per row of lhs or per column of rhs",
         )
+    elif chosen.slow:
+        warn_slow(chosen.slow, chosen.advice)
 
 
 def warn_slow(reason: str, advice: str = "") -> None:

@@ -50,17 +50,22 @@ class Tilings:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
-    """What the caller decided instead of the plan: backend, interpretation, tilings of all passes."""
+    """What the caller decided instead of the plan: backend, interpretation, tilings of all passes.
+
+    `advise` is False for products whose operands the caller does not store, such as those of derivatives: there is no
+    advice on how to store them. It does not change what runs, and is not compared.
+    """
 
     backend: str | None = None
     interpret: bool = False
     tilings: Tilings = Tilings()
+    advise: bool = dataclasses.field(default=True, compare=False)
 
     def derive(self, tiling: Tiling | None, *, swap: bool) -> Overrides:
         """The overrides of a derivative with its own tiling; one tile for all passes follows its dimensions."""
         same = self.tilings.forward == self.tilings.d_lhs == self.tilings.d_rhs
         tilings = self.tilings if same else Tilings(forward=tiling)
-        return dataclasses.replace(self, tilings=tilings.swapped() if swap else tilings)
+        return dataclasses.replace(self, tilings=tilings.swapped() if swap else tilings, advise=False)
 
     @property
     def untiled(self) -> Overrides:

@@ -18,16 +18,9 @@ from trencadis.core.spans import offsets, owner
 from trencadis.gemm.ownership import along, owned_entries, quantized, spread
 from trencadis.gemm.sizes import flat_places
 from trencadis.gemm.tensor import GroupedTensor, checked
+from trencadis.quant.calibrate import Granularity, block_absmax, block_shape, checked_floats, quantize_blocks
 from trencadis.quant.formats import Format, FormatLike, format_of
-from trencadis.quant.scaled import (
-    Granularity,
-    Scaled,
-    Shape,
-    block_absmax,
-    block_shape,
-    checked_floats,
-    quantize_blocks,
-)
+from trencadis.quant.scaled import Scaled, Shape
 
 Array = jax.Array
 

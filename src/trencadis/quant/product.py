@@ -1,5 +1,6 @@
 """Grouped products of arrays or quantized operands: values are multiplied as stored, scales go to the epilogue.
 
+An operand that is stored transposed is multiplied in that order. Zero points are subtracted before the product.
 A scale that is constant along the sum is a factor of the result. One that changes along k is a factor of a part of the
 sum: the plan decides whether a kernel applies it or the product is split. Weights are never multiplied by their scales.
 """
@@ -42,6 +43,7 @@ class Options:
     interpret: bool = False
     precision: Any = None
     backend: str | None = None
+    advise: bool = True  # whether the caller stores the operands, and can be told how
 
 
 class Steps(NamedTuple):
@@ -131,7 +133,7 @@ def overrides_of(problem: Problem, options: Options) -> Overrides:
             f"{', '.join(map(repr, INTERPRETED))}"
         )
     tilings = resolve(options.tiling, problem.m, problem.k, problem.n)
-    return Overrides(backend=backend, interpret=interpret, tilings=tilings)
+    return Overrides(backend=backend, interpret=interpret, tilings=tilings, advise=options.advise)
 
 
 def sizes_and_window(problem: Problem, group_sizes: Sizes, group_offset: Any) -> tuple[Array, Array]:
@@ -161,8 +163,20 @@ def with_scales(
         return problem, (lhs, rhs), []
     lhs, rhs = (lax.stop_gradient(x) if isinstance(x, Scaled) else x for x in (lhs, rhs))
     if problem.form is Form.CONTRACTION:
-        return _contraction_scales(problem, lhs, rhs, sizes, first)
-    return _rows_scales(problem, lhs, rhs, sizes, first)
+        if isinstance(lhs, Scaled) and lhs.transposed:
+            problem, lhs = problem.replace(transpose_lhs=not problem.transpose_lhs), lhs.mT
+        return _contraction_scales(problem, _without_zeros(lhs), _without_zeros(rhs), sizes, first)
+    if isinstance(rhs, Scaled) and rhs.transposed:
+        problem, rhs = problem.replace(transpose_rhs=not problem.transpose_rhs), rhs.mT
+    return _rows_scales(problem, _without_zeros(lhs), _without_zeros(rhs), sizes, first)
+
+
+def _without_zeros(x: Array | Scaled) -> Array | Scaled:
+    """The same operand without zero points: its values are the differences, which int8 or bfloat16 hold exactly."""
+    if not isinstance(x, Scaled) or x.zeros is None:
+        return x
+    values = x.centered(jnp.int8 if x.dtype == jnp.int4 else jnp.bfloat16)  # up to 15, or up to 255
+    return Scaled.tree_unflatten((x.format, x.block, False), (values, x.scale, x.total, None))
 
 
 def _rows_scales(

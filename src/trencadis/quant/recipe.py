@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
+from trencadis.quant.calibrate import Granularity, block_shape, calibrated
 from trencadis.quant.formats import Format, FormatLike, format_name, format_of
-from trencadis.quant.scaled import Granularity, Scaled, block_shape, calibrated
+from trencadis.quant.scaled import Scaled
 
 Array = jax.Array
 Choice = FormatLike | tuple[FormatLike, Any] | None  # a format, or a format and a granularity

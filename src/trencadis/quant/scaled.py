@@ -1,10 +1,10 @@
-"""`Scaled`: an array of low-precision values with a scale for each block of them."""
+"""`Scaled`: an array of low-precision values with a scale, and perhaps a zero point, for each block of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,23 +15,38 @@ from jax.typing import ArrayLike, DTypeLike
 
 from trencadis.core.dtypes import bits
 from trencadis.core.jax_compat import exportable
-from trencadis.quant.formats import Format, FormatLike, format_of
+from trencadis.quant.formats import FormatLike, format_of
 
 Array = jax.Array
 Shape = tuple[int, ...]
-Granularity = str | tuple[int, ...] | None
 Leaf = ArrayLike | jax.ShapeDtypeStruct
+Static = tuple[str, Shape, bool]  # format, block, transposed
+
+LEAVES = ("values", "scale", "total", "zeros")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
+class _Fields:
+    """The fields of a `Scaled`, which its constructor takes and `dataclasses.replace` changes."""
+
+    values: Array
+    scale: Array
+    format: str
+    block: Shape
+    total: Array | None = None
+    zeros: Array | None = None
+    transposed: bool = False
 
 
 @exportable
 @jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class Scaled:
-    """A quantized array: entry i is `values[i] * scale[i // block] * total`.
+class Scaled(_Fields):
+    """A quantized array: entry i is `(values[i] - zeros[i // block]) * scale[i // block] * total`.
 
-    `quantize` makes one. The constructor wraps the values and scales of a checkpoint without a copy, and checks that
-    they fit together. A `Scaled` is a pytree with the leaves values, scale and total; a transformation of JAX may put
-    anything in their place. Comparison is by identity: `a == b` is `a is b`, as for other pytrees of arrays.
+    `quantize` makes one, and so do the loaders of checkpoints, such as `from_mxfp4`. The constructor wraps values and
+    scales without a copy, and checks that they fit together. A `Scaled` is a pytree with the leaves values, scale,
+    total and zeros, as they are stored; a transformation of JAX may put anything in their place. Comparison is by
+    identity: `a == b` is `a is b`, as for other pytrees of arrays.
 
     Attributes:
       values: the low-precision values, in the dtype of the format.
@@ -39,6 +54,9 @@ class Scaled:
       format: the name of a format, such as "int8" or "mxfp8".
       block: the length of a block along each axis.
       total: a scalar that all scales are multiplied by, or None.
+      zeros: one zero point for each block, shaped like scale and in the dtype of values, which are integers; or None.
+      transposed: True if values, scale and zeros are stored with their last two axes exchanged, as `prepare` does it
+        for weights. The shape and all other attributes are those of the array, whichever way it is stored.
 
     >>> x = Scaled(jnp.array([[3, -1], [5, 2]], jnp.int8), jnp.array([[0.5], [2.0]]), "int8", (1, 2))
     >>> x
@@ -46,16 +64,21 @@ class Scaled:
     >>> x.dequantize()
     Array([[ 1.5, -0.5],
            [10. ,  4. ]], dtype=float32)
+    >>> x.mT  # nothing is moved in memory
+    Scaled(int8[2,2], scales float32[1,2] of blocks 2 x 1)
     """
 
-    values: Array
-    scale: Array
-    format: str
-    block: Shape
-    total: Array | None = None
+    _stored: tuple[Any, Any, Any, Any]  # values, scale, total and zeros, as the pytree has them
 
     def __init__(
-        self, values: Leaf, scale: Leaf, format: FormatLike, block: Sequence[int], total: Leaf | None = None
+        self,
+        values: Leaf,
+        scale: Leaf,
+        format: FormatLike,
+        block: Sequence[int],
+        total: Leaf | None = None,
+        zeros: Leaf | None = None,
+        transposed: bool = False,
     ) -> None:
         kind, stored, scales = format_of(format), _leaf("values", values), _leaf("scale", scale)
         if stored.dtype != kind.values:
@@ -65,18 +88,43 @@ class Scaled:
         for name, leaf in (("scale", scales), ("total", whole)):
             if leaf is not None and not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise TypeError(f"{name}: want a float dtype; got {leaf.dtype}")
+        points = None if zeros is None else _zero_points(_leaf("zeros", zeros), stored.dtype)
         lengths = _lengths(block, tuple(stored.shape))
-        _check_shapes("", tuple(stored.shape), tuple(scales.shape), lengths, whole)
-        self._fill(stored, scales, kind.name, lengths, whole)
+        if transposed and stored.ndim < 2:
+            raise ValueError(f"transposed: want values of at least 2 dimensions; got shape {tuple(stored.shape)}")
+        leaves = (stored, scales, whole, points)
+        _check_shapes("", tuple(stored.shape), lengths, leaves)
+        leaves = tuple(x if i == 2 else _exchanged(x) for i, x in enumerate(leaves)) if transposed else leaves
+        self._fill((kind.name, lengths, bool(transposed)), leaves)
 
-    def _fill(self, *fields: Any) -> None:
-        for field, value in zip(dataclasses.fields(self), fields, strict=True):
-            object.__setattr__(self, field.name, value)
+    def _fill(self, static: Static, leaves: Any) -> None:
+        fields = zip(("format", "block", "transposed", "total"), (*static, leaves[2]), strict=True)
+        for name, value in (*fields, ("_stored", tuple(leaves))):
+            object.__setattr__(self, name, value)
+
+    def _leaf(self, at: int) -> Any:
+        return _exchanged(self._stored[at]) if self.transposed else self._stored[at]
+
+    @property
+    def values(self) -> Array:
+        """The low-precision values, with the shape of the array; a transpose if they are stored transposed."""
+        return self._leaf(0)
+
+    @property
+    def scale(self) -> Array:
+        """One scale for each block of the array."""
+        return self._leaf(1)
+
+    @property
+    def zeros(self) -> Array | None:
+        """One zero point for each block of the array, or None."""
+        return self._leaf(3)
 
     @property
     def shape(self) -> Shape:
         """The shape of the array that this stands for, which is that of the values."""
-        return tuple(self.values.shape)
+        shape = tuple(self._stored[0].shape)
+        return _swapped(shape) if self.transposed else shape
 
     @property
     def ndim(self) -> int:
@@ -86,48 +134,49 @@ class Scaled:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the values as they are stored."""
-        return self.values.dtype
+        return self._stored[0].dtype
 
     @property
     def wide(self) -> np.dtype[Any]:
         """The default dtype of products: that of the scales, where scales of 8 bits count as bfloat16."""
-        scales = [x.dtype for x in (self.scale, self.total) if x is not None]
+        scales = [x.dtype for x in self._stored[1:3] if x is not None]
         return jnp.result_type(*(jnp.bfloat16 if bits(each) <= 8 else each for each in scales))
 
     @property
     def nbytes(self) -> int:
-        """The bytes of values and scales, where two values of 4 bits share a byte."""
-        leaves = [x for x in (self.values, self.scale, self.total) if x is not None]
+        """The bytes of values, scales and zero points, where two values of 4 bits share a byte."""
+        leaves = [x for x in self._stored if x is not None]
         return sum(math.ceil(math.prod(x.shape) * bits(x.dtype) / 8) for x in leaves)
 
     @property
     def mT(self) -> Scaled:
-        """The matrix transpose: the last two axes are exchanged."""
+        """The matrix transpose: the last two axes are exchanged. Nothing is moved in memory."""
         if self.ndim < 2:
             raise ValueError(f"mT: want at least 2 dimensions; got shape {self.shape}")
-        return self.transpose(*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
+        return Scaled.tree_unflatten((self.format, _swapped(self.block), not self.transposed), self._stored)
 
     def transpose(self, *axes: int) -> Scaled:
         """The array with its axes in another order, or in reverse if no order is given."""
-        axes = axes or tuple(range(self.ndim))[::-1]
+        axes = tuple(axis % self.ndim for axis in axes) if axes else tuple(range(self.ndim))[::-1]
+        if self.ndim >= 2 and axes == _swapped(tuple(range(self.ndim))):
+            return self.mT
         block = tuple(self.block[axis] for axis in axes)
-        return Scaled(self.values.transpose(axes), self.scale.transpose(axes), self.format, block, self.total)
+        leaves = [None if x is None else x.transpose(axes) for x in (self.values, self.scale, self.zeros)]
+        return Scaled.tree_unflatten((self.format, block, False), (*leaves[:2], self.total, leaves[2]))
 
     def merged(self, *counts: int) -> Scaled:
         """The array with neighbouring axes merged: new axis i replaces the next counts[i] axes; with 0 it has length 1.
 
         A block that would reach into the next row of a merged axis is cut into shorter blocks with the same scale.
         """
-        shape, block, scale = list(self.shape), list(self.block), self.scale
-        for at, count in enumerate(counts):
-            if not count:
-                shape.insert(at, 1)
-                block.insert(at, 1)
-                scale = jnp.expand_dims(scale, at)
-            for _ in range(count - 1):
-                scale, block[at : at + 2] = _joined(scale, at, shape[at : at + 2], block[at : at + 2])
-                shape[at : at + 2] = [shape[at] * shape[at + 1]]
-        return Scaled(self.values.reshape(shape), scale, self.format, tuple(block), self.total)
+        if all(count == 1 for count in counts):
+            return self
+        shape, values = self.shape, self.values
+        scale, block = _merged(self.scale, shape, self.block, counts)
+        zeros = self.zeros
+        if zeros is not None:
+            zeros = _merged(zeros.astype(jnp.int32), shape, self.block, counts)[0].astype(zeros.dtype)
+        return Scaled(values.reshape(_merged_shape(shape, counts)), scale, self.format, block, self.total, zeros)
 
     def __getitem__(self, at: int | slice) -> Scaled:
         """A slice of the first axis, such as some of the groups, or one entry of it without that axis."""
@@ -138,14 +187,18 @@ class Scaled:
         which = at if isinstance(at, slice) else int(at)
         if isinstance(which, int) and not -self.shape[0] <= which < self.shape[0]:
             raise IndexError(f"index: want one below {self.shape[0]}, the length of the first axis; got {which}")
-        shared = self.scale.shape[0] == 1
-        if not shared and self.block[0] != 1:
+        whole = self._stored[1].shape[0] == 1 if self.ndim > 2 else self.scale.shape[0] == 1
+        if not whole and self.block[0] != 1:
             raise ValueError(f"index: blocks are {self.block[0]} long along the first axis; want 1, or all of it")
-        values, block = self.values[which], self.block[1:]
+        ordered = self.transposed and self.ndim > 2  # the order of the other axes is kept
+        values, scale, _, zeros = self._stored if ordered else (self.values, self.scale, None, self.zeros)
+        part = values[which]
+        shared = slice(None) if isinstance(which, slice) else 0
+        scale, zeros = (None if x is None else x[shared if whole else which] for x in (scale, zeros))
+        block = self.block[1:]
         if isinstance(which, slice):
-            block = (max(values.shape[0], 1) if shared else self.block[0], *block)
-            return Scaled(values, self.scale if shared else self.scale[which], self.format, block, self.total)
-        return Scaled(values, self.scale[0 if shared else which], self.format, block, self.total)
+            block = (max(part.shape[0], 1) if whole else self.block[0], *block)
+        return Scaled.tree_unflatten((self.format, block, ordered), (part, scale, self.total, zeros))
 
     __iter__ = None  # groups are taken by index; a Scaled is no sequence
 
@@ -155,80 +208,55 @@ class Scaled:
         found = expanded(jnp.asarray(self.scale).astype(jnp.float32), self.block, self.shape)
         return found if self.total is None else found * self.total
 
+    def centered(self, dtype: DTypeLike) -> Array:
+        """The values minus their zero points, in a dtype that holds the differences."""
+        values = jnp.asarray(self.values).astype(dtype)
+        if self.zeros is None:
+            return values
+        return values - expanded(jnp.asarray(self.zeros).astype(dtype), self.block, self.shape)
+
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
-        """The array that this stands for: values times scales, computed in float32."""
+        """The array that this stands for: values minus zero points, times scales, computed in float32."""
+        checked("Scaled", self)
+        if self.transposed:
+            return jnp.matrix_transpose(self.mT.dequantize(dtype))
         scales = self.scales()
-        return (jnp.asarray(self.values).astype(jnp.float32) * scales).astype(dtype)
+        return (self.centered(jnp.float32) * scales).astype(dtype)
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any, Any], tuple[str, Shape]]:
-        """The leaves values, scale and total, and the static format and block."""
-        return (self.values, self.scale, self.total), (self.format, self.block)
+    def tree_flatten(self) -> tuple[tuple[Any, Any, Any, Any], Static]:
+        """The leaves values, scale, total and zeros as they are stored, and the static format, block and order."""
+        return self._stored, (self.format, self.block, self.transposed)
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[GetAttrKey, Any], ...], tuple[str, Shape]]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[GetAttrKey, Any], ...], Static]:
         """The same as `tree_flatten`, with the names of the leaves for tree paths."""
         leaves, static = self.tree_flatten()
-        return tuple(zip(map(GetAttrKey, ("values", "scale", "total")), leaves, strict=True)), static
+        return tuple(zip(map(GetAttrKey, LEAVES), leaves, strict=True)), static
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[str, Shape], leaves: Any) -> Scaled:
+    def tree_unflatten(cls, static: Static, leaves: Any) -> Scaled:
         """A Scaled of any leaves, unchecked: JAX puts in tracers, batched arrays, specs, None and bare objects."""
-        made, (values, scale, total) = object.__new__(cls), leaves
-        made._fill(values, scale, *static, total)
+        made = object.__new__(cls)
+        made._fill(static, leaves)
         return made
 
     def __repr__(self) -> str:
-        leaves = [x for x in (self.values, self.scale, self.total) if x is not None]
-        if self.values is None or self.scale is None or not all(hasattr(x, "dtype") for x in leaves):
-            total = "" if self.total is None else f", total={self.total!r}"
-            return f"Scaled({self.values!r}, {self.scale!r}, {self.format!r}, {self.block!r}{total})"
-        name = "" if self.format == self.values.dtype.name else f"{self.format}: "
+        leaves = [x for x in self._stored if x is not None]
+        if None in self._stored[:2] or not all(hasattr(x, "dtype") for x in leaves):
+            named = zip(LEAVES[2:], self._stored[2:], strict=True)
+            others = "".join(f", {name}={x!r}" for name, x in named if x is not None)
+            return f"Scaled({self._stored[0]!r}, {self._stored[1]!r}, {self.format!r}, {self.block!r}{others})"
+        typed = [None if x is None else _typed(x) for x in (self.values, self.scale, self.zeros)]
+        name = "" if self.format == self.dtype.name else f"{self.format}: "
         total = "" if self.total is None else f", times a total {_typed(self.total)}"
+        zeros = "" if typed[2] is None else f" and zero points {typed[2]}"
         blocks = " x ".join(map(str, self.block)) or "1"
-        return f"Scaled({name}{_typed(self.values)}, scales {_typed(self.scale)} of blocks {blocks}{total})"
-
-
-def quantize(x: ArrayLike, format: FormatLike, granularity: Granularity = None) -> Scaled:
-    """Quantize an array by absmax: the largest magnitude of each block becomes the largest value of the format.
-
-    Block formats round their scales: "mxfp8" and "mxfp4" to the next power of two, "nvfp4" to float8_e4m3fn. Nothing
-    finite becomes Inf, and a block with NaN or Inf becomes NaN. Scales are at least 2**-126, since XLA flushes smaller
-    ones to zero.
-
-    Args:
-      x: a float array of any rank. It is quantized as float32.
-      format: "int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn" or one of those as a dtype, such as
-        `jnp.int8`; or a block format, "mxfp8", "mxfp4" or "nvfp4".
-      granularity: the entries that share a scale. "tensor": all of them. "row": those along the last axis. "column":
-        those along the last axis but one. "group": all but the first axis. Or the length of a block along each axis,
-        where 0 is the whole axis: `(1, 128, 128)`, or `(0, 0, 1)` for one scale for each column of all groups. None
-        is "tensor", or blocks along the last axis in a block format.
-
-    Returns:
-      A `Scaled`.
-
-    >>> x = jnp.array([[1.0, -2.0, 0.5], [100.0, 0.0, 25.0]])
-    >>> quantize(x, "int8", "row").values
-    Array([[  64, -127,   32],
-           [ 127,    0,   32]], dtype=int8)
-    >>> quantize(jnp.ones((2, 64, 8)), "mxfp8", (1, 32, 1))  # weights [g, k, n], blocks along k
-    Scaled(mxfp8: float8_e4m3fn[2,64,8], scales float8_e8m0fnu[2,2,8] of blocks 1 x 32 x 1)
-    """
-    return calibrated(x, format, granularity, lambda absmax: absmax)
-
-
-def calibrated(x: ArrayLike, format: FormatLike, granularity: Granularity, bound: Callable[[Array], Array]) -> Scaled:
-    """The same as `quantize`, with scales for `bound(absmax)` in place of the largest magnitude of each block."""
-    kind, x = format_of(format), checked_floats("x", x)
-    block = block_shape(kind, granularity, x.shape)
-    absmax = bound(block_absmax(x, block))
-    whole = jnp.max(jnp.where(jnp.isfinite(absmax), absmax, 0), initial=0) if kind.total else None
-    return quantize_blocks(kind, x, block, absmax, whole)
+        return f"Scaled({name}{typed[0]}, scales {typed[1]}{zeros} of blocks {blocks}{total})"
 
 
 def dequantize(x: Any, dtype: DTypeLike = jnp.float32) -> Any:
     """The array that a `Scaled` stands for; for a `GroupedTensor` with quantized data, the tensor with float data.
 
-    >>> dequantize(quantize(jnp.array([3.0, -1.5]), "float8_e4m3fn"))
+    >>> dequantize(Scaled(jnp.array([6, -3], jnp.int8), jnp.array([0.5]), "int8", (2,)))
     Array([ 3. , -1.5], dtype=float32)
     """
     if not hasattr(x, "dequantize"):
@@ -236,40 +264,21 @@ def dequantize(x: Any, dtype: DTypeLike = jnp.float32) -> Any:
     return x.dequantize(dtype)
 
 
-def quantize_blocks(kind: Format, x: Array, block: Shape, absmax: Array, whole: Array | None) -> Scaled:
-    """Quantize float32 x, given the largest magnitude of each block and, for `total`, that of all blocks together."""
-    total = None if whole is None else kind.total_of(whole)
-    scale = kind.scale_of(absmax, total)
-    spread = expanded(scale, block, x.shape)
-    x = jnp.clip(x, -kind.reach, kind.reach)
-    values = kind.rounded(x / (spread if total is None else spread * total))
-    if total is not None and total.ndim:  # a Scaled has one total; several are multiplied into the scales
-        return Scaled(values, scale * total, kind.name, block)
-    return Scaled(values, scale.astype(kind.scales), kind.name, block, total)
-
-
-def checked_floats(name: str, x: Any) -> Array:
-    """An argument that must be a float array, as float32."""
-    if x is None or isinstance(x, (str, Scaled)):
-        raise TypeError(f"{name}: want an array of floats; got {type(x).__name__}")
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name}: want a float dtype; got {x.dtype}")
-    return x.astype(jnp.float32)
-
-
 def checked(name: str, x: Scaled) -> Scaled:
     """A Scaled whose leaves fit together, with scales that broadcast; JAX may have made it of any leaves.
 
     An array without entries needs no scales; it gets ones, as many as broadcast.
     """
-    if not all(hasattr(leaf, "shape") for leaf in (x.values, x.scale)):
+    (values, scale, total, zeros), (format, block, transposed) = x.tree_flatten()
+    if not all(hasattr(leaf, "shape") for leaf in (values, scale)):
         raise TypeError(f"{name}: want a Scaled of arrays; got {x!r}")
-    _check_shapes(f"{name}.", x.shape, tuple(x.scale.shape), x.block, x.total)
-    if 0 not in x.shape:
+    block = _swapped(block) if transposed else block
+    _check_shapes(f"{name}.", tuple(values.shape), block, (values, scale, total, zeros))
+    if 0 not in values.shape:
         return x
-    counts = [max(-(-size // length), 1) for size, length in zip(x.shape, x.block, strict=True)]
-    return dataclasses.replace(x, scale=jnp.ones(counts, x.scale.dtype))
+    counts = [max(-(-size // length), 1) for size, length in zip(values.shape, block, strict=True)]
+    zeros = None if zeros is None else jnp.zeros(counts, zeros.dtype)
+    return Scaled.tree_unflatten((format, x.block, transposed), (values, jnp.ones(counts, scale.dtype), total, zeros))
 
 
 def _leaf(name: str, x: Any) -> Any:
@@ -293,16 +302,42 @@ def _lengths(block: Any, shape: Shape) -> Shape:
     return lengths
 
 
-def _check_shapes(prefix: str, shape: Shape, scale: Shape, block: Shape, total: Any) -> None:
-    """Raise unless there is a scale for each block of an array of this shape, and at most one total."""
+def _zero_points(zeros: Any, dtype: Any) -> Any:
+    """The zero points of integer values, in the dtype of these."""
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"zeros: want values of integers; got {dtype}, which has no zero points")
+    if zeros.dtype != dtype:
+        raise TypeError(f"zeros: want {dtype}, the dtype of values; got {zeros.dtype}")
+    return zeros
+
+
+def _check_shapes(prefix: str, shape: Shape, block: Shape, leaves: tuple[Any, ...]) -> None:
+    """Raise unless there are a scale and a zero point for each block of an array of this shape, and at most one total.
+
+    The leaves are values, scale, total and zeros.
+    """
     if len(block) != len(shape):
         raise ValueError(f"{prefix}block: want a length along each axis of values, shape {shape}; got {block}")
     want = tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
     bare = tuple(1 if size == 0 else count for size, count in zip(shape, want, strict=True))
-    if tuple(scale) not in (want, bare):
-        raise ValueError(f"{prefix}scale: want one for each block of {block}, shape {want}; got shape {tuple(scale)}")
+    _, scale, total, zeros = leaves
+    for name, x in (("scale", scale), ("zeros", zeros)):
+        if x is not None and tuple(x.shape) not in (want, bare):
+            got = tuple(x.shape)
+            raise ValueError(f"{prefix}{name}: want one for each block of {block}, shape {want}; got shape {got}")
     if total is not None and tuple(total.shape) != ():
         raise ValueError(f"{prefix}total: want a scalar; got shape {tuple(total.shape)}")
+
+
+def _swapped(x: Shape) -> Shape:
+    return (*x[:-2], x[-1], x[-2])
+
+
+def _exchanged(x: Any) -> Any:
+    """A leaf with its last two axes exchanged; one that is no array is itself."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(_swapped(x.shape), x.dtype)
+    return x.swapaxes(-1, -2) if hasattr(x, "swapaxes") and x.ndim >= 2 else x
 
 
 def expanded(scale: Array, block: Shape, shape: Shape) -> Array:
@@ -311,6 +346,26 @@ def expanded(scale: Array, block: Shape, shape: Shape) -> Array:
         if length > 1 and scale.shape[axis] > 1:
             scale = _repeated(scale, axis, length, size)
     return scale
+
+
+def _merged(scale: Array, shape: Shape, block: Shape, counts: Shape) -> tuple[Array, Shape]:
+    """The scales, and the lengths of blocks, after neighbouring axes are merged as `Scaled.merged` says."""
+    sizes, lengths = list(shape), list(block)
+    for at, count in enumerate(counts):
+        if not count:
+            sizes.insert(at, 1)
+            lengths.insert(at, 1)
+            scale = jnp.expand_dims(scale, at)
+        for _ in range(count - 1):
+            scale, lengths[at : at + 2] = _joined(scale, at, sizes[at : at + 2], lengths[at : at + 2])
+            sizes[at : at + 2] = [sizes[at] * sizes[at + 1]]
+    return scale, tuple(lengths)
+
+
+def _merged_shape(shape: Shape, counts: Shape) -> Shape:
+    starts = [sum(counts[:at]) for at in range(len(counts) + 1)]
+    merged = (math.prod(shape[start : start + count]) for start, count in zip(starts, counts, strict=False))
+    return (*merged, *shape[starts[-1] :])
 
 
 def _joined(scale: Array, axis: int, shape: list[int], block: list[int]) -> tuple[Array, list[int]]:
@@ -330,52 +385,6 @@ def _repeated(scale: Array, axis: int, times: int, size: int) -> Array:
     if times == 1:
         return scale
     return jax.lax.slice_in_dim(jnp.repeat(scale, times, axis=axis), 0, size, axis=axis)
-
-
-def block_absmax(x: Array, block: Shape) -> Array:
-    """The largest magnitude of each block; NaN for a block that contains NaN."""
-    counts = [-(-size // length) for size, length in zip(x.shape, block, strict=True)]
-    short = [(0, c * b - size) for c, b, size in zip(counts, block, x.shape, strict=True)]
-    padded = jnp.pad(jnp.abs(x), short) if any(after for _, after in short) else jnp.abs(x)
-    parts = padded.reshape([n for pair in zip(counts, block, strict=True) for n in pair])
-    return parts.max(axis=tuple(range(1, parts.ndim, 2)), initial=0)
-
-
-def block_shape(kind: Format, granularity: Granularity, shape: Shape) -> Shape:
-    """The length of a block along each axis that a granularity means for a shape: at least 1, at most the axis."""
-    ndim = len(shape)
-    if kind.block and not ndim:
-        raise ValueError(f"format: {kind.name} has blocks along an axis; want at least 1 dimension; got a scalar")
-    if granularity is None:
-        given: Any = (*(1,) * (ndim - 1), kind.block) if kind.block else (0,) * ndim
-    elif isinstance(granularity, str):
-        given = _named(granularity, ndim)
-    else:
-        given = tuple(granularity) if isinstance(granularity, (tuple, list)) else None
-    if given is None or len(given) != ndim or not all(map(_is_length, given)):
-        raise ValueError(f"granularity: want {ndim} lengths of blocks, where 0 is the whole axis; got {granularity!r}")
-    if kind.block and sorted(given) != [*(1,) * (ndim - 1), kind.block]:
-        raise ValueError(f"granularity: {kind.name} has blocks of {kind.block} along one axis; got {granularity!r}")
-    return tuple(max(min(int(b) or size, size), 1) for b, size in zip(given, shape, strict=True))
-
-
-def _is_length(x: Any) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(x >= 0)
-
-
-def _named(name: str, ndim: int) -> Shape:
-    """The block lengths that a named granularity means, where 0 is the whole axis."""
-    least = {"tensor": 0, "row": 1, "group": 1, "column": 2}
-    if name not in least:
-        raise ValueError(f"granularity: want one of {', '.join(least)}, or lengths of blocks; got {name!r}")
-    if ndim < least[name]:
-        raise ValueError(f"granularity: {name!r} wants at least {least[name]} dimensions; got {ndim}")
-    if name == "tensor":
-        return (0,) * ndim
-    if name == "group":
-        return (1, *(0,) * (ndim - 1))
-    whole = ndim - 1 if name == "row" else ndim - 2
-    return tuple(0 if axis == whole else 1 for axis in range(ndim))
 
 
 def _typed(x: Any) -> str:

@@ -75,6 +75,7 @@ def trained(
     Weights that are quantized already are passed as `weights`, beside the array that gets their gradient.
     """
     _check(recipe, x, w)
+    options = dataclasses.replace(options, advise=False)  # weights are quantized for each call
     bias, _, activation = steps
     asked = arguments.rows_problem(
         x, w, group_sizes, dtype, transpose_rhs=transpose_rhs, precision=options.precision,

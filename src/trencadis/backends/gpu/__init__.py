@@ -34,7 +34,7 @@ from trencadis.backends.gpu.layout import ROW_ALIGN, WGMMA_M, Layout, swizzle_el
 from trencadis.backends.prepare import flat_sizes, pad_to, round_up
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import card_for
-from trencadis.core.dtypes import accumulator
+from trencadis.core.dtypes import accumulator, bits
 from trencadis.core.epilogue import elementwise, inlined
 from trencadis.core.jax_compat import apart, gpu_interpreter
 from trencadis.core.problem import Form, Problem
@@ -47,6 +47,8 @@ RESULTS = ("bfloat16", "float16", "float32")
 OPERANDS = (*RESULTS, "float8_e4m3fn", "float8_e5m2", "int8")
 TMA_BOX = 256  # entries that one TMA copy takes along an axis
 TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
+
+PREPARE = "trencadis.quant.prepare(w) stores them in that order once"
 
 _refusal = functools.partial(Refusal, "gpu")
 
@@ -66,8 +68,18 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     return Plan(
         asked=problem, problem=inner, target=target, backend="gpu", interpret=overrides.interpret,
         tiling=tiling_of(inner, layout), layout=layout,
-        because=reason(inner, layout, card),
+        because=reason(inner, layout, card), slow=_slow_order(inner, layout, overrides), advice=PREPARE,
     )  # fmt: skip
+
+
+def _slow_order(problem: Problem, layout: Layout, overrides: Overrides) -> str:
+    """What a plan says of low-precision weights that are not stored K-major; nothing where they are."""
+    if problem.form is not Form.ROWS or problem.transpose_rhs or bits(problem.rhs) > 8 or not overrides.advise:
+        return ""
+    if not layout.k_major and not layout.upcast:
+        return ""
+    how = "the kernel converts them in shared memory" if layout.upcast else "they are transposed before each product"
+    return f"{problem.rhs.name} weights are stored [g, k, n], and tensor cores read them with k last: {how}"
 
 
 def run(plan: Plan, *operands: Array) -> Array:
@@ -84,7 +96,7 @@ def _elsewhere(target: Target) -> Refusal | None:
     if target.kind is None:
         return _refusal(
             "its kernels are for Hopper GPUs, and which GPU this is for is not known here",
-            "lower in a process that has the GPU, or with an abstract device in the mesh",
+            'lower in a process that has the GPU, or in a context such as trencadis.target("h200")',
             costly=False,  # the Triton backend, which is for every GPU, says the same
         )
     card = card_for(target)

@@ -77,7 +77,7 @@ def _elsewhere(target: Target, card: Card | None) -> Refusal | None:
     if target.kind is None and target.arch is None:
         return _refusal(
             "which GPU this is for is not known here",
-            "lower in a process that has the GPU, or with an abstract device in the mesh",
+            'lower in a process that has the GPU, or in a context such as trencadis.target("h200")',
         )
     if card is None:
         return _refusal(f"it knows neither {target} nor its compute capability")
