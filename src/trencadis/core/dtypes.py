@@ -58,6 +58,11 @@ def accumulator(lhs: DTypeLike, rhs: DTypeLike) -> np.dtype:
     return np.dtype(np.float64 if wide else np.float32)
 
 
+def whole(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which values are multiplied: their own, or for 4-bit floats a byte, which holds them exactly."""
+    return np.dtype(jnp.float8_e4m3fn) if dtype.name == "float4_e2m1fn" else dtype
+
+
 def bits(dtype: DTypeLike) -> int:
     """The bits of one number of this dtype in a packed array.
 

@@ -30,7 +30,7 @@ class Extras(NamedTuple):
     """The array operands of an epilogue, in the order in which they are passed; None where there is none."""
 
     by_row: Array | None = None  # float32 [m], [m, k / block], or [g, k] in a contraction: scales of rows
-    by_column: Array | None = None  # float32 [g, n] or [g, k / block, n / block]: scales of columns
+    by_column: Array | None = None  # float32 [g, n], or [g, k / block, n / block] of any dtype: scales of columns
     bias: Array | None = None  # [g, n]
     existing: Array | None = None  # of the shape and dtype of the result
 
@@ -48,6 +48,7 @@ class Epilogue:
     by_column: bool = False  # scales of columns follow
     row_block: int = 0  # entries of k that share a scale of a row; 0: all of them
     column_block: tuple[int, int] = (0, 1)  # entries of k and of n that share a scale of a column; 0: all of k
+    column_scales: np.dtype[Any] = np.dtype(np.float32)  # the dtype of scales of columns that change along k
     bias: np.dtype[Any] | None = None  # an operand [g, n] of this dtype follows
     activation: Activation | None = None  # a function of one number
     accumulate: bool = False  # an operand of the result's shape follows; the product is added to it

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from trencadis.core.dtypes import accumulator
+from trencadis.core.dtypes import accumulator, whole
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.jax_compat import Value, vary_alike
 from trencadis.core.problem import Problem
@@ -21,7 +21,8 @@ Multiply = Callable[..., Array]  # of the problem of a part, and its operands
 def part_of(problem: Problem) -> Problem:
     """The problem of one part of k: its scales are constant, and its result is a float32 sum or wider."""
     epilogue = Epilogue(by_row=problem.epilogue.by_row, by_column=problem.epilogue.by_column)
-    return problem.replace(k=problem.epilogue.part, out=accumulator(problem.acc, np.float32), epilogue=epilogue)
+    out, lhs, rhs = accumulator(problem.acc, np.float32), whole(problem.lhs), whole(problem.rhs)
+    return problem.replace(k=problem.epilogue.part, lhs=lhs, rhs=rhs, out=out, epilogue=epilogue)
 
 
 def sum_of_parts(problem: Problem, multiply: Multiply, *operands: Value) -> Array:
@@ -36,6 +37,7 @@ def sum_of_parts(problem: Problem, multiply: Multiply, *operands: Value) -> Arra
     count = -(-problem.k // length)
     short = count * length - problem.k
     lhs, rhs = (_padded(x, axis, short) for x, axis in zip((lhs, rhs), axes, strict=True))
+    lhs, rhs = lhs.astype(inner.lhs), rhs.astype(inner.rhs)
 
     def part(i: int | Array) -> Array:
         x, y = (lax.dynamic_slice_in_dim(v, i * length, length, axis) for v, axis in zip((lhs, rhs), axes, strict=True))
@@ -60,6 +62,7 @@ def _scales_at(problem: Problem, at: int | Array, scales: list[Value]) -> list[V
         if k:
             by_column = _at(by_column, at // k)  # [g, n / block]
             by_column = jnp.repeat(by_column, n, axis=1)[:, : problem.n] if n > 1 else by_column
+            by_column = by_column.astype(jnp.float32)
         found.append(by_column)
     return found
 

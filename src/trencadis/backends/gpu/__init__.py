@@ -113,7 +113,7 @@ def _peeled(problem: Problem) -> Problem:
     These are an activation that does not lower in a kernel, and all but the scales where scales change along k.
     """
     epilogue = problem.epilogue
-    if epilogue.along_k:
+    if epilogue.along_k and not needs_upcast(problem):
         kept = epilogue.scaling
     elif epilogue.activation is not None and not _lowers(epilogue.activation, accumulator(problem.sum, problem.out)):
         kept = epilogue.without_activation
@@ -136,7 +136,7 @@ def _missing() -> Refusal | None:
 
 def _arithmetic(problem: Problem) -> Refusal | None:
     """The refusal of dtypes, scales or a precision that the kernels do not have; None if they can compute it."""
-    weights = (*OPERANDS, "int4") if needs_upcast(problem) else OPERANDS
+    weights = (*OPERANDS, "int4", "float4_e2m1fn") if needs_upcast(problem) else OPERANDS
     dtypes = [("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, weights), ("the result", problem.out, RESULTS)]
     if problem.epilogue.bias is not None:
         dtypes.append(("bias", problem.epilogue.bias, RESULTS))
@@ -144,6 +144,8 @@ def _arithmetic(problem: Problem) -> Refusal | None:
         if dtype.name not in known:
             return _refusal(f"{name} is {dtype.name}; it takes {', '.join(known)}", "cast it to one of these")
     length = problem.epilogue.blocks
+    if problem.epilogue.along_k and needs_upcast(problem):
+        return _weight_scales(problem)
     if problem.epilogue.along_k and (length != SCALE_BLOCK or mma_dtype(problem).itemsize > 1):
         blocks = f"1 x {SCALE_BLOCK} of lhs with {SCALE_BLOCK} x {SCALE_BLOCK} of rhs"
         return _refusal(f"scales change along k; it takes scales per {blocks}, and 8-bit dtypes of both")
@@ -162,6 +164,25 @@ def _arithmetic(problem: Problem) -> Refusal | None:
     return None
 
 
+def _weight_scales(problem: Problem) -> Refusal | None:
+    """The refusal of scales along k of weights that the kernel does not apply; None if it does."""
+    epilogue, (length, across) = problem.epilogue, problem.epilogue.column_block
+    if epilogue.row_block:
+        return _refusal("scales of both operands change along k, and rows are bfloat16")
+    if not problem.transpose_rhs or problem.out.itemsize != 2 or problem.n <= WGMMA_M * CONSUMERS:
+        return _refusal(
+            "scales of weights change along k, and weights are not stored [g, n, k], or n is at most "
+            f"{WGMMA_M * CONSUMERS}, or the result is {problem.out.name}",
+            "store weights [g, n, k] (quant.prepare does so once), and pass preferred_element_type=bfloat16",
+        )
+    if across != 1 and across % WGMMA_M:
+        return _refusal(f"scales of weights change along k, and {across} columns share one; it takes 1, 64, 128, ...")
+    unit = WGMMA_M if needs_promotion(problem) else 16
+    if length % unit or (needs_promotion(problem) and 128 % length and length % 256):
+        return _refusal(f"scales of weights change along k, each of {length} entries; it takes multiples of {unit}")
+    return None
+
+
 def _size(problem: Problem) -> Refusal | None:
     """The refusal of a problem without work, or with more tiles than 32 bits count; None if there is neither."""
     if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
@@ -175,6 +196,7 @@ def _size(problem: Problem) -> Refusal | None:
 
 def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any = None) -> Array:
     """The result of a problem by a kernel of this layout; each operand is padded where a TMA copy wants it."""
+    from trencadis.backends.gpu.block_scales import stored
     from trencadis.backends.gpu.kernel import call  # here, so that a machine without a GPU need not import it
     from trencadis.backends.gpu.store import vectors
     from trencadis.backends.gpu.upcast import permute_k
@@ -195,6 +217,9 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
         length, _ = vectors(inner, layout)["by_column"]
         named["by_column"] = pad_to(by_column.mT, (*by_column.mT.shape[:2], length))
         given = given._replace(by_row=by_row.mT, by_column=None)
+    if layout.upcast and problem.epilogue.along_k and by_column is not None:
+        named["by_column"] = stored(inner.replace(n=problem.n, k=problem.k), layout, by_column)
+        given = given._replace(by_column=None)
     if given.by_row is not None:  # TMA wants rows of a multiple of 16 bytes
         named["by_row"] = pad_to(given.by_row, (*given.by_row.shape[:-1], round_up(given.by_row.shape[-1], 4)))
     for name, vector in (("by_column", given.by_column), ("bias", given.bias)):

@@ -44,6 +44,9 @@ LARGE_GROUP = 1024  # mean rows of a group from which on the padding of its last
 HOT_SHARE = 2  # contraction: prepare for a group that has 1/2 of all rows, which one CTA must sum up for each tile
 DYNAMIC_FLOPS = 10**11  # from here on dynamic scheduling pays for its counter, which one small kernel clears
 
+# significant bits of the values of low-precision weights
+DIGITS = {"int4": 3, "int8": 7, "float8_e4m3fn": 4, "float8_e5m2": 3, "float4_e2m1fn": 2}
+
 # the time for the same work in tiles of each size, relative to the largest; smaller tiles read operands more often
 RELATIVE_TIME: dict[Form, dict[tuple[int, int], float]] = {
     Form.ROWS: {(LARGE_M, LARGE_N): 1.0, (LARGE_M, 128): 1.03, (128, 256): 1.1, (128, 128): 1.15},
@@ -112,8 +115,17 @@ def mma_dtype(problem: Problem) -> np.dtype[Any]:
 
 def needs_upcast(problem: Problem) -> bool:
     """Whether the kernel upcasts the weights: no wgmma multiplies weights of 8 or 4 bits with bfloat16 rows."""
-    low_precision = problem.rhs.name in ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
+    low_precision = problem.rhs.name in ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
     return problem.form is Form.ROWS and problem.lhs == jnp.bfloat16 and low_precision
+
+
+def needs_promotion(problem: Problem) -> bool:
+    """Whether weights have scales along k by which they cannot be multiplied: the product has too many digits."""
+    epilogue = problem.epilogue
+    if not (needs_upcast(problem) and epilogue.along_k):
+        return False
+    digits = DIGITS[problem.rhs.name] + {"float8_e8m0fnu": 0, "float8_e4m3fn": 4}.get(epilogue.column_scales.name, 24)
+    return digits > 8
 
 
 def hi_lo_operand(problem: Problem) -> str:
@@ -148,7 +160,8 @@ def _tile(problem: Problem, cores: int) -> tuple[int, int]:
 def _upcast_tile(problem: Problem, block_m: int) -> tuple[int, int]:
     """The tile for weights that are upcast, of at most this many rows unless the smallest has more."""
     if _swap_ab(problem):
-        most = LARGE_N if problem.transpose_rhs else 2 * WGMMA_M  # beside weights that are upcast in shared memory
+        # less beside weights that are upcast in shared memory, and beside promoted sums
+        most = LARGE_N if problem.transpose_rhs and not needs_promotion(problem) else 2 * WGMMA_M
         return min(max(block_m // SWAP_AB_UNIT * SWAP_AB_UNIT, SWAP_AB_UNIT), most), UPCAST_N
     return CONSUMERS * WGMMA_M, UPCAST_N if problem.n > WGMMA_M else WGMMA_M
 
@@ -202,6 +215,7 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
         swap_ab=swap_ab,
         upcast=upcast,
         upcast_in_smem=in_smem,
+        promoted=needs_promotion(problem),
         k_major=dtype.itemsize != 2,
         dynamic=flops >= DYNAMIC_FLOPS,
     )
@@ -244,7 +258,7 @@ def _shared_beside_stages(problem: Problem, block_n: int, buffers: int, rows: in
     """
     stored = CONSUMERS * buffers * rows * SWIZZLE
     epilogue = problem.epilogue
-    vectors = [4 * LARGE_M] * epilogue.by_row + [4 * block_n] * epilogue.by_column
+    vectors = [4 * LARGE_M] * epilogue.by_row + [4 * block_n] * (epilogue.by_column and not epilogue.along_k)
     if epilogue.blocks:  # the scales of the rows of each stage, and of the weights of all steps
         vectors = [2 * WGMMA_M * MAX_STAGES * 4 // CONSUMERS, 4 * -(-problem.k // epilogue.blocks) + 128]
     vectors += [] if epilogue.bias is None else [block_n * epilogue.bias.itemsize]

@@ -12,12 +12,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu import tile_queue
+from trencadis.backends.gpu.block_scales import BlockScales
 from trencadis.backends.gpu.contraction import ContractionMainloop
 from trencadis.backends.gpu.layout import UPCAST_STAGES, WGMMA_M, Layout
 from trencadis.backends.gpu.mma_shapes import MmaShape, mma_shapes
 from trencadis.backends.gpu.rows import RowsMainloop
 from trencadis.backends.gpu.store import Store
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
+from trencadis.backends.gpu.upcast import Scales
 from trencadis.core.problem import Problem
 
 Mainloop = RowsMainloop | ContractionMainloop
@@ -53,6 +55,9 @@ class Consumer:
         if self.problem.epilogue.blocks:
             store.store(tile, subtiles, self._promoted_sums(tile, done, top, shape, store))
             return
+        if self.layout.promoted:
+            store.store(tile, subtiles, [self._weight_promoted_sums(tile, done, top, shape)])
+            return
         summed = functools.partial(self._sums, tile, done, top, shape)
         acc = pl.run_scoped(summed, mgpu.ACC((shape.blocks * WGMMA_M, shape.n), self.problem.acc))
         store.store(tile, subtiles, [acc[at : at + WGMMA_M] for at in range(0, shape.blocks * WGMMA_M, WGMMA_M)])
@@ -61,8 +66,9 @@ class Consumer:
         """The sums of a tile [blocks * 64, n], accumulated by wgmma over all steps."""
 
         def step(i: Scalar, _: None) -> None:
+            scales = self._block_scales(tile, top, i)
             at = self._wait(tile, done, i)
-            mgpu.wgmma(acc, *self._operands(at, top, shape.blocks, shape.n))
+            mgpu.wgmma(acc, *self._operands(at, top, shape.blocks, shape.n, scales))
             # The other consumer multiplies meanwhile: the sooner the stage is released, the better. And the compiler
             # does not know that a wgmma in flight still reads its register operand, and would reuse the registers.
             mgpu.wgmma_wait(0)
@@ -101,6 +107,41 @@ class Consumer:
         zeros = [jnp.zeros((WGMMA_M, shape.n), jnp.float32) for _ in range(shape.blocks)]
         return lax.fori_loop(i32(0), tile.steps, step, zeros)
 
+    def _weight_promoted_sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape) -> jax.Array:
+        """The sums [64, n] of a tile whose weights, operand A, have scales per block of k, which rows of sums share."""
+        source = BlockScales(self.problem, self.layout)
+        length = min(source.length, self.layout.block_k)
+
+        def product(at: tuple[Scalar, Scalar], first: int) -> jax.Array:
+            def run(acc: Ref) -> jax.Array:
+                part = None if length == self.layout.block_k else pl.ds(first, length)
+                mine = pl.ds(top, WGMMA_M)
+                mgpu.wgmma(acc, *self.mainloop.operands(self.refs, at, mine, shape.n, None, part))
+                mgpu.wgmma_wait(0)
+                return acc[...]
+
+            return pl.run_scoped(run, mgpu.ACC((WGMMA_M, shape.n), self.problem.acc))
+
+        def step(i: Scalar, sums: jax.Array) -> jax.Array:
+            scales = source.load(self.refs, tile, top, i)  # before the wait, so that both take the same time
+            at = self._wait(tile, done, i)
+            for part, scale in enumerate(scales):
+                acc = product(at, part * length)
+                if part == len(scales) - 1:
+                    self._release(done, i)
+                sums = sums + acc * lax.broadcast_in_dim(scale, acc.shape, (0,))
+            return sums
+
+        return lax.fori_loop(i32(0), tile.steps, step, jnp.zeros((WGMMA_M, shape.n), jnp.float32))
+
+    def _block_scales(self, tile: Tile, top: Scalar, step: Scalar) -> Scales | None:
+        """The scales of a step that operand A is multiplied by, if there are such."""
+        epilogue = self.problem.epilogue
+        if not (self.layout.upcast and epilogue.along_k):
+            return None
+        source = BlockScales(self.problem, self.layout)
+        return Scales(source.load(self.refs, tile, top, step), epilogue.column_scales, source.length)
+
     def _skip(self, tile: Tile, done: Scalar) -> None:
         """Release all stages of a tile that has no blocks for this consumer."""
 
@@ -110,9 +151,14 @@ class Consumer:
 
         lax.fori_loop(i32(0), tile.steps, step, None)
 
-    def _operands(self, at: tuple[Scalar, Scalar], top: Scalar, blocks: int, n: int) -> tuple[Ref, Ref]:
+    def _operands(
+        self, at: tuple[Scalar, Scalar], top: Scalar, blocks: int, n: int, scales: Scales | None = None
+    ) -> tuple[Ref, Ref]:
         """Operands A and B of a wgmma over some blocks from row `top` on, in the stages of lhs and rhs."""
-        return self.mainloop.operands(self.refs, at, pl.ds(top, blocks * WGMMA_M), n)
+        mine = pl.ds(top, blocks * WGMMA_M)
+        if isinstance(self.mainloop, ContractionMainloop):
+            return self.mainloop.operands(self.refs, at, mine, n)
+        return self.mainloop.operands(self.refs, at, mine, n, scales)
 
     def _wait(self, tile: Tile, done: Scalar, i: Scalar) -> tuple[Scalar, Scalar]:
         """Wait until step i of a tile is in shared memory; returns the stages of lhs and rhs that hold it."""

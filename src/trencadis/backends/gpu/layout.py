@@ -39,6 +39,7 @@ class Layout:
     swap_ab: bool = False  # weights are operand A of wgmma and rows operand B, so that tile rows are its N
     upcast: bool = False  # weights are of lower precision than rows, and the kernel upcasts them
     upcast_in_smem: bool = False  # an upcast warpgroup does so in shared memory; else they are a register (RS) operand
+    promoted: bool = False  # sums of each block of k are scaled and added up in other registers; scales of weights
     k_major: bool = False  # both operands are stored K-major, as wgmma takes all but 16-bit dtypes
     dynamic: bool = False  # dynamic persistent scheduling: CTAs fetch the next tile from a counter; else static
 

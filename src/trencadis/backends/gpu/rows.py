@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from trencadis.backends.gpu.layout import ROW_ALIGN, SWIZZLE, UPCAST_STAGES, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.mma_shapes import fit
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
-from trencadis.backends.gpu.upcast import rs_operand, upcast
+from trencadis.backends.gpu.upcast import Scales, rs_operand, upcast
 from trencadis.core.dtypes import bits
 from trencadis.core.jax_compat import transpose_ref
 from trencadis.core.problem import Problem
@@ -89,12 +89,19 @@ class RowsMainloop:
         # the shape of a copy is static: one branch for each height
         lax.switch(fit(cut, tile, cut.heights), [rows(height) for height in cut.heights])
 
-    def operands(self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int) -> tuple[Any, Any]:
-        """Operands A and B of a consumer: its rows by the columns of the tile; swap-AB, its columns by the rows."""
+    def operands(
+        self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int, scales: Scales | None = None, k: Any = None
+    ) -> tuple[Any, Any]:
+        """Operands A and B of a consumer: its rows by the columns of the tile; swap-AB, its columns by the rows.
+
+        Weights that are a register operand may be multiplied by scales, or multiplied in parts of k.
+        """
         k_major = self.problem.transpose_rhs
         lhs, rhs = (refs[name].at[stage] for name, stage in zip(("smem_lhs", "smem_rhs"), stages, strict=True))
         if self.layout.upcast and not self.layout.upcast_in_smem:
-            return rs_operand(rhs.at[mine], self.problem.lhs), operand_b(lhs, n, True)
+            if k is not None:
+                lhs, rhs = lhs.at[:, k], rhs.at[:, k]
+            return rs_operand(rhs.at[mine], self.problem.lhs, scales), operand_b(lhs, n, True)
         if self.layout.swap_ab:
             return rhs.at[mine] if k_major else transpose_ref(rhs.at[:, mine]), operand_b(lhs, n, True)
         return lhs.at[mine], operand_b(rhs, n, k_major)

@@ -54,7 +54,7 @@ def vectors(problem: Problem, layout: Layout) -> dict[str, tuple[int, np.dtype[A
         return {"by_column": (round_up(-(-problem.k // epilogue.blocks), 32), np.dtype(np.float32))}
     return {
         **({"by_row": (layout.block_m, np.dtype(np.float32))} if epilogue.by_row else {}),
-        **({"by_column": (layout.block_n, np.dtype(np.float32))} if epilogue.by_column else {}),
+        **({"by_column": (layout.block_n, np.dtype(np.float32))} if epilogue.by_column and not epilogue.along_k else {}),
         **({"bias": (layout.block_n, epilogue.bias)} if epilogue.bias is not None else {}),
     }
 
@@ -71,15 +71,48 @@ def store_buffers(problem: Problem, layout: Layout) -> tuple[int, int, int]:
 
 
 class Subtile(NamedTuple):
-    """A part of a tile that is stored through one buffer."""
+    """A part of a tile that is stored through one buffer; a number is an int or an i32[]."""
 
-    acc_row: int  # where it starts in the accumulators of the consumer
-    acc_column: int
-    row: Any  # where it starts in the tile: an int or an i32[]
+    acc_row: Any  # where it starts in the accumulators of the consumer
+    acc_column: Any
+    row: Any  # where it starts in the tile
     column: Any
     rows: int
     columns: int
-    buffer: int
+    buffer: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Subtiles:
+    """The subtiles of a consumer's product, which starts at row `top` of the products of the tile."""
+
+    top: Scalar
+    shape: MmaShape
+    columns: int  # of a subtile
+    buffers: int
+    swap_ab: bool
+
+    @property
+    def across(self) -> int:
+        """The number of subtiles beside each other."""
+        return 1 if self.swap_ab else self.shape.n // self.columns
+
+    def __len__(self) -> int:
+        return self.shape.blocks * self.across
+
+    def at(self, first: int, i: Any = 0) -> Subtile:
+        """The subtile `first + i`, where `first` is a multiple of the number of buffers and i may be an i32[]."""
+        index, across = first + i, self.across
+        block, column = (index // across, index % across) if isinstance(i, int) else divided(index, across)
+        row, column = block * WGMMA_M, column * self.columns
+        if self.swap_ab:
+            return Subtile(row, 0, 0, self.top + i32(row), self.shape.n, WGMMA_M, i)
+        return Subtile(row, column, self.top + i32(row), column, WGMMA_M, self.columns, i)
+
+
+def divided(x: Scalar, by: int) -> tuple[Scalar, Scalar]:
+    """Quotient and remainder of a number that is not negative."""
+    return lax.div(x, i32(by)), lax.rem(x, i32(by))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,19 +124,12 @@ class Store:
     refs: Refs
     warpgroup: Scalar  # 0 or 1
 
-    def subtiles(self, top: Scalar, shape: MmaShape) -> list[Subtile]:
+    def subtiles(self, top: Scalar, shape: MmaShape) -> Subtiles:
         """The subtiles of a consumer's product, which starts at row `top` of the products of the tile."""
         buffers, _, columns = store_buffers(self.problem, self.layout)
-        rows = range(0, shape.blocks * WGMMA_M, WGMMA_M)
-        if self.layout.swap_ab:
-            return [Subtile(x, 0, 0, top + i32(x), shape.n, WGMMA_M, i % buffers) for i, x in enumerate(rows)]
-        corners = [(row, column) for row in rows for column in range(0, shape.n, columns)]
-        return [
-            Subtile(row, column, top + i32(row), column, WGMMA_M, columns, i % buffers)
-            for i, (row, column) in enumerate(corners)
-        ]
+        return Subtiles(top, shape, columns, buffers, self.layout.swap_ab)
 
-    def prefetch(self, tile: Tile, subtiles: list[Subtile]) -> None:
+    def prefetch(self, tile: Tile, subtiles: Subtiles) -> None:
         """Start the copies of what the epilogue reads, while the mainloop runs."""
         wanted = vectors(self.problem, self.layout)
         if wanted:
@@ -116,8 +142,8 @@ class Store:
 
         if self.problem.epilogue.accumulate:
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for subtile in subtiles[: store_buffers(self.problem, self.layout)[0]]:
-                self._load_existing(tile, subtile)
+            for i in range(min(subtiles.buffers, len(subtiles))):
+                self._load_existing(tile, subtiles.at(0, i))
 
     def wait_vectors(self, tile: Tile) -> None:
         """Wait for the vectors of the epilogue; a tile without steps gets zeros instead, so that it stays zero."""
@@ -131,13 +157,13 @@ class Store:
         if wanted:
             lax.cond(tile.steps > 0, lambda: mgpu.barrier_wait(self._vectors_full), zero)
 
-    def store(self, tile: Tile, subtiles: list[Subtile], sums: list[jax.Array]) -> None:
+    def store(self, tile: Tile, subtiles: Subtiles, sums: list[jax.Array]) -> None:
         """Apply the epilogue to a consumer's blocks [64, n] and store them, as many subtiles at a time as buffers."""
-        buffers, _, _ = store_buffers(self.problem, self.layout)
         if not self.problem.epilogue.blocks:
             self.wait_vectors(tile)
-        for first in range(0, len(subtiles), buffers):
-            some = subtiles[first : first + buffers]
+        for first in range(0, len(subtiles), subtiles.buffers):
+            count = min(subtiles.buffers, len(subtiles) - first)
+            some = [subtiles.at(first, i) for i in range(count)]
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)  # earlier copies have read the buffers
             if self.problem.epilogue.accumulate and first:
                 for subtile in some:
@@ -145,7 +171,7 @@ class Store:
             for subtile in some:
                 self._fill(tile, subtile, sums[subtile.acc_row // WGMMA_M])
             mgpu.commit_smem()
-            self._copy_out(tile, some)
+            self._copy_out(tile, subtiles, first, count)
             mgpu.commit_smem_to_gmem_group()
 
     @property
@@ -210,34 +236,43 @@ class Store:
         else:
             buffer[...] = cast(acc.astype(self.problem.out))
 
-    def _copy_out(self, tile: Tile, subtiles: list[Subtile]) -> None:
+    def _copy_out(self, tile: Tile, subtiles: Subtiles, first: int, count: int) -> None:
         """Start the copies of the rows of the buffers that belong to the span: mostly one copy for each buffer."""
 
-        def copy(subtile: Subtile, row: Any, rows: int) -> None:
-            target = self._result(tile, subtile, row, rows)
-            mgpu.copy_smem_to_gmem(self._buffer(subtile, row, rows), target, commit_group=False)
-
         def whole() -> None:
-            for subtile in subtiles:
-                copy(subtile, 0, subtile.rows)
+            for i in range(count):
+                subtile = subtiles.at(first, i)
+                self._copy(tile, subtile, 0, subtile.rows)
 
-        def some() -> None:
-            for subtile in subtiles:
-                edges = (tile.valid_from, tile.valid_to)
-                low, high = (jnp.clip(edge - subtile.row, i32(0), i32(subtile.rows)) for edge in edges)
-                largest(subtile, low, lax.div(high - low, i32(COPY_ROWS)))
-                for size in (COPY_ROWS >> power for power in range(1, COPY_ROWS.bit_length())):
-                    row = low + ((high - low) & i32(-2 * size))
-                    pl.when(((high - low) & size) != 0)(functools.partial(copy, subtile, row, size))
+        def some(i: Scalar, _: None) -> None:
+            self._copy_span(tile, subtiles.at(first, i))
 
-        def largest(subtile: Subtile, low: Scalar, count: Scalar) -> None:
-            lax.fori_loop(i32(0), count, lambda i, _: copy(subtile, low + i * i32(COPY_ROWS), COPY_ROWS), None)
+        def by_span() -> None:  # a loop: its many copies are traced and compiled once
+            lax.fori_loop(i32(0), i32(count), some, None)
 
         if self.layout.swap_ab:  # hardly any tile belongs to its span from its first row to its last
-            some()
+            by_span()
             return
-        first, last = subtiles[0], subtiles[-1]
-        lax.cond((tile.valid_from <= first.row) & (tile.valid_to >= last.row + i32(last.rows)), whole, some)
+        top, last = subtiles.at(first).row, subtiles.at(first, count - 1)
+        lax.cond((tile.valid_from <= top) & (tile.valid_to >= last.row + i32(last.rows)), whole, by_span)
+
+    def _copy_span(self, tile: Tile, subtile: Subtile) -> None:
+        """Start the copies of the rows of a buffer that belong to the span, by powers of two."""
+        edges = (tile.valid_from, tile.valid_to)
+        low, high = (jnp.clip(edge - subtile.row, i32(0), i32(subtile.rows)) for edge in edges)
+
+        def largest(i: Scalar, _: None) -> None:
+            self._copy(tile, subtile, low + i * i32(COPY_ROWS), COPY_ROWS)
+
+        lax.fori_loop(i32(0), lax.div(high - low, i32(COPY_ROWS)), largest, None)
+        for size in (COPY_ROWS >> power for power in range(1, COPY_ROWS.bit_length())):
+            row = low + ((high - low) & i32(-2 * size))
+            pl.when(((high - low) & size) != 0)(functools.partial(self._copy, tile, subtile, row, size))
+
+    def _copy(self, tile: Tile, subtile: Subtile, row: Any, rows: int) -> None:
+        """Start the copy of some rows of a buffer, from `row` on, to the result."""
+        target = self._result(tile, subtile, row, rows)
+        mgpu.copy_smem_to_gmem(self._buffer(subtile, row, rows), target, commit_group=False)
 
     def _apply_epilogue(self, tile: Tile, subtile: Subtile, row: Any, acc: jax.Array) -> jax.Array:
         """Scales, bias and activation of sums that start at a row of the tile; a tile without steps stays zero."""

@@ -1,0 +1,123 @@
+"""Scales of low-precision weights that change along k, which consumers load from global memory, step by step.
+
+A consumer holds 64 columns of the weights as the rows of operand A, so that a thread needs the scales of two of them.
+How they are applied depends on whether the product of a value and its scale is a bfloat16 number:
+
+    exact       e8m0 scales (mxfp4, mxfp8), e4m3 scales of 4-bit values (nvfp4)    operand A is multiplied by them
+    otherwise   float32 scales per 64, 128, ... of k                               promotion: the sums of each block are
+
+Either way nothing is rounded but the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import FragmentedArray, utils
+from jax.experimental.pallas import mosaic_gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+
+from trencadis.backends.gpu.layout import WGMMA_M, Layout
+from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
+from trencadis.backends.gpu.upcast import ROW
+from trencadis.core.problem import Problem
+
+Value = Any  # an MLIR value: its type is generic or not, by the version of jaxlib
+WORD = 4  # bytes of scales in a word
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockScales:
+    """The scales of the weights of a problem, per `length` of k and `across` of n."""
+
+    problem: Problem
+    layout: Layout
+
+    @property
+    def length(self) -> int:
+        """The entries of k that share a scale."""
+        return self.problem.epilogue.column_block[0]
+
+    @property
+    def per_step(self) -> int:
+        """The number of scales along k in one step of the mainloop."""
+        return -(-self.layout.block_k // self.length)
+
+    @property
+    def packed(self) -> bool:
+        """Whether scales are bytes, four to a word."""
+        return self.problem.epilogue.column_scales.itemsize == 1
+
+    def load(self, refs: Refs, tile: Tile, top: Scalar, step: Scalar) -> list[jax.Array]:
+        """The scales of a step for the 64 columns from `top` of a tile on: words or float32 numbers [64]."""
+        weights, across = self.problem.weights, self.problem.epilogue.column_block[1]
+        group = tile.group if weights == self.problem.spans else lax.rem(tile.group, i32(weights))
+        ref, first = refs["by_column"], lax.div(tile.column + top, i32(across))
+        rows = ref.at[group, pl.ds(first, WGMMA_M if across == 1 else 1)]
+        start = lax.div(step * i32(self.layout.block_k), i32(self.length))
+        bytewise = self.packed and ref.dtype == jnp.uint8
+        count = self.per_step
+        if self.packed:
+            count = -(-count // WORD)
+            start = start if bytewise else lax.div(start, i32(WORD))
+        return _load(rows, start, count, bytewise, shared=across > 1)
+
+
+def stored(problem: Problem, layout: Layout, scales: jax.Array) -> jax.Array:
+    """Scales [g, k / length, n / across] as the kernel reads them: [g, n / across, k / length], bytes as words."""
+    scales, pad = scales.mT, -problem.n % WGMMA_M if problem.epilogue.column_block[1] == 1 else 0
+    if pad:
+        scales = jnp.concatenate([scales, jnp.ones((scales.shape[0], pad, scales.shape[2]), scales.dtype)], axis=1)
+    if scales.dtype.itemsize > 1:
+        return scales
+    scales = lax.bitcast_convert_type(scales, jnp.uint8)
+    if problem.k % layout.block_k or scales.shape[2] % WORD:
+        return scales
+    return lax.bitcast_convert_type(scales.reshape(*scales.shape[:2], -1, WORD), jnp.int32)
+
+
+def _load(ref: Ref, start: Scalar, count: int, bytewise: bool, shared: bool) -> list[jax.Array]:
+    """Words [64] from global memory [64, all], or [1, all] if rows share them: `count` of them, from `start` on.
+
+    Past the end the last one is repeated: values there are zero, and the scale of another column may be NaN.
+    """
+    dtype = jnp.int32 if ref.dtype in (jnp.uint8, jnp.int32) else jnp.float32
+    struct = mgpu.ShapeDtypeStruct((WGMMA_M,), dtype, layout=ROW)
+    last = ref.shape[-1] - 1
+
+    @mgpu.inline_mgpu(arg_types=(mgpu.RefType(), ROW), return_type=(struct,) * count)
+    def words(_: Any, scales: Value, start: FragmentedArray) -> tuple[FragmentedArray, ...]:
+        layout, index, word = ROW.to_mgpu(), ir.IndexType.get(), ir.IntegerType.get_signless(32)
+        shape = layout.registers_shape((WGMMA_M,))
+        registers = [np.empty(shape, dtype=object) for _ in range(count)]
+        rows = layout.thread_idxs((WGMMA_M,))
+
+        def at(row: Value, first: Value, offset: int) -> Value:
+            column = arith.minui(arith.addi(first, utils.c(offset, word)), utils.c(last, word))
+            return memref.load(scales, [row, arith.index_castui(index, column)])
+
+        def gathered(row: Value, first: Value, which: int) -> Value:
+            if not bytewise:
+                return at(row, first, which)
+            parts = [arith.extui(word, at(row, first, WORD * which + i)) for i in range(WORD)]
+            for i, part in enumerate(parts[1:], 1):
+                parts[0] = arith.ori(parts[0], arith.shli(part, utils.c(8 * i, word)))
+            return parts[0]
+
+        for (row,), place in zip(rows, np.ndindex(shape), strict=True):
+            where = utils.c(0, index) if shared else row
+            first = vector.extract(start.registers[place], [], [0])
+            for which, each in enumerate(registers):
+                number = gathered(where, first, which)
+                each[place] = vector.broadcast(ir.VectorType.get((1,), number.type), number)
+        signed = None if dtype == jnp.float32 else True
+        return tuple(FragmentedArray(_registers=each, _layout=layout, _is_signed=signed) for each in registers)
+
+    return list(words(ref, mgpu.layout_cast(lax.broadcast(start, (WGMMA_M,)), ROW)))
