@@ -113,7 +113,8 @@ def _load(ref: Ref, start: Scalar, count: int, bytewise: bool, shared: bool) -> 
 
         for (row,), place in zip(rows, np.ndindex(shape), strict=True):
             where = utils.c(0, index) if shared else row
-            first = vector.extract(start.registers[place], [], [0])
+            register: Value = start.registers[place]
+            first = vector.extract(register, [], [0])
             for which, each in enumerate(registers):
                 number = gathered(where, first, which)
                 each[place] = vector.broadcast(ir.VectorType.get((1,), number.type), number)

@@ -226,6 +226,8 @@ def _block_k(problem: Problem, swizzle: int, short: bool) -> int:
 
     Where weights are upcast it is two swizzle rows of lhs if steps are to be short, and otherwise one of the weights.
     """
+    if needs_promotion(problem):  # a step has one scale
+        return min(problem.epilogue.column_block[0], 2 * swizzle_elements(problem.lhs))
     if needs_upcast(problem):
         return 2 * swizzle_elements(problem.lhs) if short else swizzle_elements(problem.rhs)
     return swizzle_elements(mma_dtype(problem), SWIZZLE if problem.form is Form.ROWS else swizzle)

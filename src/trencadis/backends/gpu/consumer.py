@@ -108,29 +108,20 @@ class Consumer:
         return lax.fori_loop(i32(0), tile.steps, step, zeros)
 
     def _weight_promoted_sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape) -> jax.Array:
-        """The sums [64, n] of a tile whose weights, operand A, have scales per block of k, which rows of sums share."""
+        """The sums [64, n] of a tile whose weights, operand A, have one scale for each row of it in every step."""
         source = BlockScales(self.problem, self.layout)
-        length = min(source.length, self.layout.block_k)
 
-        def product(at: tuple[Scalar, Scalar], first: int) -> jax.Array:
-            def run(acc: Ref) -> jax.Array:
-                part = None if length == self.layout.block_k else pl.ds(first, length)
-                mine = pl.ds(top, WGMMA_M)
-                mgpu.wgmma(acc, *self.mainloop.operands(self.refs, at, mine, shape.n, None, part))
-                mgpu.wgmma_wait(0)
-                return acc[...]
-
-            return pl.run_scoped(run, mgpu.ACC((WGMMA_M, shape.n), self.problem.acc))
+        def product(at: tuple[Scalar, Scalar], acc: Ref) -> jax.Array:
+            mgpu.wgmma(acc, *self._operands(at, top, 1, shape.n))
+            mgpu.wgmma_wait(0)
+            return acc[...]
 
         def step(i: Scalar, sums: jax.Array) -> jax.Array:
-            scales = source.load(self.refs, tile, top, i)  # before the wait, so that both take the same time
+            (scale,) = source.load(self.refs, tile, top, i)  # before the wait, so that they arrive meanwhile
             at = self._wait(tile, done, i)
-            for part, scale in enumerate(scales):
-                acc = product(at, part * length)
-                if part == len(scales) - 1:
-                    self._release(done, i)
-                sums = sums + acc * lax.broadcast_in_dim(scale, acc.shape, (0,))
-            return sums
+            acc = pl.run_scoped(functools.partial(product, at), mgpu.ACC((WGMMA_M, shape.n), self.problem.acc))
+            self._release(done, i)
+            return sums + acc * lax.broadcast_in_dim(scale, acc.shape, (0,))
 
         return lax.fori_loop(i32(0), tile.steps, step, jnp.zeros((WGMMA_M, shape.n), jnp.float32))
 

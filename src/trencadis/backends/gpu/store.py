@@ -52,9 +52,10 @@ def vectors(problem: Problem, layout: Layout) -> dict[str, tuple[int, np.dtype[A
     epilogue = problem.epilogue
     if epilogue.blocks:  # scales of rows are loaded with each step; those of weights are here for all steps
         return {"by_column": (round_up(-(-problem.k // epilogue.blocks), 32), np.dtype(np.float32))}
+    by_column = epilogue.by_column and not epilogue.along_k  # scales along k are applied before
     return {
         **({"by_row": (layout.block_m, np.dtype(np.float32))} if epilogue.by_row else {}),
-        **({"by_column": (layout.block_n, np.dtype(np.float32))} if epilogue.by_column and not epilogue.along_k else {}),
+        **({"by_column": (layout.block_n, np.dtype(np.float32))} if by_column else {}),
         **({"bias": (layout.block_n, epilogue.bias)} if epilogue.bias is not None else {}),
     }
 
@@ -102,17 +103,18 @@ class Subtiles:
 
     def at(self, first: int, i: Any = 0) -> Subtile:
         """The subtile `first + i`, where `first` is a multiple of the number of buffers and i may be an i32[]."""
-        index, across = first + i, self.across
-        block, column = (index // across, index % across) if isinstance(i, int) else divided(index, across)
-        row, column = block * WGMMA_M, column * self.columns
+        row: Any
+        column: Any
+        if isinstance(i, int):
+            row, column = ((first + i) // self.across) * WGMMA_M, ((first + i) % self.across) * self.columns
+            down = self.top + i32(row)
+        else:
+            index, across = i32(first) + i, i32(self.across)
+            row, column = lax.div(index, across) * i32(WGMMA_M), lax.rem(index, across) * i32(self.columns)
+            down = self.top + row
         if self.swap_ab:
-            return Subtile(row, 0, 0, self.top + i32(row), self.shape.n, WGMMA_M, i)
-        return Subtile(row, column, self.top + i32(row), column, WGMMA_M, self.columns, i)
-
-
-def divided(x: Scalar, by: int) -> tuple[Scalar, Scalar]:
-    """Quotient and remainder of a number that is not negative."""
-    return lax.div(x, i32(by)), lax.rem(x, i32(by))
+            return Subtile(row, 0, 0, down, self.shape.n, WGMMA_M, i)
+        return Subtile(row, column, down, column, WGMMA_M, self.columns, i)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -159,13 +159,18 @@ def _float4_to_bf16(word: Value, scale: Value) -> list[Value]:
     }"""
     whole = utils.bitcast(word, i32)
     shifted = [*(arith.shli(whole, utils.c(by, i32)) for by in (12, 8, 4)), whole]
-    return [utils.bitcast(llvm.inline_asm(i32, [each, scale], text, "=r,r,r"), pair) for each in shifted]
+
+    def convert(nibbles: Value) -> Value:
+        numbers: Value = llvm.inline_asm(i32, [nibbles, scale], text, "=r,r,r")
+        return utils.bitcast(numbers, pair)
+
+    return [convert(each) for each in shifted]
 
 
 def _times(pair: Value, scale: Value) -> Value:
     """A pair of bfloat16 times a scale that stands in both halves of a word."""
     i32 = ir.IntegerType.get_signless(32)
-    out = llvm.inline_asm(i32, [utils.bitcast(pair, i32), scale], "mul.bf16x2 $0, $1, $2;", "=r,r,r")
+    out: Value = llvm.inline_asm(i32, [utils.bitcast(pair, i32), scale], "mul.bf16x2 $0, $1, $2;", "=r,r,r")
     return utils.bitcast(out, pair.type)
 
 
