@@ -104,6 +104,10 @@ class RowsMainloop:
             return rhs.at[mine] if k_major else transpose_ref(rhs.at[:, mine]), operand_b(lhs, n, True)
         return lhs.at[mine], operand_b(rhs, n, k_major)
 
+    def lhs_part(self, refs: Refs, stage: Scalar, n: int, k: Any) -> Ref:
+        """Operand B of a product over a part of a step: the rows of a tile, K-major."""
+        return operand_b(refs["smem_lhs"].at[stage, :, k], n, True)
+
     def upcast(self, refs: Refs, stage: Scalar, to: Scalar) -> None:
         """Upcast the weights of a stage to the dtype of lhs, which holds their values exactly, into buffer `to`."""
         weights, out, rows = refs["smem_weights"].at[stage], refs["smem_rhs"].at[to], 256 // self.weights_run

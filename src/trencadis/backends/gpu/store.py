@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu.layout import CONSUMERS, ROW_ALIGN, SWIZZLE, WGMMA_M, Layout, swizzle_elements
+from trencadis.backends.gpu.layout import ROW_ALIGN, SWIZZLE, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.mma_shapes import MmaShape
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
 from trencadis.backends.prepare import round_up
@@ -36,14 +36,14 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
     # one row to a tile of shared memory, so that a copy may start at any row
     rows = (mgpu.TilingTransform((1, swizzle_elements(problem.out))), mgpu.SwizzleTransform(SWIZZLE))
     buffers, *shape = store_buffers(problem, layout)
-    memory: dict[str, Any] = {"smem_out": mgpu.SMEM((CONSUMERS, buffers, *shape), problem.out, transforms=rows)}
+    memory: dict[str, Any] = {"smem_out": mgpu.SMEM((layout.consumers, buffers, *shape), problem.out, transforms=rows)}
     wanted = vectors(problem, layout)
     for name, (length, dtype) in wanted.items():
-        memory[f"smem_{name}"] = mgpu.SMEM((CONSUMERS, round_up(length, THREADS)), dtype)
+        memory[f"smem_{name}"] = mgpu.SMEM((layout.consumers, round_up(length, THREADS)), dtype)
     if wanted:
-        memory["vectors_full"] = mgpu.Barrier(num_arrivals=len(wanted), num_barriers=CONSUMERS)
+        memory["vectors_full"] = mgpu.Barrier(num_arrivals=len(wanted), num_barriers=layout.consumers)
     if problem.epilogue.accumulate:
-        memory["existing_full"] = mgpu.Barrier(num_barriers=CONSUMERS * buffers)
+        memory["existing_full"] = mgpu.Barrier(num_barriers=layout.consumers * buffers)
     return memory
 
 
@@ -124,7 +124,7 @@ class Store:
     problem: Problem
     layout: Layout
     refs: Refs
-    warpgroup: Scalar  # 0 or 1
+    warpgroup: Scalar  # which of the consumers
 
     def subtiles(self, top: Scalar, shape: MmaShape) -> Subtiles:
         """The subtiles of a consumer's product, which starts at row `top` of the products of the tile."""
