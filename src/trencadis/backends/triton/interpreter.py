@@ -24,9 +24,8 @@ _one_at_a_time = threading.Lock()  # the interpreter replaces functions of trito
 
 
 @functools.cache
-def _interpreted() -> ModuleType:
-    """The module of the kernels once more, with the interpreter in place of the compiler."""
-    name = "trencadis.backends.triton.kernels"
+def _interpreted(name: str) -> ModuleType:
+    """A module of kernels once more, with the interpreter in place of the compiler."""
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -77,7 +76,7 @@ def _garbage(dtype: Any) -> Any:
 
 def _run(kernel: Kernel, grid: int, arrays: list[np.ndarray]) -> None:
     """Run all programs of a kernel, one after the other."""
-    function = getattr(_interpreted(), kernel.function.__name__)
+    function = getattr(_interpreted(kernel.function.__module__), kernel.function.__name__)
     arguments: dict[str, Any] = dict.fromkeys(kernel.function.arg_names) | {
         name: value.value if isinstance(value, tl.constexpr) else value for name, value in kernel.constants
     }
