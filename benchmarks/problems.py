@@ -182,6 +182,7 @@ class RaggedProblem:
 
 
 RAGGED = RaggedProblem(name="ragged-32", groups=32, least=64, most=512)
+RAGGED_LARGE = RaggedProblem(name="ragged-32-large", groups=32, least=512, most=4096)  # for a GPU
 
 
 def select(names: str | None, tag: str) -> list[BenchProblem]:
