@@ -120,6 +120,17 @@ def test_a_training_step_is_three_kernels_and_nothing_else():
     assert not [operation for operation in beside if f"stablehlo.{operation}" in text]
 
 
+def test_equal_products_of_a_program_are_lowered_once():
+    """A model with many layers has as many kernels as one layer."""
+
+    def layers(x, w, s):
+        for weights in (w, 2 * w, 3 * w):
+            x = tr.grouped_matmul(x, weights, s, jnp.bfloat16)
+        return x
+
+    assert kernels(lowered(layers, ((M, K), "bfloat16"), ((G, K, K), "bfloat16"), ((G,), "int32"))) == 1
+
+
 def test_a_training_step_by_default_leaves_operands_as_they_are():
     """A float32 result has a float32 cotangent, which is split into hi and lo; weights are not cast or transposed."""
 
