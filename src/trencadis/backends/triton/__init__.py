@@ -4,6 +4,7 @@ choose           the layout (tile, warps, stages) for a problem, by a cost model
 layout           what a layout holds
 tile_scheduler   the list of tiles, which XLA computes before the kernel
 kernels          the kernels of both forms; activation: activations in them
+weights          the kernel that unpacks low-precision weights; weights_layout: its layouts and its call
 bridge           from JAX to Triton: compilation, and jaxlib's custom call
 interpreter      the same kernels in numpy, on any machine
 """
@@ -19,12 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from trencadis.backends.triton import weights_layout
 from trencadis.backends.triton.activation import source
 from trencadis.backends.triton.choose import choose, choose_for_tile, mma_dtype, reason, tiling_of
 from trencadis.backends.triton.layout import Layout
 from trencadis.backends.triton.tile_scheduler import most_tiles, tiles
 from trencadis.core.decision import Dtypes, Plan, Refusal, missing, unknown_dtype
 from trencadis.core.devices import Card, card_for
+from trencadis.core.dtypes import bits
 from trencadis.core.epilogue import ALONG_K
 from trencadis.core.problem import Form, Problem
 from trencadis.core.target import Target
@@ -52,7 +55,10 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     if refusal is not None:
         return refusal
     tile = overrides.tilings.forward
-    layout = choose(inner, card) if tile is None else choose_for_tile(inner, card, tile)
+    if weights_layout.taken(inner):
+        layout = weights_layout.choose(inner, card, tile)
+    else:
+        layout = choose(inner, card) if tile is None else choose_for_tile(inner, card, tile)
     return Plan(
         asked=problem, problem=inner, target=target, backend="triton", interpret=overrides.interpret,
         tiling=tiling_of(inner, layout), layout=layout,
@@ -64,6 +70,8 @@ def run(plan: Plan, *operands: Array) -> Array:
     """The result of a plan's problem, computed by one kernel."""
     card = card_for(plan.target)
     assert card is not None
+    if weights_layout.taken(plan.problem):
+        return weights_layout.execute(plan.problem, plan.layout, card.arch, *operands, interpret=plan.interpret)
     return execute(plan.problem, plan.layout, card.arch, *operands, interpret=plan.interpret)
 
 
@@ -105,8 +113,11 @@ def _missing() -> Refusal | None:
 
 def _arithmetic(problem: Problem, card: Card) -> Refusal | None:
     """The refusal of dtypes, scales or a precision that the kernels do not have; None if they can compute it."""
+    if weights_layout.taken(problem):
+        return None
     if problem.epilogue.along_k:
-        return _refusal(ALONG_K)
+        unpacked = f"; weights are not unpacked: {weights_layout.refused(problem)}" if bits(problem.rhs) < 16 else ""
+        return _refusal(ALONG_K + unpacked)
     results = (*FLOATS, "int32") if problem.acc == np.int32 else FLOATS
     unknown = unknown_dtype("triton", problem, Dtypes(OPERANDS, OPERANDS, results, bias=FLOATS))
     if unknown is not None:

@@ -30,7 +30,7 @@ from trencadis.core.jax_compat import JAX, IrValue
 
 TYPES = {
     "bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32, "int8": tl.int8, "int32": tl.int32,
-    "float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5,
+    "uint8": tl.uint8, "float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5,
 }  # fmt: skip
 ALIGNMENT = 16  # bytes: XLA aligns every array to more than this
 

@@ -1,0 +1,161 @@
+"""The kernel of rows of 16 bits by weights of 8 or 4, which it unpacks in registers; scales may change along k.
+
+Weights are the left factor of a tile, `out.T = weights.T @ rows.T`: tensor cores that read one of their factors from
+registers read the left one there. 4-bit values stay packed, two to a byte. A byte holds an even and an odd entry of k,
+low nibble first; each meets its own half of the rows, which come in that order (`weights_layout.even_odd`), so that no
+number moves between threads.
+
+    scales        none along k    the epilogue multiplies finished sums
+    in factors    exact products  weights are multiplied by them; nothing is rounded
+    promotion     any other       the sum of each block of k is multiplied by them, and added to float32 sums
+"""
+
+import triton
+import triton.language as tl
+
+from trencadis.backends.triton.kernels import finish, raster
+
+
+@triton.jit
+def half(bits, sign, SHIFT: tl.constexpr):
+    """The float32 number of a float16 whose bits these are; the sign is to be shifted."""
+    return (bits | sign << SHIFT).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def numbers(b, FORMAT: tl.constexpr):
+    """The float32 numbers that the low bits of bytes stand for.
+
+    Exponent and fraction of a float go to where float16 has them, and a product corrects the bias of the exponent.
+    """
+    bits = b.to(tl.int32)
+    if FORMAT == "int8":
+        z = ((bits ^ 128) - 128).to(tl.float32)
+    elif FORMAT == "int4":
+        z = ((bits & 15 ^ 8) - 8).to(tl.float32)
+    elif FORMAT == "float8_e8m0fnu":
+        bits = tl.where(bits == 0, 1 << 22, tl.where(bits == 255, 0x7FC00000, bits << 23))
+        z = bits.to(tl.float32, bitcast=True)
+    elif FORMAT == "float4_e2m1fn":
+        z = half((bits & 7) << 9, bits & 8, 12) * 2.0**14
+    elif FORMAT == "float8_e4m3fn":
+        some = (bits & 127) << 7
+        some = tl.where(some == 127 << 7, 0x7F80, some)  # NaN
+        z = half(some, bits & 128, 8) * 2.0**8
+    elif FORMAT == "float8_e5m2":
+        z = half(0, bits, 8)
+    else:
+        z = b.to(tl.float32)
+    return z
+
+
+@triton.jit
+def scales_at(scales, n, first, COUNT: tl.constexpr, SCALES: tl.constexpr, PER: tl.constexpr):
+    """The scales of a step from the `first` along k on, as float32 numbers: [block_n, PER], of COUNT along k."""
+    at = first + tl.arange(0, PER)
+    there = tl.load(scales + n[:, None] + at[None, :], mask=(at < COUNT)[None, :], other=0)
+    return numbers(there, SCALES)
+
+
+@triton.jit
+def spread(scale, LENGTH: tl.constexpr):
+    """Scales [block_n, PER] in all places of their blocks: [block_n, PER * LENGTH]."""
+    return tl.reshape(
+        tl.broadcast_to(scale[:, :, None], (scale.shape[0], scale.shape[1], LENGTH)),
+        (scale.shape[0], scale.shape[1] * LENGTH),
+    )
+
+
+@triton.jit
+def factor(b, scale, FORMAT: tl.constexpr, IN_FACTORS: tl.constexpr, PER: tl.constexpr, DOT: tl.constexpr):
+    """The weights that bytes [block_n, step] stand for, multiplied by their scales if that is exact."""
+    z = numbers(b, FORMAT)
+    if IN_FACTORS:
+        z = z * spread(scale, b.shape[1] // PER)
+    return z.to(DOT)
+
+
+@triton.jit
+def weights(
+    count, group_of, row_of, end_of, lhs, rhs, scales, by_row, by_column, bias, existing, out,
+    K: tl.constexpr, N: tl.constexpr, K_LHS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    WEIGHTS: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr,
+    FORMAT: tl.constexpr, PACK: tl.constexpr, DOT: tl.constexpr,
+    SCALES: tl.constexpr, LENGTH: tl.constexpr, ACROSS: tl.constexpr, IN_FACTORS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """A program for each tile. K_LHS is the length of rows of lhs, PACK the numbers in a byte, LENGTH 0 or a block."""
+    total = tl.load(count)  # row tiles
+    DOWN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    if tl.program_id(0) < total * DOWN:
+        tile, column = raster(tl.program_id(0), total, DOWN, RASTER)
+        group = tl.load(group_of + tile)  # -1 for unowned rows
+        row = tl.load(row_of + tile)
+        end = tl.load(end_of + tile)
+        owned = tl.where(group >= 0, 1, 0)
+        local = tl.maximum(group, 0) % GROUPS
+        # rows and columns past the end repeat the first: their results are not stored
+        along = tl.arange(0, BLOCK_M)
+        rows_inside = along < end - row
+        m = tl.where(rows_inside, along, 0)  # [block_m]
+        across = tl.arange(0, BLOCK_N)
+        n_inside = across < N - column * BLOCK_N
+        n = across
+        if N % BLOCK_N != 0:
+            n = tl.max_contiguous(tl.multiple_of(tl.where(n_inside, across, 0), BLOCK_N), BLOCK_N)  # [block_n]
+        STEP: tl.constexpr = BLOCK_K // PACK  # bytes of weights along k
+        k = tl.arange(0, STEP)
+        x_at = lhs + row.to(tl.int64) * K_LHS + m[None, :] * K_LHS + k[:, None]  # [step, block_m]
+        w_at = rhs + (tl.maximum(group, 0) % WEIGHTS).to(tl.int64) * (K // PACK * N)  # [block_n, step]
+        if TRANSPOSED:
+            w_at += (column * BLOCK_N).to(tl.int64) * (K // PACK) + n[:, None] * (K // PACK) + k[None, :]
+            STRIDE: tl.constexpr = STEP
+        else:
+            w_at += column * BLOCK_N + n[:, None] + k[None, :] * N
+            STRIDE: tl.constexpr = STEP * N
+        scale = 1.0
+        PER: tl.constexpr = 1 if BLOCK_K <= LENGTH or LENGTH == 0 else BLOCK_K // LENGTH  # scales of a step along k
+        if LENGTH > 0:
+            COUNT: tl.constexpr = (K + LENGTH - 1) // LENGTH
+            scales += local.to(tl.int64) * (COUNT * ((N + ACROSS - 1) // ACROSS))
+            s = (column * BLOCK_N + n) // ACROSS * COUNT  # [block_n]
+        acc = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
+        for done in range(0, owned * K, BLOCK_K):
+            if LENGTH > 0:
+                scale = scales_at(scales, s, done // LENGTH, COUNT, SCALES, PER)
+            if K % BLOCK_K == 0:
+                w = tl.load(w_at)
+                x = tl.load(x_at)
+            else:
+                inside = k < (K - done) // PACK
+                w = tl.load(w_at, mask=inside[None, :], other=0)
+                x = tl.load(x_at, mask=inside[:, None], other=0.0)
+            if LENGTH == 0 or IN_FACTORS:
+                part = acc
+            else:
+                part = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
+            part = tl.dot(factor(w, scale, FORMAT, IN_FACTORS, PER, DOT), x, part)
+            if PACK == 2:
+                if K % BLOCK_K == 0:
+                    x = tl.load(x_at + STEP)
+                else:
+                    x = tl.load(x_at + STEP, mask=inside[:, None], other=0.0)
+                part = tl.dot(factor(w >> 4, scale, FORMAT, IN_FACTORS, PER, DOT), x, part)
+            if LENGTH == 0 or IN_FACTORS:
+                acc = part
+            else:
+                acc += part * scale
+            x_at += BLOCK_K
+            w_at += STRIDE
+        at = row.to(tl.int64) * N + column * BLOCK_N
+        offsets = m[:, None] * N + n[None, :]
+        stored = rows_inside[:, None] & n_inside[None, :]
+        kept = existing
+        if existing is not None:
+            kept = existing + at
+        z = finish(
+            tl.trans(acc), group >= 0, by_row, by_column, bias, kept, row + m, local * N + column * BLOCK_N + n,
+            offsets, stored, ACTIVATION, True,
+        )  # fmt: skip
+        tl.store(out + at + offsets, z.to(out.dtype.element_ty), mask=stored)

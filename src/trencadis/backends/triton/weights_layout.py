@@ -1,0 +1,206 @@
+"""Products of 16-bit rows and low-precision weights: which of them the kernel takes, in what layout, and its call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from trencadis.backends.prepare import pad_to, round_up
+from trencadis.backends.triton.activation import source
+from trencadis.backends.triton.choose import estimated_time, shared_memory
+from trencadis.backends.triton.layout import Layout
+from trencadis.backends.triton.tile_scheduler import most_tiles, tiles
+from trencadis.core.devices import Card
+from trencadis.core.dtypes import bits
+from trencadis.core.problem import Form, Problem
+from trencadis.core.tiling import Tiling
+
+Array = jax.Array
+
+ROWS = ("bfloat16", "float16")
+RESULTS = (*ROWS, "float32")
+# significant bits of the values, and of scales that are bytes
+DIGITS = {"int8": 7, "int4": 3, "float8_e4m3fn": 4, "float8_e5m2": 3, "float4_e2m1fn": 2}
+BYTES = {"float8_e8m0fnu": 0, "float8_e4m3fn": 4}
+LEAST_K = 16  # entries of k of one product of the tensor cores
+# block_m, block_n and warps
+TILES = (
+    (16, 64, 4), (16, 128, 4), (16, 128, 8), (32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8),
+    (128, 64, 4), (128, 128, 8),
+)  # fmt: skip
+STEPS = (32, 64, 128, 256)  # of k, in bytes of weights
+MOST_BYTES = 4096  # of weights in a step, for each warp: they are unpacked in registers
+STAGES = (2, 3, 4, 5)
+
+
+def taken(problem: Problem) -> bool:
+    """Whether the kernel multiplies a problem.
+
+    >>> from trencadis.core.arguments import problem_of
+    >>> plain = problem_of((64, 64), (2, 64, 64), dtype="bfloat16", transpose_rhs=True)
+    >>> taken(plain), taken(plain.replace(rhs=np.dtype("int4")))
+    (False, True)
+    """
+    return not refused(problem)
+
+
+def refused(problem: Problem) -> str:
+    """Why the kernel does not multiply a problem; nothing where it does."""
+    epilogue = problem.epilogue
+    if problem.form is not Form.ROWS or problem.lhs.name not in ROWS or problem.rhs.name not in DIGITS:
+        return "it unpacks low-precision weights beside rows of bfloat16 or float16"
+    if problem.out.name not in RESULTS or (epilogue.bias is not None and epilogue.bias.name not in RESULTS):
+        return f"the result and bias are to be {', '.join(RESULTS)}"
+    if epilogue.row_block:
+        return "scales of rows change along k, and rows are of 16 bits"
+    if bits(problem.rhs) == 4 and (problem.k % 2 or not problem.transpose_rhs):
+        return "4-bit weights are unpacked where they are stored [g, n, k], and k is even"
+    if epilogue.column_scales.name not in (*RESULTS, *BYTES):
+        return f"scales of weights are {epilogue.column_scales.name}"
+    if not list(_steps(problem)):
+        return f"scales of weights change along k every {epilogue.column_block[0]}"
+    return ""
+
+
+def in_factors(problem: Problem) -> bool:
+    """Whether weights times their scales along k are exact in the dtype of the rows."""
+    scales, digits = problem.epilogue.column_scales.name, DIGITS.get(problem.rhs.name, 24)
+    if not problem.epilogue.column_block[0] or scales not in BYTES:
+        return False
+    if problem.lhs == np.float16:  # whose exponents reach products of 4-bit values and e4m3 scales, and no others
+        return scales == "float8_e4m3fn" and bits(problem.rhs) == 4
+    return digits + BYTES[scales] <= 8
+
+
+def _steps(problem: Problem) -> Iterator[int]:
+    """The entries of k that a step may have: whole blocks of scales, or parts of one."""
+    length, pack = problem.epilogue.column_block[0], 8 // bits(problem.rhs)
+    for step in (LEAST_K, *STEPS):
+        block_k = step * pack
+        if not length or length % block_k == 0 or (in_factors(problem) and block_k % length == 0):
+            yield block_k
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(problem: Problem, card: Card, tiling: Tiling | None = None) -> Layout:
+    """The layout that is expected to be the fastest for a problem on a GPU, of those that a tile has room for."""
+    some = list(candidates(problem, card))
+    if tiling is not None:
+        some = [one for one in some if _inside(one, tiling)] or [min(some, key=_volume)]
+        return max(some, key=_volume)
+    return min(some, key=lambda layout: estimated_time(problem, card, layout))
+
+
+def _inside(layout: Layout, tiling: Tiling) -> bool:
+    return layout.block_m <= tiling.m and layout.block_n <= tiling.n and layout.block_k <= tiling.k
+
+
+def _volume(layout: Layout) -> tuple[int, int, int]:
+    return layout.block_m * layout.block_n, layout.block_k, layout.stages
+
+
+def candidates(problem: Problem, card: Card) -> Iterator[Layout]:
+    """All layouts of a problem whose stages fit into shared memory, and whose tile is not larger than it needs."""
+    steps, pack = list(_steps(problem)), 8 // bits(problem.rhs)
+    longest = max(round_up(problem.k, LEAST_K * pack), min(steps))
+    for block_m, block_n, warps in TILES:
+        if (block_n > 64 and block_n >= 2 * problem.n) or (block_m > 16 and block_m >= 2 * problem.m):
+            continue
+        for block_k in steps:
+            if block_n * block_k // pack > MOST_BYTES * warps or (block_k > longest and block_k > min(steps)):
+                continue
+            for stages in STAGES if card.platform == "cuda" else (2,):
+                layout = Layout(block_m=block_m, block_n=block_n, block_k=block_k, warps=warps, stages=stages)
+                if shared_memory(problem, card, layout.replace(stages=stages + 1)) <= card.shared or block_k == steps[0]:
+                    yield layout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The call
+
+
+def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, interpret: bool = False) -> Array:
+    """The result of a problem by a kernel of this layout, for an architecture or in the interpreter."""
+    from trencadis.backends.triton import bridge, interpreter
+
+    lhs, rhs, sizes, first, *extras = operands
+    listed = tiles(problem, layout, sizes, first)
+    given = problem.epilogue.split(tuple(extras))
+    if bits(problem.rhs) == 4:
+        lhs = even_odd(lhs, layout.block_k)
+    arrays: dict[str, Array | None] = {"lhs": lhs, "rhs": as_bytes(rhs), **given._asdict()}
+    if problem.epilogue.along_k and given.by_column is not None:
+        scales = given.by_column.mT  # as they are stored
+        arrays |= {"by_column": None, "scales": as_bytes(scales) if scales.dtype.itemsize == 1 else scales}
+    names = [name for name, _ in pointers(problem)]
+    out = jax.ShapeDtypeStruct(problem.out_shape, problem.out)
+    call = interpreter.call if interpret else bridge.call
+    alias = len(names) - 2 if problem.epilogue.accumulate else None
+    kernel = kernel_of(problem, layout, arch, interpret=interpret)
+    grid = most_tiles(problem, layout) * -(-problem.n // layout.block_n)
+    return call(kernel, grid, [*listed, *(arrays[name] for name in names[4:-1])], out, alias=alias)
+
+
+def even_odd(x: Array, block_k: int) -> Array:
+    """Rows whose entries are in the order of the kernel: in each step the even ones, then the odd ones.
+
+    >>> even_odd(jnp.arange(6)[None], 4)
+    Array([[0, 2, 1, 3, 4, 0, 5, 0]], dtype=int32)
+    """
+    x = pad_to(x, (x.shape[0], round_up(x.shape[1], block_k)))
+    return x.reshape(x.shape[0], -1, block_k // 2, 2).swapaxes(-1, -2).reshape(x.shape)
+
+
+def as_bytes(x: Array) -> Array:
+    """Numbers of 8 bits, or two of 4 along the last axis, as bytes."""
+    if bits(x.dtype) == 4:
+        x = x.reshape(*x.shape[:-1], -1, 2)
+    return lax.bitcast_convert_type(x, jnp.uint8)
+
+
+def pointers(problem: Problem) -> tuple[tuple[str, str], ...]:
+    """The names and dtypes of the arrays of a kernel, in the order of its call."""
+    steps = problem.epilogue
+    found = [(name, "int32") for name in ("count", "group_of", "row_of", "end_of")]
+    found += [("lhs", problem.lhs.name), ("rhs", "uint8")]
+    if steps.by_column and steps.column_block[0]:
+        found.append(("scales", "uint8" if steps.column_scales.itemsize == 1 else steps.column_scales.name))
+    found += [("by_row", "float32")] * steps.by_row
+    found += [("by_column", "float32")] * (steps.by_column and not steps.column_block[0])
+    found += [] if steps.bias is None else [("bias", steps.bias.name)]
+    found += [("existing", problem.out.name)] * steps.accumulate
+    return (*found, ("out", problem.out.name))
+
+
+def kernel_of(problem: Problem, layout: Layout, arch: str, *, interpret: bool = False) -> Any:
+    """The kernel of a problem: what the compiler of an architecture, or the interpreter, is given."""
+    import triton
+
+    from trencadis.backends.triton.activation import function
+    from trencadis.backends.triton.bridge import TYPES, Kernel
+    from trencadis.backends.triton.interpreter import rewritten
+    from trencadis.backends.triton.weights import weights
+
+    epilogue, pack = problem.epilogue, 8 // bits(problem.rhs)
+    text = source(epilogue.activation) if epilogue.activation is not None else None
+    constants = {
+        "K": problem.k, "N": problem.n, "TRANSPOSED": problem.transpose_rhs,
+        "K_LHS": problem.k if pack == 1 else round_up(problem.k, layout.block_k),
+        "WEIGHTS": problem.weights, "GROUPS": problem.local_groups,
+        "BLOCK_M": layout.block_m, "BLOCK_N": layout.block_n, "BLOCK_K": layout.block_k,
+        "RASTER": layout.raster_group,
+        "FORMAT": problem.rhs.name, "PACK": pack, "DOT": TYPES[problem.lhs.name],
+        "SCALES": epilogue.column_scales.name, "LENGTH": epilogue.column_block[0],
+        "ACROSS": epilogue.column_block[1], "IN_FACTORS": in_factors(problem),
+        "ACTIVATION": None if text is None else function(text, rewritten if interpret else triton.jit),
+    }  # fmt: skip
+    return Kernel(
+        function=weights, pointers=pointers(problem), constants=tuple(constants.items()), arch=arch,
+        warps=layout.warps, stages=layout.stages,
+    )  # fmt: skip

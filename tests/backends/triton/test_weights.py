@@ -1,0 +1,127 @@
+"""Low-precision weights beside rows of 16 bits: values in the interpreter, compilation for every card, and plans."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from poisoned import spans
+from sweep import sweep
+
+pytest.importorskip("triton")
+
+import trencadis as tr
+from trencadis.backends import triton
+from trencadis.backends.triton import weights_layout
+from trencadis.backends.triton.bridge import compiled
+from trencadis.backends.triton.layout import Layout
+from trencadis.core.arguments import problem_of
+from trencadis.core.devices import CARDS, target_of
+from trencadis.core.epilogue import Epilogue
+from trencadis.core.plan import plan
+from trencadis.core.tiling import Overrides, Tiling
+
+pytestmark = pytest.mark.core
+
+VALUES = ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
+E8M0, E4M3 = (np.dtype(dtype) for dtype in (ml_dtypes.float8_e8m0fnu, ml_dtypes.float8_e4m3fn))
+
+
+def relu(z):
+    return np.maximum(z, 0) if isinstance(z, np.ndarray) else jnp.maximum(z, 0)
+
+
+def asked(values, *, scales="float32", length=0, across=1, m=75, k=96, n=40, rows="bfloat16", out="float32", **changes):
+    """A product of 6 groups, of which 4 are held here; scales of columns are constant along k if length is 0."""
+    last = changes.pop("last", True)
+    steps = Epilogue(
+        by_column=True, column_block=(length, across), column_scales=np.dtype(jnp.dtype(scales)), **changes
+    )
+    problem = problem_of((m, k), (4, n, k) if last else (4, k, n), groups=6, transpose_rhs=last)
+    dtypes = {"lhs": rows, "rhs": values, "out": out}
+    return problem.replace(epilogue=steps, **{name: np.dtype(jnp.dtype(x)) for name, x in dtypes.items()})
+
+
+BIAS = {"by_row": True, "bias": np.dtype("float32"), "activation": relu}
+CASES = {
+    **{f"{values}, a scale per column": (asked(values), {}) for values in VALUES},
+    **{f"{values}, by 32": (asked(values, length=32), {}) for values in VALUES},
+    "mxfp8": (asked("float8_e4m3fn", scales=E8M0, length=32, k=100), {"block_k": 64}),
+    "mxfp8, e5m2": (asked("float8_e5m2", scales=E8M0, length=32, k=80), {"block_k": 16}),
+    "mxfp4": (asked("float4_e2m1fn", scales=E8M0, length=32, k=160, out="bfloat16"), {"block_k": 64}),
+    "nvfp4": (asked("float4_e2m1fn", scales=E4M3, length=16, k=72, **BIAS), {"block_k": 64}),
+    "nvfp4, float16": (asked("float4_e2m1fn", scales=E4M3, length=16, rows="float16", out="float16"), {}),
+    "mxfp4, float16": (asked("float4_e2m1fn", scales=E8M0, length=32, rows="float16"), {}),
+    "mxfp8, float16": (asked("float8_e4m3fn", scales=E8M0, length=32, rows="float16"), {}),
+    "int8, float16": (asked("int8", length=48, rows="float16", n=41), {"block_k": 16}),
+    "blocks of 64 x 32": (asked("float8_e4m3fn", length=64, across=32, n=72, k=130), {"block_k": 64}),
+    "int4, e4m3 scales": (asked("int4", scales=E4M3, length=64, n=33), {}),
+    "bfloat16 scales": (asked("int4", scales="bfloat16", length=32, accumulate=True), {}),
+    "stored [g, k, n]": (asked("int8", length=32, last=False, bias=np.dtype("float32")), {}),
+    "float8, stored [g, k, n]": (asked("float8_e5m2", scales=E8M0, length=32, last=False, accumulate=True), {}),
+}
+SMALL = Layout(block_m=16, block_n=32, block_k=32, warps=4, stages=2, raster_group=2)
+
+
+def numbers(problem, sizes, first, seed):
+    """Operands in numpy: NaN in unowned rows and their scales, in all of one group, and in its scales of weights."""
+    rng, steps = np.random.default_rng(seed), problem.epilogue
+    x = rng.normal(size=(problem.m, problem.k)).astype(problem.lhs)
+    if problem.rhs.name.startswith("int"):
+        most = 8 if problem.rhs.name == "int4" else 128
+        w = rng.integers(-most, most, problem.rhs_shape).astype(problem.rhs)
+    else:
+        w = (2 * rng.normal(size=problem.rhs_shape)).astype(problem.rhs)
+    (length, across), local = steps.column_block, problem.local_groups
+    shape = (local, -(-problem.k // length), -(-problem.n // across)) if length else (local, problem.n)
+    scale = (np.exp2(rng.integers(-3, 3, shape)) * (1 if steps.column_scales == E8M0 else rng.uniform(1, 2, shape)))
+    scale = scale.astype(steps.column_scales if length else np.float32)
+    mine = spans(problem, sizes, first)
+    nobodys = np.setdiff1d(np.arange(problem.m), [row for i, span in enumerate(mine) if i != 1 for row in span])
+    x[nobodys] = np.nan
+    scale[1] = np.nan
+    if problem.rhs.name.startswith("float8"):
+        w[1] = np.nan
+    extras = [scale]
+    if steps.by_row:
+        by_row = rng.uniform(1, 2, problem.m).astype(np.float32)
+        by_row[nobodys] = np.nan
+        extras.insert(0, by_row)
+    if steps.bias is not None:
+        extras.append(rng.normal(size=(local, problem.n)).astype(steps.bias))
+    if steps.accumulate:
+        extras.append(rng.normal(size=problem.out_shape).astype(problem.out))
+    return x, w, extras
+
+
+def meaning(problem, x, w, sizes, first, extras):
+    """The result in float64, by weights multiplied by their scales."""
+    steps = problem.epilogue
+    by_row, by_column, bias, existing = steps.split(tuple(extras))
+    length, across = steps.column_block
+    w, scale = w.astype(np.float64), by_column.astype(np.float64)
+    w = np.swapaxes(w, 1, 2) if problem.transpose_rhs else w
+    scale = scale[:, None] if not length else np.repeat(np.repeat(scale, length, 1), across, 2)
+    w = w * scale[:, : problem.k, : problem.n]
+    out = oracle.rows(x, w, sizes[0], first=int(first[0]), bias=bias, activation=steps.activation, scales=(by_row, None))
+    return out if existing is None else out + existing.astype(np.float64)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_oracle_with_poison_elsewhere(name):
+    problem, changes = CASES[name]
+    sizes, first = np.asarray([[5, 7, 33, 0, 17, 9]], np.int32), np.asarray([1], np.int32)
+    x, w, extras = numbers(problem, sizes, first, len(name))
+    run = functools.partial(weights_layout.execute, problem, SMALL.replace(**changes), "8.0", interpret=True)
+    got = np.asarray(jax.jit(run)(x, w, sizes, first, *extras))
+    with np.errstate(invalid="ignore"):
+        want = meaning(problem, x, w, sizes, first, extras)
+    assert np.isfinite(want[5:12]).all() and not np.isfinite(want[12:45]).any()
+    oracle.check(got, want, scale=float(np.abs(want[np.isfinite(want)]).max()))
+    rest = np.r_[0:5, 62:75]  # unowned
+    kept = extras[-1] if problem.epilogue.accumulate else np.zeros_like(got)
+    assert got[rest].tobytes() == kept[rest].tobytes()
