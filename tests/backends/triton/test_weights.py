@@ -1,6 +1,7 @@
 """Low-precision weights beside rows of 16 bits: values in the interpreter, compilation for every card, and plans."""
 
 import functools
+import re
 import warnings
 
 import jax
@@ -111,7 +112,10 @@ def meaning(problem, x, w, sizes, first, extras):
     return out if existing is None else out + existing.astype(np.float64)
 
 
-@pytest.mark.parametrize("name", CASES)
+DEFAULT = [name for name in CASES if not re.match("float8_e4m3fn,|int8, a|int4, [be]|float4.* a|.*8, float16|float8, st", name)]
+
+
+@pytest.mark.parametrize("name", sweep(CASES, DEFAULT))
 def test_equals_the_oracle_with_poison_elsewhere(name):
     problem, changes = CASES[name]
     sizes, first = np.asarray([[5, 7, 33, 0, 17, 9]], np.int32), np.asarray([1], np.int32)
@@ -125,3 +129,69 @@ def test_equals_the_oracle_with_poison_elsewhere(name):
     rest = np.r_[0:5, 62:75]  # unowned
     kept = extras[-1] if problem.epilogue.accumulate else np.zeros_like(got)
     assert got[rest].tobytes() == kept[rest].tobytes()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compilation and plans
+
+INSTRUCTIONS = {
+    "a100": "mma.sync", "l40s": "mma.sync", "h200": "wgmma.mma_async", "b200": "tcgen05.mma", "rtx5090": "mma.sync",
+    "mi300x": "v_mfma", "mi355x": "v_mfma",
+}  # fmt: skip
+REAL = {"m": 512, "k": 2048, "n": 1536, "out": "bfloat16"}
+FORMATS = {
+    "int8": asked("int8", **REAL),
+    "int4 by 128": asked("int4", length=128, **REAL),
+    "mxfp4": asked("float4_e2m1fn", scales=E8M0, length=32, **REAL),
+    "nvfp4": asked("float4_e2m1fn", scales=E4M3, length=16, by_row=True, **REAL),
+    "mxfp8": asked("float8_e4m3fn", scales=E8M0, length=32, **REAL),
+    "float8 by 128 x 128": asked("float8_e5m2", length=128, across=128, **REAL),
+    "mxfp4, float16": asked("float4_e2m1fn", scales=E8M0, length=32, rows="float16", **REAL),
+}
+PAIRS = [(card, name) for card in INSTRUCTIONS for name in FORMATS]
+
+
+@pytest.mark.parametrize(("card", "name"), sweep(PAIRS, [("a100", "mxfp4"), ("mi300x", "nvfp4"), ("b200", "mxfp8")]))
+def test_compiles_to_tensor_cores(card, name):
+    problem, some = FORMATS[name], CARDS[card]
+    layout = weights_layout.choose(problem, some)
+    binary = compiled(weights_layout.kernel_of(problem, layout, some.arch))
+    assert binary.shared <= some.shared
+    # a tile of few columns is multiplied by mma.sync on cards that have more
+    assert INSTRUCTIONS[card] in binary.text or "mma.sync" in binary.text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_card_has_one_kernel(name):
+    for card in CARDS:
+        answer = triton.plan(FORMATS[name], target_of(card), Overrides())
+        assert not answer.split and f"{answer.layout.block_m} x" in answer.because
+    small = weights_layout.choose(FORMATS[name], CARDS["a100"], Tiling(1, 1, 1))
+    assert small.block_m == 16 and small.block_n == 64
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (asked("int4", length=32, last=False), r"4-bit weights are unpacked where they are stored \[g, n, k\]"),
+        (asked("int8", length=24), "every 24"),
+        (asked("float4_e2m1fn", length=16), "every 16"),
+        (asked("int8", length=32, rows="float32"), "rows of bfloat16 or float16"),
+    ],
+)
+def test_refusals(problem, reason):
+    assert re.search(reason, triton.plan(problem, target_of("a100"), Overrides()).reason)
+    assert plan(problem, target_of("a100"), Overrides()).split
+
+
+@pytest.mark.parametrize(("name", "length"), [("mxfp4", 32), ("nvfp4", 16), ("mxfp8", 32), ("int4", 128)])
+def test_quantized_weights_are_one_kernel_without_a_warning(name, length):
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 256, 128), (64, 256)))
+    w = jax.eval_shape(lambda w: tr.quant.quantize(w, name, (1, length, 1)), w)
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    (forward, *_) = tr.why(x, w, sizes, jnp.bfloat16, target="a100").passes
+    assert forward.plan.backend == "triton" and not forward.plan.split
+    with tr.target("a100"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program = jax.jit(lambda x, w, s: tr.grouped_matmul(x, w, s, jnp.bfloat16)).trace(x, w, sizes)
+        assert program.lower(lowering_platforms=("cuda",)).as_text().count("@triton_kernel_call") == 1

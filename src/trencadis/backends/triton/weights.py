@@ -82,10 +82,13 @@ def weights(
     WEIGHTS: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr,
     FORMAT: tl.constexpr, PACK: tl.constexpr, DOT: tl.constexpr,
-    SCALES: tl.constexpr, LENGTH: tl.constexpr, ACROSS: tl.constexpr, IN_FACTORS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    SCALES: tl.constexpr, LENGTH: tl.constexpr, ACROSS: tl.constexpr, PER: tl.constexpr,
+    IN_FACTORS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """A program for each tile. K_LHS is the length of rows of lhs, PACK the numbers in a byte, LENGTH 0 or a block."""
+    """A program for each tile. K_LHS is the length of rows of lhs, PACK the numbers in a byte.
+
+    LENGTH and ACROSS are the entries of k and of n that share a scale, and PER the scales of a step along k.
+    """
     total = tl.load(count)  # row tiles
     DOWN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     if tl.program_id(0) < total * DOWN:
@@ -114,15 +117,20 @@ def weights(
         else:
             w_at += column * BLOCK_N + n[:, None] + k[None, :] * N
             STRIDE: tl.constexpr = STEP * N
-        scale = 1.0
-        PER: tl.constexpr = 1 if BLOCK_K <= LENGTH or LENGTH == 0 else BLOCK_K // LENGTH  # scales of a step along k
         if LENGTH > 0:
             COUNT: tl.constexpr = (K + LENGTH - 1) // LENGTH
             scales += local.to(tl.int64) * (COUNT * ((N + ACROSS - 1) // ACROSS))
             s = (column * BLOCK_N + n) // ACROSS * COUNT  # [block_n]
         acc = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
+        PROMOTED: tl.constexpr = LENGTH > 0 and not IN_FACTORS
+        if PROMOTED:
+            ahead = scales_at(scales, s, 0, COUNT, SCALES, 1)
         for done in range(0, owned * K, BLOCK_K):
-            if LENGTH > 0:
+            scale = None
+            if PROMOTED:  # those of the next step are on their way while this one is multiplied
+                scale = ahead
+                ahead = scales_at(scales, s, (done + BLOCK_K) // LENGTH, COUNT, SCALES, 1)
+            elif IN_FACTORS:
                 scale = scales_at(scales, s, done // LENGTH, COUNT, SCALES, PER)
             if K % BLOCK_K == 0:
                 w = tl.load(w_at)
@@ -131,9 +139,8 @@ def weights(
                 inside = k < (K - done) // PACK
                 w = tl.load(w_at, mask=inside[None, :], other=0)
                 x = tl.load(x_at, mask=inside[:, None], other=0.0)
-            if LENGTH == 0 or IN_FACTORS:
-                part = acc
-            else:
+            part = acc
+            if PROMOTED:
                 part = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
             part = tl.dot(factor(w, scale, FORMAT, IN_FACTORS, PER, DOT), x, part)
             if PACK == 2:
@@ -142,10 +149,10 @@ def weights(
                 else:
                     x = tl.load(x_at + STEP, mask=inside[:, None], other=0.0)
                 part = tl.dot(factor(w >> 4, scale, FORMAT, IN_FACTORS, PER, DOT), x, part)
-            if LENGTH == 0 or IN_FACTORS:
-                acc = part
-            else:
+            if PROMOTED:
                 acc += part * scale
+            else:
+                acc = part
             x_at += BLOCK_K
             w_at += STRIDE
         at = row.to(tl.int64) * N + column * BLOCK_N

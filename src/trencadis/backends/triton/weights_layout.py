@@ -197,7 +197,7 @@ def kernel_of(problem: Problem, layout: Layout, arch: str, *, interpret: bool = 
         "RASTER": layout.raster_group,
         "FORMAT": problem.rhs.name, "PACK": pack, "DOT": TYPES[problem.lhs.name],
         "SCALES": epilogue.column_scales.name, "LENGTH": epilogue.column_block[0],
-        "ACROSS": epilogue.column_block[1], "IN_FACTORS": in_factors(problem),
+        "ACROSS": epilogue.column_block[1], "PER": max(layout.block_k // max(epilogue.column_block[0], 1), 1), "IN_FACTORS": in_factors(problem),
         "ACTIVATION": None if text is None else function(text, rewritten if interpret else triton.jit),
     }  # fmt: skip
     return Kernel(
