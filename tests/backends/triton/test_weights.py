@@ -79,7 +79,7 @@ def numbers(problem, sizes, first, seed):
         w = (2 * rng.normal(size=problem.rhs_shape)).astype(problem.rhs)
     (length, across), local = steps.column_block, problem.local_groups
     shape = (local, -(-problem.k // length), -(-problem.n // across)) if length else (local, problem.n)
-    scale = (np.exp2(rng.integers(-3, 3, shape)) * (1 if steps.column_scales == E8M0 else rng.uniform(1, 2, shape)))
+    scale = np.exp2(rng.integers(-3, 3, shape)) * (1 if steps.column_scales == E8M0 else rng.uniform(1, 2, shape))
     scale = scale.astype(steps.column_scales if length else np.float32)
     mine = spans(problem, sizes, first)
     nobodys = np.setdiff1d(np.arange(problem.m), [row for i, span in enumerate(mine) if i != 1 for row in span])
@@ -108,11 +108,15 @@ def meaning(problem, x, w, sizes, first, extras):
     w = np.swapaxes(w, 1, 2) if problem.transpose_rhs else w
     scale = scale[:, None] if not length else np.repeat(np.repeat(scale, length, 1), across, 2)
     w = w * scale[:, : problem.k, : problem.n]
-    out = oracle.rows(x, w, sizes[0], first=int(first[0]), bias=bias, activation=steps.activation, scales=(by_row, None))
+    out = oracle.rows(
+        x, w, sizes[0], first=int(first[0]), bias=bias, activation=steps.activation, scales=(by_row, None)
+    )
     return out if existing is None else out + existing.astype(np.float64)
 
 
-DEFAULT = [name for name in CASES if not re.match("float8_e4m3fn,|int8, a|int4, [be]|float4.* a|.*8, float16|float8, st", name)]
+DEFAULT = [
+    name for name in CASES if not re.match("float8_e4m3fn,|int8, a|int4, [be]|float4.* a|.*8, float16|float8, st", name)
+]
 
 
 @pytest.mark.parametrize("name", sweep(CASES, DEFAULT))

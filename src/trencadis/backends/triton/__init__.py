@@ -57,12 +57,14 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     tile = overrides.tilings.forward
     if weights_layout.taken(inner):
         layout = weights_layout.choose(inner, card, tile)
+        because = weights_layout.reason(inner, layout, card)
     else:
         layout = choose(inner, card) if tile is None else choose_for_tile(inner, card, tile)
+        because = reason(inner, layout, card)
     return Plan(
         asked=problem, problem=inner, target=target, backend="triton", interpret=overrides.interpret,
         tiling=tiling_of(inner, layout), layout=layout,
-        because=reason(inner, layout, card),
+        because=because,
     )  # fmt: skip
 
 

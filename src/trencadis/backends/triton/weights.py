@@ -67,12 +67,103 @@ def spread(scale, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def factor(b, scale, FORMAT: tl.constexpr, IN_FACTORS: tl.constexpr, PER: tl.constexpr, DOT: tl.constexpr):
-    """The weights that bytes [block_n, step] stand for, multiplied by their scales if that is exact."""
-    z = numbers(b, FORMAT)
-    if IN_FACTORS:
-        z = z * spread(scale, b.shape[1] // PER)
-    return z.to(DOT)
+def factor(
+    b, scale, FORMAT: tl.constexpr, UNPACK: tl.constexpr, PRODUCT: tl.constexpr, IN_FACTORS: tl.constexpr,
+    PER: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """The weights that bytes [block_n, step] stand for, multiplied by their scales if that is exact.
+
+    UNPACK and PRODUCT are PTX, or None where it is not for NVIDIA: then they are computed in float32.
+    """
+    if UNPACK is None:
+        z = numbers(b, FORMAT)
+        if IN_FACTORS:
+            z = z * spread(scale, b.shape[1] // PER)
+        z = z.to(DOT)
+    else:
+        z = tl.inline_asm_elementwise(UNPACK, "=r,=r,r", [b], dtype=DOT.value, is_pure=True, pack=4)
+        if IN_FACTORS:
+            each = spread(scale.to(DOT), b.shape[1] // PER)
+            z = tl.inline_asm_elementwise(PRODUCT, "=r,r,r", [z, each], dtype=DOT.value, is_pure=True, pack=2)
+    return z
+
+
+@triton.jit
+def step(
+    acc, w_at, x_at, scale, inside,
+    FORMAT: tl.constexpr, PACK: tl.constexpr, DOT: tl.constexpr, STEP: tl.constexpr,
+    UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr, PER: tl.constexpr, IN_FACTORS: tl.constexpr,
+):  # fmt: skip
+    """The sums [block_n, block_m] after one step along k; `inside` is its mask, or None."""
+    if inside is None:
+        w = tl.load(w_at)
+        x = tl.load(x_at)
+    else:
+        w = tl.load(w_at, mask=inside[None, :], other=0)
+        x = tl.load(x_at, mask=inside[:, None], other=0.0)
+    acc = tl.dot(factor(w, scale, FORMAT, UNPACK, PRODUCT, IN_FACTORS, PER, DOT), x, acc)
+    if PACK == 2:
+        if inside is None:
+            x = tl.load(x_at + STEP)
+        else:
+            x = tl.load(x_at + STEP, mask=inside[:, None], other=0.0)
+        if UNPACK_HIGH is None:
+            w = w >> 4
+        acc = tl.dot(factor(w, scale, FORMAT, UNPACK_HIGH, PRODUCT, IN_FACTORS, PER, DOT), x, acc)
+    return acc
+
+
+@triton.jit
+def sums(
+    lhs, rhs, scales, row, column, group, local, m, n,
+    K: tl.constexpr, N: tl.constexpr, K_LHS: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr, PACK: tl.constexpr, DOT: tl.constexpr,
+    UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr,
+    SCALES: tl.constexpr, LENGTH: tl.constexpr, ACROSS: tl.constexpr, PER: tl.constexpr, IN_FACTORS: tl.constexpr,
+):  # fmt: skip
+    """The sums [block_n, block_m] of a tile along k; zero if nobody owns it."""
+    STEP: tl.constexpr = BLOCK_K // PACK  # bytes of weights along k
+    k = tl.arange(0, STEP)
+    x_at = lhs + row.to(tl.int64) * K_LHS + m[None, :] * K_LHS + k[:, None]  # [step, block_m]
+    w_at = rhs + (tl.maximum(group, 0) % WEIGHTS).to(tl.int64) * (K // PACK * N)  # [block_n, step]
+    if TRANSPOSED:
+        w_at += (column * BLOCK_N).to(tl.int64) * (K // PACK) + n[:, None] * (K // PACK) + k[None, :]
+        STRIDE: tl.constexpr = STEP
+    else:
+        w_at += column * BLOCK_N + n[:, None] + k[None, :] * N
+        STRIDE: tl.constexpr = STEP * N
+    PROMOTED: tl.constexpr = LENGTH > 0 and not IN_FACTORS
+    if LENGTH > 0:
+        COUNT: tl.constexpr = (K + LENGTH - 1) // LENGTH
+        scales += local.to(tl.int64) * (COUNT * ((N + ACROSS - 1) // ACROSS))
+        s = (column * BLOCK_N + n) // ACROSS * COUNT  # [block_n]
+    if PROMOTED:
+        ahead = scales_at(scales, s, 0, COUNT, SCALES, 1)
+    acc = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
+    for done in range(0, tl.where(group >= 0, K, 0), BLOCK_K):
+        scale = None
+        if PROMOTED:  # those of the next step are on their way while this one is multiplied
+            scale = ahead
+            ahead = scales_at(scales, s, (done + BLOCK_K) // LENGTH, COUNT, SCALES, 1)
+        elif IN_FACTORS:
+            scale = scales_at(scales, s, done // LENGTH, COUNT, SCALES, PER)
+        inside = None
+        if K % BLOCK_K != 0:
+            inside = k < (K - done) // PACK
+        part = acc
+        if PROMOTED:
+            part = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
+        part = step(
+            part, w_at, x_at, scale, inside, FORMAT, PACK, DOT, STEP, UNPACK, UNPACK_HIGH, PRODUCT, PER, IN_FACTORS
+        )
+        if PROMOTED:
+            acc += part * scale
+        else:
+            acc = part
+        x_at += BLOCK_K
+        w_at += STRIDE
+    return acc
 
 
 @triton.jit
@@ -82,6 +173,7 @@ def weights(
     WEIGHTS: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr,
     FORMAT: tl.constexpr, PACK: tl.constexpr, DOT: tl.constexpr,
+    UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr,
     SCALES: tl.constexpr, LENGTH: tl.constexpr, ACROSS: tl.constexpr, PER: tl.constexpr,
     IN_FACTORS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +188,6 @@ def weights(
         group = tl.load(group_of + tile)  # -1 for unowned rows
         row = tl.load(row_of + tile)
         end = tl.load(end_of + tile)
-        owned = tl.where(group >= 0, 1, 0)
         local = tl.maximum(group, 0) % GROUPS
         # rows and columns past the end repeat the first: their results are not stored
         along = tl.arange(0, BLOCK_M)
@@ -107,54 +198,11 @@ def weights(
         n = across
         if N % BLOCK_N != 0:
             n = tl.max_contiguous(tl.multiple_of(tl.where(n_inside, across, 0), BLOCK_N), BLOCK_N)  # [block_n]
-        STEP: tl.constexpr = BLOCK_K // PACK  # bytes of weights along k
-        k = tl.arange(0, STEP)
-        x_at = lhs + row.to(tl.int64) * K_LHS + m[None, :] * K_LHS + k[:, None]  # [step, block_m]
-        w_at = rhs + (tl.maximum(group, 0) % WEIGHTS).to(tl.int64) * (K // PACK * N)  # [block_n, step]
-        if TRANSPOSED:
-            w_at += (column * BLOCK_N).to(tl.int64) * (K // PACK) + n[:, None] * (K // PACK) + k[None, :]
-            STRIDE: tl.constexpr = STEP
-        else:
-            w_at += column * BLOCK_N + n[:, None] + k[None, :] * N
-            STRIDE: tl.constexpr = STEP * N
-        if LENGTH > 0:
-            COUNT: tl.constexpr = (K + LENGTH - 1) // LENGTH
-            scales += local.to(tl.int64) * (COUNT * ((N + ACROSS - 1) // ACROSS))
-            s = (column * BLOCK_N + n) // ACROSS * COUNT  # [block_n]
-        acc = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
-        PROMOTED: tl.constexpr = LENGTH > 0 and not IN_FACTORS
-        if PROMOTED:
-            ahead = scales_at(scales, s, 0, COUNT, SCALES, 1)
-        for done in range(0, owned * K, BLOCK_K):
-            scale = None
-            if PROMOTED:  # those of the next step are on their way while this one is multiplied
-                scale = ahead
-                ahead = scales_at(scales, s, (done + BLOCK_K) // LENGTH, COUNT, SCALES, 1)
-            elif IN_FACTORS:
-                scale = scales_at(scales, s, done // LENGTH, COUNT, SCALES, PER)
-            if K % BLOCK_K == 0:
-                w = tl.load(w_at)
-                x = tl.load(x_at)
-            else:
-                inside = k < (K - done) // PACK
-                w = tl.load(w_at, mask=inside[None, :], other=0)
-                x = tl.load(x_at, mask=inside[:, None], other=0.0)
-            part = acc
-            if PROMOTED:
-                part = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
-            part = tl.dot(factor(w, scale, FORMAT, IN_FACTORS, PER, DOT), x, part)
-            if PACK == 2:
-                if K % BLOCK_K == 0:
-                    x = tl.load(x_at + STEP)
-                else:
-                    x = tl.load(x_at + STEP, mask=inside[:, None], other=0.0)
-                part = tl.dot(factor(w >> 4, scale, FORMAT, IN_FACTORS, PER, DOT), x, part)
-            if PROMOTED:
-                acc += part * scale
-            else:
-                acc = part
-            x_at += BLOCK_K
-            w_at += STRIDE
+        acc = sums(
+            lhs, rhs, scales, row, column, group, local, m, n, K, N, K_LHS, TRANSPOSED, WEIGHTS,
+            BLOCK_M, BLOCK_N, BLOCK_K, FORMAT, PACK, DOT, UNPACK, UNPACK_HIGH, PRODUCT,
+            SCALES, LENGTH, ACROSS, PER, IN_FACTORS,
+        )  # fmt: skip
         at = row.to(tl.int64) * N + column * BLOCK_N
         offsets = m[:, None] * N + n[None, :]
         stored = rows_inside[:, None] & n_inside[None, :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,11 +14,22 @@ from jax import lax
 
 from trencadis.backends.prepare import pad_to, round_up
 from trencadis.backends.triton.activation import source
-from trencadis.backends.triton.choose import estimated_time, shared_memory
+from trencadis.backends.triton.choose import (
+    HBM,
+    L2,
+    LATENCY,
+    LAUNCH,
+    OVERLAP,
+    RATE,
+    STEP_CYCLES,
+    moved_bytes,
+    tile_count,
+)
 from trencadis.backends.triton.layout import Layout
 from trencadis.backends.triton.tile_scheduler import most_tiles, tiles
+from trencadis.backends.triton.unpack import product, unpack
 from trencadis.core.devices import Card
-from trencadis.core.dtypes import bits
+from trencadis.core.dtypes import bits, width
 from trencadis.core.problem import Form, Problem
 from trencadis.core.tiling import Tiling
 
@@ -35,8 +47,14 @@ TILES = (
     (128, 64, 4), (128, 128, 8),
 )  # fmt: skip
 STEPS = (32, 64, 128, 256)  # of k, in bytes of weights
+LONG_STEP = 64  # bytes of weights along k in a step: a shorter one reads parts of cache lines
 MOST_BYTES = 4096  # of weights in a step, for each warp: they are unpacked in registers
-STAGES = (2, 3, 4, 5)
+STAGES = (3, 4, 5)
+UNPACK = 3  # instructions for one weight
+LANES = 128  # instructions of an SM in a cycle
+SPEED = 0.6  # of the tensor cores, where one operand comes from registers
+MOST_WARPS = 16  # of all programs that share an SM
+FEW_WAVES = 4  # of tiles, from which on the last one is not counted as whole
 
 
 def taken(problem: Problem) -> bool:
@@ -108,17 +126,58 @@ def _volume(layout: Layout) -> tuple[int, int, int]:
 def candidates(problem: Problem, card: Card) -> Iterator[Layout]:
     """All layouts of a problem whose stages fit into shared memory, and whose tile is not larger than it needs."""
     steps, pack = list(_steps(problem)), 8 // bits(problem.rhs)
-    longest = max(round_up(problem.k, LEAST_K * pack), min(steps))
+    longest = max(problem.k, LONG_STEP * pack)
+    steps = [step for step in steps if LONG_STEP * pack <= step <= longest] or steps[-1:]
     for block_m, block_n, warps in TILES:
         if (block_n > 64 and block_n >= 2 * problem.n) or (block_m > 16 and block_m >= 2 * problem.m):
             continue
         for block_k in steps:
-            if block_n * block_k // pack > MOST_BYTES * warps or (block_k > longest and block_k > min(steps)):
+            if block_n * block_k // pack > MOST_BYTES * warps:
                 continue
-            for stages in STAGES if card.platform == "cuda" else (2,):
+            for stages in STAGES if card.platform == "cuda" else (2, 3):
                 layout = Layout(block_m=block_m, block_n=block_n, block_k=block_k, warps=warps, stages=stages)
-                if shared_memory(problem, card, layout.replace(stages=stages + 1)) <= card.shared or block_k == steps[0]:
+                if shared_memory(problem, layout) <= card.shared:
                     yield layout
+
+
+def shared_memory(problem: Problem, layout: Layout) -> int:
+    """The bytes of shared memory for steps on their way, and for the unpacked weights of one where these go there."""
+    rows, weights = layout.block_m * layout.block_k * 2, layout.block_n * layout.block_k
+    return int(layout.stages * (rows + weights * width(problem.rhs))) + 2 * weights + 4096
+
+
+def estimated_time(problem: Problem, card: Card, layout: Layout) -> float:
+    """The seconds that a kernel is expected to take, by the model of `choose` with the time to unpack weights."""
+    steps, weights = math.ceil(problem.k / layout.block_k), layout.block_n * layout.block_k
+    products = 2 * layout.block_m * weights / (card.mma_rate * card.clock * RATE * SPEED)
+    unpacked = weights * UNPACK / (LANES * card.clock)
+    loaded = (layout.block_m * layout.block_k * 2 + weights * width(problem.rhs)) / (L2 * card.clock)
+    busy = max(products + unpacked, loaded) + STEP_CYCLES / card.clock
+    together = _programs_per_sm(problem, card, layout)
+    wave = max(LATENCY + steps * max(busy, LATENCY / (layout.stages - 1)), together * steps * busy)
+    count = tile_count(problem, layout) / (card.cores * together)
+    waves = math.ceil(count) if count < FEW_WAVES else count + 0.5
+    computed, moved = waves * wave, moved_bytes(problem) / (card.hbm * HBM)
+    return max(computed, moved) + OVERLAP * min(computed, moved) + LAUNCH
+
+
+def _programs_per_sm(problem: Problem, card: Card, layout: Layout) -> int:
+    """The programs that an SM holds at a time, by their shared memory and threads."""
+    by_memory = card.shared // shared_memory(problem, layout)
+    return max(1, min(by_memory, MOST_WARPS // layout.warps))
+
+
+def reason(problem: Problem, layout: Layout, card: Card) -> str:
+    """The figures behind a layout, and where scales along k are applied."""
+    waves = tile_count(problem, layout) / (card.cores * _programs_per_sm(problem, card, layout))
+    where = ""
+    if problem.epilogue.along_k:
+        where = ", times their scales" if in_factors(problem) else "; scales multiply the sum of each block of k"
+    return (
+        f"{layout.block_m} x {layout.block_n} tiles of {layout.warps} warps, {waves:.2f} waves over {card.cores} SMs, "
+        f"{layout.stages} stages of {layout.block_k} along k, weights unpacked in registers{where}; "
+        f"{1e3 * estimated_time(problem, card, layout):.3g} ms by the model of the card"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,10 +193,10 @@ def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, inter
     given = problem.epilogue.split(tuple(extras))
     if bits(problem.rhs) == 4:
         lhs = even_odd(lhs, layout.block_k)
-    arrays: dict[str, Array | None] = {"lhs": lhs, "rhs": as_bytes(rhs), **given._asdict()}
+    arrays: dict[str, Any] = {"lhs": lhs, "rhs": as_bytes(rhs), **given._asdict()}
     if problem.epilogue.along_k and given.by_column is not None:
         scales = given.by_column.mT  # as they are stored
-        arrays |= {"by_column": None, "scales": as_bytes(scales) if scales.dtype.itemsize == 1 else scales}
+        arrays["scales"] = as_bytes(scales) if scales.dtype.itemsize == 1 else scales
     names = [name for name, _ in pointers(problem)]
     out = jax.ShapeDtypeStruct(problem.out_shape, problem.out)
     call = interpreter.call if interpret else bridge.call
@@ -189,6 +248,8 @@ def kernel_of(problem: Problem, layout: Layout, arch: str, *, interpret: bool = 
 
     epilogue, pack = problem.epilogue, 8 // bits(problem.rhs)
     text = source(epilogue.activation) if epilogue.activation is not None else None
+    ptx = not interpret and not arch.startswith("gfx")
+    low, high = (unpack(problem.rhs.name, problem.lhs.name, high=high) for high in (False, True))
     constants = {
         "K": problem.k, "N": problem.n, "TRANSPOSED": problem.transpose_rhs,
         "K_LHS": problem.k if pack == 1 else round_up(problem.k, layout.block_k),
@@ -196,8 +257,11 @@ def kernel_of(problem: Problem, layout: Layout, arch: str, *, interpret: bool = 
         "BLOCK_M": layout.block_m, "BLOCK_N": layout.block_n, "BLOCK_K": layout.block_k,
         "RASTER": layout.raster_group,
         "FORMAT": problem.rhs.name, "PACK": pack, "DOT": TYPES[problem.lhs.name],
+        "UNPACK": low if ptx else None, "UNPACK_HIGH": high if ptx else None,
+        "PRODUCT": product(problem.lhs.name) if ptx else None,
         "SCALES": epilogue.column_scales.name, "LENGTH": epilogue.column_block[0],
-        "ACROSS": epilogue.column_block[1], "PER": max(layout.block_k // max(epilogue.column_block[0], 1), 1), "IN_FACTORS": in_factors(problem),
+        "ACROSS": epilogue.column_block[1], "PER": max(layout.block_k // max(epilogue.column_block[0], 1), 1),
+        "IN_FACTORS": in_factors(problem),
         "ACTIVATION": None if text is None else function(text, rewritten if interpret else triton.jit),
     }  # fmt: skip
     return Kernel(
