@@ -79,11 +79,13 @@ def test_a_product_is_split_where_no_backend_takes_its_scales():
     assert (plan(eight, H200).backend, plan(eight, H200).split) == ("gpu", 0)
     assert (plan(eight, V6E).backend, plan(eight, V6E).split) == ("tpu", 128)
     assert (plan(eight, CPU).backend, plan(eight, CPU).split) == ("xla", 128)
-    weights = Epilogue(by_column=True, column_block=(32, 1))
+    weights = Epilogue(by_column=True, column_block=(24, 1))
     by_column = problem_of((256, 512), (4, 512, 256), dtype="bfloat16", epilogue=weights).replace(rhs=np.dtype("int8"))
     chosen = plan(by_column, H200)
-    assert (chosen.backend, chosen.split, chosen.problem.k, chosen.asked.k) == ("gpu", 32, 32, 512)
-    assert "split along k into parts of 32" in str(chosen)
+    assert (chosen.backend, chosen.split, chosen.problem.k, chosen.asked.k) == ("gpu", 24, 24, 512)
+    assert "split along k into parts of 24" in str(chosen)
+    weights = Epilogue(by_column=True, column_block=(32, 1))
+    assert (plan(by_column.replace(epilogue=weights), H200).backend, plan(by_column, V6E).split) == ("triton", 24)
 
 
 def test_what_a_kernel_does_not_fuse_is_peeled_off():

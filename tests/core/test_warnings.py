@@ -38,7 +38,7 @@ def lower(device, fn=tr.grouped_matmul, dtype=jnp.bfloat16, **options):
 
 
 def blocks(x, w, s):
-    quantized = tr.quant.quantize(w, "int8", (1, 32, 1))
+    quantized = tr.quant.quantize(w, "int8", (1, 24, 1))
     return tr.grouped_matmul(x, quantized, s)
 
 
@@ -56,8 +56,8 @@ def ragged(x, w, s):
         ("unknown", {}, r"it knows neither cuda \(NVIDIA X1\) nor its compute capability"),
         ("v6e", {"dtype": jnp.float16}, "lhs is float16; it takes .*; cast it to one of these"),
         ("v6e", {"dtype": jnp.float32, "precision": "high"}, "precision is high; it has DEFAULT and HIGHEST"),
-        ("h200", {"fn": blocks}, "one kernel for each block of 32 along k"),
-        ("v6e", {"fn": blocks}, "one kernel for each block of 32 along k"),
+        ("h200", {"fn": blocks}, "one kernel for each block of 24 along k"),
+        ("v6e", {"fn": blocks}, "one kernel for each block of 24 along k"),
     ],
 )
 def test_each_reason_is_said(device, call, reason):

@@ -90,23 +90,24 @@ def factor(
 
 @triton.jit
 def step(
-    acc, w_at, x_at, scale, inside,
+    acc, w_at, x_at, scale, rows, inside,
     FORMAT: tl.constexpr, PACK: tl.constexpr, DOT: tl.constexpr, STEP: tl.constexpr,
     UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr, PER: tl.constexpr, IN_FACTORS: tl.constexpr,
 ):  # fmt: skip
-    """The sums [block_n, block_m] after one step along k; `inside` is its mask, or None."""
+    """The sums [block_n, block_m] after one step along k; `rows` is the mask of rows, `inside` that of k, or None.
+
+    Rows of no one are not read: where groups are small, they would be most of what a tile reads beside weights.
+    """
+    there = rows[None, :]
     if inside is None:
         w = tl.load(w_at)
-        x = tl.load(x_at)
     else:
         w = tl.load(w_at, mask=inside[None, :], other=0)
-        x = tl.load(x_at, mask=inside[:, None], other=0.0)
+        there = there & inside[:, None]
+    x = tl.load(x_at, mask=there, other=0.0)
     acc = tl.dot(factor(w, scale, FORMAT, UNPACK, PRODUCT, IN_FACTORS, PER, DOT), x, acc)
     if PACK == 2:
-        if inside is None:
-            x = tl.load(x_at + STEP)
-        else:
-            x = tl.load(x_at + STEP, mask=inside[:, None], other=0.0)
+        x = tl.load(x_at + STEP, mask=there, other=0.0)
         if UNPACK_HIGH is None:
             w = w >> 4
         acc = tl.dot(factor(w, scale, FORMAT, UNPACK_HIGH, PRODUCT, IN_FACTORS, PER, DOT), x, acc)
@@ -115,7 +116,7 @@ def step(
 
 @triton.jit
 def sums(
-    lhs, rhs, scales, row, column, group, local, m, n,
+    lhs, rhs, scales, row, column, group, local, m, n, rows,
     K: tl.constexpr, N: tl.constexpr, K_LHS: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr, PACK: tl.constexpr, DOT: tl.constexpr,
@@ -155,8 +156,9 @@ def sums(
         if PROMOTED:
             part = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
         part = step(
-            part, w_at, x_at, scale, inside, FORMAT, PACK, DOT, STEP, UNPACK, UNPACK_HIGH, PRODUCT, PER, IN_FACTORS
-        )
+            part, w_at, x_at, scale, rows, inside,
+            FORMAT, PACK, DOT, STEP, UNPACK, UNPACK_HIGH, PRODUCT, PER, IN_FACTORS,
+        )  # fmt: skip
         if PROMOTED:
             acc += part * scale
         else:
@@ -189,7 +191,7 @@ def weights(
         row = tl.load(row_of + tile)
         end = tl.load(end_of + tile)
         local = tl.maximum(group, 0) % GROUPS
-        # rows and columns past the end repeat the first: their results are not stored
+        # columns past the end repeat the first, and rows past it are zero: their results are not stored
         along = tl.arange(0, BLOCK_M)
         rows_inside = along < end - row
         m = tl.where(rows_inside, along, 0)  # [block_m]
@@ -199,7 +201,7 @@ def weights(
         if N % BLOCK_N != 0:
             n = tl.max_contiguous(tl.multiple_of(tl.where(n_inside, across, 0), BLOCK_N), BLOCK_N)  # [block_n]
         acc = sums(
-            lhs, rhs, scales, row, column, group, local, m, n, K, N, K_LHS, TRANSPOSED, WEIGHTS,
+            lhs, rhs, scales, row, column, group, local, m, n, rows_inside, K, N, K_LHS, TRANSPOSED, WEIGHTS,
             BLOCK_M, BLOCK_N, BLOCK_K, FORMAT, PACK, DOT, UNPACK, UNPACK_HIGH, PRODUCT,
             SCALES, LENGTH, ACROSS, PER, IN_FACTORS,
         )  # fmt: skip
