@@ -43,16 +43,18 @@ BYTES = {"float8_e8m0fnu": 0, "float8_e4m3fn": 4}
 LEAST_K = 16  # entries of k of one product of the tensor cores
 # block_m, block_n and warps
 TILES = (
-    (16, 64, 4), (16, 128, 4), (16, 128, 8), (32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8),
-    (128, 64, 4), (128, 128, 8),
+    (16, 64, 4), (16, 64, 2), (16, 128, 4), (16, 128, 8), (32, 64, 4), (32, 64, 2), (32, 128, 4), (64, 64, 4),
+    (64, 128, 4), (64, 128, 8), (128, 64, 4), (128, 128, 8),
 )  # fmt: skip
 STEPS = (32, 64, 128, 256)  # of k, in bytes of weights
 LONG_STEP = 64  # bytes of weights along k in a step: a shorter one reads parts of cache lines
 MOST_BYTES = 4096  # of weights in a step, for each warp: they are unpacked in registers
 STAGES = (3, 4, 5)
 UNPACK = 3  # instructions for one weight
+PAIRS = 2  # more for wgmma and tcgen05, which programs of fewer than 4 warps do not use: bytes are loaded in pairs
 LANES = 128  # instructions of an SM in a cycle
 SPEED = 0.6  # of the tensor cores, where one operand comes from registers
+WARPGROUP = 4  # warps
 MOST_WARPS = 16  # of all programs that share an SM
 FEW_WAVES = 4  # of tiles, from which on the last one is not counted as whole
 
@@ -150,7 +152,8 @@ def estimated_time(problem: Problem, card: Card, layout: Layout) -> float:
     """The seconds that a kernel is expected to take, by the model of `choose` with the time to unpack weights."""
     steps, weights = math.ceil(problem.k / layout.block_k), layout.block_n * layout.block_k
     products = 2 * layout.block_m * weights / (card.mma_rate * card.clock * RATE * SPEED)
-    unpacked = weights * UNPACK / (LANES * card.clock)
+    pairs = layout.warps >= WARPGROUP and card.platform == "cuda" and card.arch.split(".")[0] in ("9", "10")
+    unpacked = weights * (UNPACK + PAIRS * pairs) / (LANES * card.clock)
     loaded = (layout.block_m * layout.block_k * 2 + weights * width(problem.rhs)) / (L2 * card.clock)
     busy = max(products + unpacked, loaded) + STEP_CYCLES / card.clock
     together = _programs_per_sm(problem, card, layout)
