@@ -196,7 +196,8 @@ def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, inter
     given = problem.epilogue.split(tuple(extras))
     if bits(problem.rhs) == 4:
         lhs = even_odd(lhs, layout.block_k)
-    arrays: dict[str, Any] = {"lhs": lhs, "rhs": as_bytes(rhs), **given._asdict()}
+    # a custom call takes packed values as they are; XLA would convert two of 4 bits to a byte in a pass over memory
+    arrays: dict[str, Any] = {"lhs": lhs, "rhs": as_bytes(rhs) if interpret else rhs, **given._asdict()}
     if problem.epilogue.along_k and given.by_column is not None:
         scales = given.by_column.mT  # as they are stored
         arrays["scales"] = as_bytes(scales) if scales.dtype.itemsize == 1 else scales
