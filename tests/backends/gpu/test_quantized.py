@@ -166,6 +166,22 @@ def test_float8_weights_as_they_lie(rows, upcast):
     assert ("converts them in shared memory" if upcast else "transposed before") in plan.slow
 
 
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [(("mxfp8", (1, 32)), ("mxfp8", (1, 32, 1))), (("float8_e4m3fn", "row"), ("nvfp4", (1, 16, 1))),
+     (("int8", "row"), ("int4", (1, 128, 1)))],
+)  # fmt: skip
+def test_rows_of_8_bits_beside_weights_with_scales_along_k(left, right):
+    """One kernel: rows are bfloat16 in it, which is exact."""
+
+    def call(x, w, sizes):
+        return tr.grouped_matmul(tr.quant.quantize(x, *left), tr.quant.quantize(w, *right), sizes, jnp.bfloat16)
+
+    args = structs(((M, K), "float32"), ((G, K, 192), "float32"), ((G,), "int32"))
+    product = tr.why(call, *args, target="h200").passes[0]
+    assert product.plan.backend == "gpu" and not product.plan.split and product.plan.problem.lhs == jnp.bfloat16
+
+
 def test_why_says_that_lhs_is_permuted_along_k():
     x, sizes = structs(((M, K), "bfloat16"), ((G,), "int32"))
     values, scale = structs(((G, N, K), "int4"), ((G, N, 1), "float32"))

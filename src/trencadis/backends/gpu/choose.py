@@ -121,17 +121,20 @@ def needs_upcast(problem: Problem) -> bool:
     return problem.form is Form.ROWS and problem.lhs == jnp.bfloat16 and low_precision
 
 
-def upcast_as_stored(problem: Problem) -> Problem:
-    """The problem with bfloat16 rows, if it has float8 operands and weights `[g, k, n]` for few rows each.
+def with_bfloat16_rows(problem: Problem) -> Problem:
+    """The problem with 8-bit rows as bfloat16, which is exact, where weights are better upcast.
 
-    Tensor cores take float8 weights with k last. Transposing them moves three times their bytes, which is worth it only
-    for many rows; otherwise they are upcast as bfloat16 rows have them, which is exact.
+    These are weights whose scales change along k. And float8 weights `[g, k, n]` for few rows each: tensor cores take
+    them with k last, and transposing them moves three times their bytes, which is worth it only for many rows.
     """
-    float8 = all(dtype.name.startswith("float8") for dtype in (problem.lhs, problem.rhs))
-    if problem.form is not Form.ROWS or problem.transpose_rhs or problem.epilogue.along_k or not float8:
+    epilogue = problem.epilogue
+    if problem.form is not Form.ROWS or problem.lhs.itemsize > 1 or epilogue.row_block:
         return problem
+    float8 = all(dtype.name.startswith("float8") for dtype in (problem.lhs, problem.rhs))
     few = problem.m < TRANSPOSE_ROWS * problem.groups
-    return problem.replace(lhs=np.dtype(jnp.bfloat16)) if few else problem
+    if epilogue.along_k or (float8 and few and not problem.transpose_rhs):
+        return problem.replace(lhs=np.dtype(jnp.bfloat16))
+    return problem
 
 
 def needs_promotion(problem: Problem) -> bool:
