@@ -33,8 +33,19 @@ CASES = {
     "rows, masked": (rows_problem(103, 41, 72, 6, "bf16 bf16 f32", local=4), {"peeled": False}),
     "rows, stored [n, k]": (rows_problem(103, 41, 40, 6, "f16 f16 f32", transpose_rhs=True), {"raster_group": 1}),
     "rows, persistent": (rows_problem(103, 40, 72, 6, "bf16 bf16 bf16"), {"programs": 3}),
+    "rows, persistent, flattened": (
+        rows_problem(103, 40, 72, 6, "bf16 bf16 bf16", local=4), {"programs": 3, "flatten": True, "parts": 2},
+    ),
+    "rows, short tiles": (rows_problem(103, 40, 72, 6, "bf16 bf16 bf16", local=4), {"short_m": 16}),
+    "rows, TMA": (rows_problem(103, 40, 72, 6, "bf16 bf16 bf16", local=4), {"tma": True, "programs": 3, "short_m": 16}),
+    "rows, TMA, stored [n, k]": (
+        rows_problem(103, 40, 72, 6, "bf16 bf16 bf16", transpose_rhs=True), {"tma": True},
+    ),
     "rows, float32": (rows_problem(103, 33, 40, 6, local=5), {}),
-    "rows, float32, three products": (rows_problem(103, 33, 40, 6, precision="highest"), {}),
+    "rows, float32, six products": (rows_problem(103, 33, 40, 6, precision="highest"), {}),
+    "rows, float32 by bfloat16, six products": (
+        rows_problem(75, 33, 40, 6, "f32 bf16 f32", precision="highest", transpose_rhs=True), {},
+    ),
     "rows, mixed": (rows_problem(75, 33, 32, 6, "bf16 f16 f16", transpose_rhs=True), {}),
     "rows, float32 by bfloat16": (rows_problem(75, 33, 40, 6, "f32 bf16 bf16", local=4), {}),
     "rows, bias": (rows_problem(75, 33, 72, 6, "bf16 bf16 bf16", epilogue=BIAS), {}),
@@ -56,6 +67,16 @@ CASES = {
     "contraction, longest first": (
         sum_problem(103, 40, 40, 5, "bf16 bf16 f32"), {"longest_first": True, "programs": 3},
     ),
+    "contraction, flattened": (
+        sum_problem(103, 40, 72, 5, "bf16 bf16 f32", local=4), {"programs": 5, "flatten": True, "longest_first": True},
+    ),
+    "contraction, flattened, stored [k, m]": (
+        sum_problem(103, 40, 33, 3, "bf16 bf16 f32", transpose_lhs=True), {"programs": 2, "flatten": True},
+    ),
+    "contraction, flattened, scales": (
+        sum_problem(75, 40, 33, 4, "bf16 bf16 f32", epilogue=SCALES), {"programs": 4, "flatten": True},
+    ),
+    "contraction, float32, six products": (sum_problem(103, 40, 40, 4, precision="highest"), {}),
     "contraction, float32": (sum_problem(103, 40, 40, 4, "f32 f32 bf16"), {}),
     "contraction, scales": (sum_problem(75, 40, 33, 4, "bf16 bf16 f32", epilogue=SCALES), {}),
     "contraction, existing_out": (sum_problem(75, 40, 40, 5, "bf16 bf16 bf16", local=4, epilogue=MORE), {}),

@@ -23,7 +23,7 @@ from jax import lax
 from trencadis.backends.triton.activation import source
 from trencadis.backends.triton.choose import choose, choose_for_tile, mma_dtype, reason, tiling_of
 from trencadis.backends.triton.layout import Layout
-from trencadis.backends.triton.tile_scheduler import most_tiles, tiles
+from trencadis.backends.triton.tile_scheduler import align_of, most_tiles, tiles
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import Card, card_for
 from trencadis.core.epilogue import ALONG_K
@@ -140,7 +140,7 @@ def _size(problem: Problem) -> Refusal | None:
 def precision(problem: Problem, arch: str) -> str | None:
     """How float32 factors are multiplied, in Triton's words; None if the precision asked for is none of these.
 
-    Three tf32 products have the error of float32. AMD has products of float32 itself.
+    Six bfloat16 products of three parts each have the error of float32. AMD has products of float32 itself.
     """
     asked, several = problem.asked, problem.precisions
     full = asked in FULL or bool(several & {lax.Precision.HIGHEST, lax.Precision.HIGH})
@@ -148,7 +148,32 @@ def precision(problem: Problem, arch: str) -> str | None:
         return None
     if arch.startswith("gfx"):
         return "ieee"
-    return "tf32x3" if full else "tf32"
+    return "bf16x6" if full else "tf32"
+
+
+def split_operand(problem: Problem, arch: str) -> str:
+    """The operand that XLA splits in three for six products, "lhs" or "rhs"; "" if there are no such products.
+
+    It is the right factor of the tensor cores: a kernel splits the left one in registers, but would have to write a
+    right one back to shared memory. In the rows form weights are the left factor, since there are more of them.
+    """
+    if mma_dtype(problem) != jnp.float32 or precision(problem, arch) != "bf16x6":
+        return ""
+    return "lhs" if problem.form is Form.ROWS else "rhs"
+
+
+@jax.jit
+def in_three(x: Array) -> Array:
+    """The three bfloat16 parts of a float32 array, stacked: 8 bits of its 24 each. x is their sum, if it is finite."""
+
+    def high(x: Array) -> Array:
+        bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    x = x.astype(jnp.float32)
+    x0 = jnp.where(jnp.isnan(x), x, high(x))
+    x1 = high(x - x0)
+    return jnp.stack([x0, x1, x - x0 - x1]).astype(jnp.bfloat16)
 
 
 def _grid(problem: Problem, layout: Layout) -> int:
@@ -165,6 +190,9 @@ def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, inter
     from trencadis.backends.triton import bridge, interpreter
 
     lhs, rhs, sizes, first, *extras = operands
+    split = split_operand(problem, arch)
+    if split:
+        lhs, rhs = (in_three(lhs), rhs) if split == "lhs" else (lhs, in_three(rhs))
     listed = tiles(problem, layout, sizes, first)
     alias = 5 + len(extras) if problem.epilogue.accumulate else None
     out = jax.ShapeDtypeStruct(problem.out_shape, problem.out)
@@ -188,10 +216,13 @@ def kernel_of(problem: Problem, layout: Layout, arch: str, *, interpret: bool = 
     names = ["lhs", "rhs", *(name for name, given in there.items() if given)]
     _, _, _, _, *extras = problem.operands  # the two between are sizes and the first group
     dtypes = [problem.lhs, problem.rhs, *(dtype for _, dtype in extras)]
+    if split := split_operand(problem, arch):
+        dtypes[names.index(split)] = jnp.dtype(jnp.bfloat16)
     arrays = [(name, np.dtype(dtype).name) for name, dtype in zip(names, dtypes, strict=True)]
     return Kernel(
         function=_function(problem.form), pointers=(*lists, *arrays, ("out", problem.out.name)),
         constants=constants(problem, layout, arch, interpret), arch=arch, warps=layout.warps, stages=layout.stages,
+        scratch=128 * (2 + (layout.short_m > 0)) if layout.tma else 0,
     )  # fmt: skip
 
 
@@ -215,7 +246,7 @@ def constants(problem: Problem, layout: Layout, arch: str, interpret: bool = Fal
         "K": problem.k, "N": problem.n, "TRANSPOSED": problem.transpose_rhs if rows_form else problem.transpose_lhs,
         "BLOCK_M": layout.block_m, "BLOCK_N": layout.block_n, "BLOCK_K": layout.block_k,
         "RASTER": layout.raster_group, "PEELED": layout.peeled, "PROGRAMS": layout.programs,
-        "FLATTEN": layout.flatten,
+        "FLATTEN": layout.flatten, "ROWS": problem.rows,
         "DOT": TYPES[mma_dtype(problem).name], "ACC": TYPES[problem.acc.name],
         "PRECISION": precision(problem, arch) or "tf32",
         "FLOAT": any((epilogue.scaled, epilogue.bias is not None, epilogue.activation is not None)),
@@ -224,9 +255,10 @@ def constants(problem: Problem, layout: Layout, arch: str, interpret: bool = Fal
         text = source(epilogue.activation) if epilogue.activation is not None else None
         decorate = rewritten if interpret else triton.jit
         common |= {
-            "WEIGHTS": problem.weights, "GROUPS": problem.local_groups,
+            "WEIGHTS": problem.weights, "GROUPS": problem.local_groups, "SHORT_M": layout.short_m, "PARTS": layout.parts,
+            "TMA": layout.tma, "WS": layout.ws,
             "ACTIVATION": None if text is None else function(text, decorate),
         }  # fmt: skip
     else:
-        common |= {"ROWS": problem.rows, "ALIGN": math.gcd(layout.block_k, 16)}
+        common |= {"ALIGN": align_of(problem, layout), "SPANS": problem.spans}
     return tuple(common.items())

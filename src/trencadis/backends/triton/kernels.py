@@ -22,27 +22,65 @@ def raster(index, down, ACROSS: tl.constexpr, RASTER: tl.constexpr):
 
 
 @triton.jit
-def rows_step(
-    acc, a, b, left,
-    MASKED: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+def high(x):
+    """The first 8 of the 24 significant bits of float32 numbers, which bfloat16 holds."""
+    return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def six_products(acc, x, y0, y1, y2):
+    """The accumulator plus a float32 matrix by one in three bfloat16 parts, without products below float32's precision.
+
+    x is split here, in registers, from which the tensor cores take a left factor. The smallest products come first.
+    """
+    x0 = high(x)
+    x1 = high(x - x0)
+    x2 = (x - x0 - x1).to(tl.bfloat16)
+    x0 = x0.to(tl.bfloat16)
+    x1 = x1.to(tl.bfloat16)
+    acc = tl.dot(x2, y0, acc)
+    acc = tl.dot(x0, y2, acc)
+    acc = tl.dot(x1, y1, acc)
+    acc = tl.dot(x1, y0, acc)
+    acc = tl.dot(x0, y1, acc)
+    return tl.dot(x0, y0, acc)
+
+
+@triton.jit
+def multiply(
+    acc, left, right, part, inside, MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """The accumulator after one step of BLOCK_K along k, of which only `left` belong to the sum where it is MASKED."""
+    """The accumulator plus a product of two blocks, given by pointers; MASKED: of those steps of the sum `inside`.
+
+    PRECISION "bf16x6": left is float32, right three bfloat16 parts, each `part` entries after the one before.
+    """
     if MASKED:
-        inside = tl.arange(0, BLOCK_K) < left
-        x = tl.load(a, mask=inside[None, :], other=0.0)
-        y = tl.load(b, mask=inside[:, None], other=0.0)
+        x = tl.load(left, mask=inside[None, :], other=0.0)
+        y = tl.load(right, mask=inside[:, None], other=0.0)
     else:
-        x = tl.load(a)
-        y = tl.load(b)
-    return tl.dot(x.to(DOT), y.to(DOT), acc, input_precision=PRECISION, out_dtype=acc.dtype)
+        x = tl.load(left)
+        y = tl.load(right)
+    if PRECISION == "bf16x6":
+        if MASKED:
+            y1 = tl.load(right + part, mask=inside[:, None], other=0.0)
+            y2 = tl.load(right + 2 * part, mask=inside[:, None], other=0.0)
+        else:
+            y1 = tl.load(right + part)
+            y2 = tl.load(right + 2 * part)
+        acc = six_products(acc, x.to(tl.float32), y, y1, y2)
+    elif PRECISION == "bf16":
+        acc = tl.dot(x.to(tl.bfloat16), y, acc)
+    else:
+        acc = tl.dot(x.to(DOT), y.to(DOT), acc, input_precision=PRECISION, out_dtype=acc.dtype)
+    return acc
 
 
 @triton.jit
 def finish(
-    acc, some, by_row, by_column, bias, existing, row_at, column_at, at, inside,
+    acc, by_row, by_column, bias, existing, row_at, column_at, at, inside,
     ACTIVATION: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of sums after the epilogue: zero if `some` is false, that is, if nobody owns the tile.
+    """A tile of sums after the epilogue.
 
     The operands of the epilogue are pointers, or None; `row_at`, `column_at` and `at` are the offsets of a tile in
     those of rows, of columns and of the result, and `inside` is the mask of what is stored.
@@ -58,94 +96,239 @@ def finish(
         z = z + tl.load(bias + column_at)[None, :].to(tl.float32)
     if ACTIVATION is not None:
         z = ACTIVATION(z)
-    z = tl.where(some, z, tl.full(z.shape, 0, z.dtype))
     if existing is not None:
         z = z + tl.load(existing + at, mask=inside, other=0).to(z.dtype)
     return z
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The rows form
+
+
 @triton.jit
-def rows_tile(
-    index, total, group_of, row_of, end_of, lhs, rhs, by_row, by_column, bias, existing, out,
-    K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr, PEELED: tl.constexpr,
-    DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, FLOAT: tl.constexpr,
+def rows_sum(
+    group, row, end, first, lhs, rhs,
+    ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PEELED: tl.constexpr, TMA: tl.constexpr,
+    DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store one tile of `out[start:end] = lhs[start:end] @ rhs[group]`."""
-    tile, column = raster(index, total, (N + BLOCK_N - 1) // BLOCK_N, RASTER)
-    group = tl.load(group_of + tile)  # -1 for unowned rows
-    row = tl.load(row_of + tile)
-    end = tl.load(end_of + tile)
-    # rows and columns past the end repeat the first: their results are not stored
+    """The sums of the tile of `lhs[row:end] @ rhs[group]` with the columns from `first` on."""
+    weight = group % WEIGHTS
+    if TMA:
+        acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
+        for done in range(0, K, BLOCK_K):
+            x = lhs.load([row, done])
+            if TRANSPOSED:
+                y = rhs.load([weight, first, done]).reshape(BLOCK_N, BLOCK_K).T
+            else:
+                y = rhs.load([weight, done, first]).reshape(BLOCK_K, BLOCK_N)
+            acc = tl.dot(x, y, acc, input_precision=PRECISION, out_dtype=ACC)
+    else:
+        # rows and columns past the end repeat the first: their results are not stored
+        down = tl.arange(0, BLOCK_M)
+        m = tl.where(down < end - row, down, 0)  # [block_m]
+        n = tl.arange(0, BLOCK_N)
+        if N % BLOCK_N != 0:
+            n = tl.max_contiguous(tl.multiple_of(tl.where(n < N - first, n, 0), BLOCK_N), BLOCK_N)  # [block_n]
+        k = tl.arange(0, BLOCK_K)
+        left = lhs + row.to(tl.int64) * K + m[:, None] * K + k[None, :]  # [block_m, block_k]
+        right = rhs + weight.to(tl.int64) * (K * N)
+        left_step = BLOCK_K
+        if TRANSPOSED:
+            right += first.to(tl.int64) * K + n[None, :] * K + k[:, None]  # [block_k, block_n]
+            right_step = BLOCK_K
+        else:
+            right += first + k[:, None] * N + n[None, :]
+            right_step = BLOCK_K * N
+        SWAPPED: tl.constexpr = PRECISION == "bf16x6" or PRECISION == "bf16"
+        if SWAPPED:  # [n, k] @ [k, m]: weights are split in registers, which hold a left factor
+            left, right, left_step, right_step = tl.trans(right), tl.trans(left), right_step, left_step
+            acc = tl.full((BLOCK_N, BLOCK_M), 0, ACC)
+        else:
+            acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
+        if PEELED:
+            for _ in range(K // BLOCK_K):
+                acc = multiply(acc, left, right, ROWS * K, None, False, DOT, PRECISION)
+                left += left_step
+                right += right_step
+            if K % BLOCK_K != 0:
+                acc = multiply(acc, left, right, ROWS * K, k < K % BLOCK_K, True, DOT, PRECISION)
+        else:
+            for done in range(0, K, BLOCK_K):
+                acc = multiply(acc, left, right, ROWS * K, k < K - done, True, DOT, PRECISION)
+                left += left_step
+                right += right_step
+        if SWAPPED:
+            acc = tl.trans(acc)
+    return acc
+
+
+@triton.jit
+def rows_store(
+    acc, group, row, end, first, by_row, by_column, bias, existing, out,
+    N: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of sums after the epilogue."""
     down = tl.arange(0, BLOCK_M)
-    rows_inside = down < end - row
-    m = tl.where(rows_inside, down, 0)  # [block_m]
-    across = tl.arange(0, BLOCK_N)
-    n_inside = across < N - column * BLOCK_N
-    n = across
+    m_inside = down < end - row
+    m = tl.where(m_inside, down, 0)  # [block_m]
+    n = tl.arange(0, BLOCK_N)
+    n_inside = n < N - first
     if N % BLOCK_N != 0:
-        n = tl.max_contiguous(tl.multiple_of(tl.where(n_inside, across, 0), BLOCK_N), BLOCK_N)  # [block_n]
-    acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
-    k = tl.arange(0, BLOCK_K)
-    weights = rhs + (tl.maximum(group, 0) % WEIGHTS).to(tl.int64) * (K * N)
-    a = lhs + row.to(tl.int64) * K + m[:, None] * K + k[None, :]  # [block_m, block_k]
-    if TRANSPOSED:
-        step = BLOCK_K
-        b = weights + (column * BLOCK_N).to(tl.int64) * K + n[None, :] * K + k[:, None]  # [block_k, block_n]
-    else:
-        step = BLOCK_K * N
-        b = weights + column * BLOCK_N + k[:, None] * N + n[None, :]
-    owned = tl.where(group >= 0, 1, 0)
-    if PEELED:
-        for _ in range(owned * (K // BLOCK_K)):
-            acc = rows_step(acc, a, b, K, False, BLOCK_K, DOT, PRECISION)
-            a += BLOCK_K
-            b += step
-        if K % BLOCK_K != 0:
-            acc = rows_step(acc, a, b, K % BLOCK_K, True, BLOCK_K, DOT, PRECISION)
-    else:
-        for done in range(0, owned * K, BLOCK_K):
-            acc = rows_step(acc, a, b, K - done, True, BLOCK_K, DOT, PRECISION)
-            a += BLOCK_K
-            b += step
-    local = tl.maximum(group, 0) % GROUPS
-    at = row.to(tl.int64) * N + column * BLOCK_N
+        n = tl.max_contiguous(tl.multiple_of(tl.where(n_inside, n, 0), BLOCK_N), BLOCK_N)  # [block_n]
+    at = row.to(tl.int64) * N + first
     offsets = m[:, None] * N + n[None, :]
-    inside = rows_inside[:, None] & n_inside[None, :]
+    inside = m_inside[:, None] & n_inside[None, :]
     kept = existing
     if existing is not None:
         kept = existing + at
     z = finish(
-        acc, group >= 0, by_row, by_column, bias, kept, row + m, local * N + column * BLOCK_N + n, offsets, inside,
-        ACTIVATION, FLOAT,
-    )  # fmt: skip
+        acc, by_row, by_column, bias, kept, row + m, group % GROUPS * N + first + n, offsets, inside, ACTIVATION, FLOAT
+    )
     tl.store(out + at + offsets, z.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rows_tile(
+    group, row, end, first, lhs, rhs, by_row, by_column, bias, existing, out,
+    ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PEELED: tl.constexpr,
+    TMA: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Compute and store one tile of `out[row:end] = lhs[row:end] @ rhs[group]`."""
+    acc = rows_sum(
+        group, row, end, first, lhs, rhs,
+        ROWS, K, N, TRANSPOSED, WEIGHTS, BLOCK_M, BLOCK_N, BLOCK_K, PEELED, TMA, DOT, ACC, PRECISION,
+    )  # fmt: skip
+    if PRECISION == "bf16x6":
+        if tl.reduce((acc != acc).to(tl.int32), None, tl.standard._elementwise_max) > 0:
+            # an Inf has the parts Inf and NaN: its sums are those of the first parts
+            whole = rows_sum(
+                group, row, end, first, lhs, rhs,
+                ROWS, K, N, TRANSPOSED, WEIGHTS, BLOCK_M, BLOCK_N, BLOCK_K, PEELED, TMA, DOT, ACC, "bf16",
+            )  # fmt: skip
+            acc = tl.where((acc != acc) & (whole == whole) & (tl.abs(whole) == float("inf")), whole, acc)
+    if PARTS == 2:
+        acc0, acc1 = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        rows_store(
+            acc0, group, row, end, first, by_row, by_column, bias, existing, out,
+            N, GROUPS, BLOCK_M, BLOCK_N // 2, ACTIVATION, FLOAT,
+        )  # fmt: skip
+        rows_store(
+            acc1, group, row, end, first + BLOCK_N // 2, by_row, by_column, bias, existing, out,
+            N, GROUPS, BLOCK_M, BLOCK_N // 2, ACTIVATION, FLOAT,
+        )  # fmt: skip
+    else:
+        rows_store(
+            acc, group, row, end, first, by_row, by_column, bias, existing, out,
+            N, GROUPS, BLOCK_M, BLOCK_N, ACTIVATION, FLOAT,
+        )  # fmt: skip
+
+
+@triton.jit
+def rows_at(
+    index, owned, group_of, row_of, end_of, lhs, short, rhs, by_row, by_column, bias, existing, out,
+    ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, SHORT_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    RASTER: tl.constexpr, PEELED: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr,
+    DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Compute and store the tile of an index, of BLOCK_M rows or of SHORT_M, if it has no more than that."""
+    tile, column = raster(index, owned, (N + BLOCK_N - 1) // BLOCK_N, RASTER)
+    group = tl.load(group_of + tile)
+    row = tl.load(row_of + tile)
+    end = tl.load(end_of + tile)
+    if SHORT_M > 0:
+        if end - row <= SHORT_M:
+            rows_tile(
+                group, row, end, column * BLOCK_N, short, rhs, by_row, by_column, bias, existing, out,
+                ROWS, K, N, TRANSPOSED, WEIGHTS, GROUPS, SHORT_M, BLOCK_N, BLOCK_K, PEELED, TMA, PARTS,
+                DOT, ACC, PRECISION, ACTIVATION, FLOAT,
+            )  # fmt: skip
+        else:
+            rows_tile(
+                group, row, end, column * BLOCK_N, lhs, rhs, by_row, by_column, bias, existing, out,
+                ROWS, K, N, TRANSPOSED, WEIGHTS, GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, PEELED, TMA, PARTS,
+                DOT, ACC, PRECISION, ACTIVATION, FLOAT,
+            )  # fmt: skip
+    else:
+        rows_tile(
+            group, row, end, column * BLOCK_N, lhs, rhs, by_row, by_column, bias, existing, out,
+            ROWS, K, N, TRANSPOSED, WEIGHTS, GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, PEELED, TMA, PARTS,
+            DOT, ACC, PRECISION, ACTIVATION, FLOAT,
+        )  # fmt: skip
+
+
+@triton.jit
+def unowned_at(index, row_of, end_of, out, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Fill the tile of an index, whose rows are unowned, with zeros."""
+    ACROSS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    row = tl.load(row_of + index // ACROSS)
+    end = tl.load(end_of + index // ACROSS)
+    m = tl.arange(0, BLOCK_M)
+    n = index % ACROSS * BLOCK_N + tl.arange(0, BLOCK_N)
+    zeros = tl.full((BLOCK_M, BLOCK_N), 0, out.dtype.element_ty)
+    inside = (m < end - row)[:, None] & (n < N)[None, :]
+    tl.store(out + row.to(tl.int64) * N + m[:, None] * N + n[None, :], zeros, mask=inside)
 
 
 @triton.jit
 def rows(
     count, group_of, row_of, end_of, lhs, rhs, by_row, by_column, bias, existing, out,
-    K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr,
-    PEELED: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+    ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, SHORT_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    RASTER: tl.constexpr, PEELED: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr, PROGRAMS: tl.constexpr,
+    FLATTEN: tl.constexpr, WS: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """The rows form: a program for each tile, or PROGRAMS persistent ones, each of which runs several tiles."""
-    total = tl.load(count)  # row tiles
-    tiles = total * ((N + BLOCK_N - 1) // BLOCK_N)
+    ACROSS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    owned = tl.load(count)  # row tiles; those of unowned rows come after them
+    total = tl.load(count + 1)
+    x = lhs
+    short = lhs
+    y = rhs
+    if TMA:
+        x = tl.make_tensor_descriptor(lhs, [ROWS, K], [K, 1], [BLOCK_M, BLOCK_K])
+        if SHORT_M > 0:
+            short = tl.make_tensor_descriptor(lhs, [ROWS, K], [K, 1], [SHORT_M, BLOCK_K])
+        if TRANSPOSED:
+            y = tl.make_tensor_descriptor(rhs, [WEIGHTS, N, K], [N * K, K, 1], [1, BLOCK_N, BLOCK_K])
+        else:
+            y = tl.make_tensor_descriptor(rhs, [WEIGHTS, K, N], [N * K, N, 1], [1, BLOCK_K, BLOCK_N])
     if PROGRAMS > 0:
-        for index in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
-            rows_tile(
-                index, total, group_of, row_of, end_of, lhs, rhs, by_row, by_column, bias, existing, out,
-                K, N, TRANSPOSED, WEIGHTS, GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, PEELED,
+        for index in tl.range(tl.program_id(0), owned * ACROSS, PROGRAMS, flatten=FLATTEN, warp_specialize=WS):
+            rows_at(
+                index, owned, group_of, row_of, end_of, x, short, y, by_row, by_column, bias, existing, out,
+                ROWS, K, N, TRANSPOSED, WEIGHTS, GROUPS, BLOCK_M, SHORT_M, BLOCK_N, BLOCK_K, RASTER, PEELED, TMA, PARTS,
                 DOT, ACC, PRECISION, ACTIVATION, FLOAT,
             )  # fmt: skip
-    elif tl.program_id(0) < tiles:
-        rows_tile(
-            tl.program_id(0), total, group_of, row_of, end_of, lhs, rhs, by_row, by_column, bias, existing, out,
-            K, N, TRANSPOSED, WEIGHTS, GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, PEELED,
+        for index in range(owned * ACROSS + tl.program_id(0), total * ACROSS, PROGRAMS):
+            unowned_at(index, row_of, end_of, out, N, BLOCK_M, BLOCK_N)
+    elif tl.program_id(0) < owned * ACROSS:
+        rows_at(
+            tl.program_id(0), owned, group_of, row_of, end_of, x, short, y, by_row, by_column, bias, existing, out,
+            ROWS, K, N, TRANSPOSED, WEIGHTS, GROUPS, BLOCK_M, SHORT_M, BLOCK_N, BLOCK_K, RASTER, PEELED, TMA, PARTS,
             DOT, ACC, PRECISION, ACTIVATION, FLOAT,
         )  # fmt: skip
+    elif tl.program_id(0) < total * ACROSS:
+        unowned_at(tl.program_id(0), row_of, end_of, out, N, BLOCK_M, BLOCK_N)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The contraction form
+
+
+@triton.jit
+def columns(tile, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The columns of a tile, of which those past the end repeat the first of all, and the mask of the others."""
+    at = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    if SIZE % BLOCK != 0:
+        at = tl.max_contiguous(tl.multiple_of(tl.where(inside, at, 0), BLOCK), BLOCK)
+    return at, inside
 
 
 @triton.jit
@@ -156,46 +339,23 @@ def contraction_step(
 ):  # fmt: skip
     """The accumulator after one step over the rows [row, row + BLOCK_K), of which [start, end) belong to the sum."""
     r = tl.arange(0, BLOCK_K)
-    y_at = rhs + tl.cast(row, tl.int64) * N + r[:, None] * N + n[None, :]  # [block_k, block_n]
+    right = rhs + tl.cast(row, tl.int64) * N + r[:, None] * N + n[None, :]  # [block_k, block_n]
     if TRANSPOSED:
-        x_at = lhs + row + k[:, None].to(tl.int64) * ROWS + r[None, :]  # [block_m, block_k]
+        left = lhs + row + k[:, None].to(tl.int64) * ROWS + r[None, :]  # [block_m, block_k]
     else:
-        x_at = lhs + tl.cast(row, tl.int64) * K + r[None, :] * K + k[:, None]
-    if MASKED:
-        inside = (r >= start - row) & (r < end - row)
-        x = tl.load(x_at, mask=inside[None, :], other=0.0)
-        y = tl.load(y_at, mask=inside[:, None], other=0.0)
-    else:
-        x = tl.load(x_at)
-        y = tl.load(y_at)
-    return tl.dot(x.to(DOT), y.to(DOT), acc, input_precision=PRECISION, out_dtype=acc.dtype)
+        left = lhs + tl.cast(row, tl.int64) * K + r[None, :] * K + k[:, None]
+    inside = (r >= start - row) & (r < end - row)
+    return multiply(acc, left, right, ROWS * N, inside, MASKED, DOT, PRECISION)
 
 
 @triton.jit
-def contraction_tile(
-    index, groups, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
+def contraction_sum(
+    start, end, k, n, lhs, rhs,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr, ALIGN: tl.constexpr,
-    PEELED: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, FLOAT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr,
+    PEELED: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store one tile of `out[group] = lhs[:, start:end] @ rhs[start:end]`."""
-    DOWN: tl.constexpr = (K + BLOCK_M - 1) // BLOCK_M
-    ACROSS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    span = index // (DOWN * ACROSS)
-    tile, column = raster(index % (DOWN * ACROSS), DOWN, ACROSS, RASTER)
-    group = tl.load(group_of + span)
-    start = tl.load(row_of + span)
-    end = tl.load(end_of + span)
-    down = tl.arange(0, BLOCK_M)
-    k_inside = down < K - tile * BLOCK_M
-    k = tile * BLOCK_M + down
-    if K % BLOCK_M != 0:
-        k = tl.max_contiguous(tl.multiple_of(tl.where(k_inside, k, 0), BLOCK_M), BLOCK_M)  # [block_m]
-    across = tl.arange(0, BLOCK_N)
-    n_inside = across < N - column * BLOCK_N
-    n = column * BLOCK_N + across
-    if N % BLOCK_N != 0:
-        n = tl.max_contiguous(tl.multiple_of(tl.where(n_inside, n, 0), BLOCK_N), BLOCK_N)  # [block_n]
+    """The sums of one tile of `lhs[:, start:end] @ rhs[start:end]`."""
     acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
     row = start
     if TRANSPOSED:  # rows are contiguous in lhs: steps start at an aligned row
@@ -221,18 +381,108 @@ def contraction_tile(
             acc = contraction_step(
                 acc, lhs, rhs, here, start, end, k, n, ROWS, K, N, TRANSPOSED, True, BLOCK_K, DOT, PRECISION
             )
+    return acc
+
+
+@triton.jit
+def contraction_store(
+    acc, group, some, tile, column, by_row, by_column, existing, out,
+    K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of sums of a group after the epilogue; `some`: whether it has rows at all."""
+    k, k_inside = columns(tile, K, BLOCK_M)
+    n, n_inside = columns(column, N, BLOCK_N)
     at = group.to(tl.int64) * K * N
     offsets = k[:, None].to(tl.int64) * N + n[None, :]
     inside = k_inside[:, None] & n_inside[None, :]
     kept = existing
     if existing is not None:
         kept = existing + at
-    z = finish(
-        acc, start < end, by_row, by_column, None, kept, group * K + k, group * N + n, offsets, inside, None, FLOAT
-    )
+    z = finish(acc, by_row, by_column, None, kept, group * K + k, group * N + n, offsets, inside, None, FLOAT)
     if existing is not None:  # an empty group keeps its values to the bit
-        inside = inside & (start < end)
+        inside = inside & some
+    elif FLOAT:
+        z = tl.where(some, z, tl.full(z.shape, 0, z.dtype))  # zero, whatever its scales are
     tl.store(out + at + offsets, z.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def contraction_at(
+    index, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
+    ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr, ALIGN: tl.constexpr,
+    PEELED: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Compute and store one tile of `out[group] = lhs[:, start:end] @ rhs[start:end]`."""
+    DOWN: tl.constexpr = (K + BLOCK_M - 1) // BLOCK_M
+    ACROSS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    span = index // (DOWN * ACROSS)
+    tile, column = raster(index % (DOWN * ACROSS), DOWN, ACROSS, RASTER)
+    group = tl.load(group_of + span)
+    start = tl.load(row_of + span)
+    end = tl.load(end_of + span)
+    k, _ = columns(tile, K, BLOCK_M)
+    n, _ = columns(column, N, BLOCK_N)
+    acc = contraction_sum(
+        start, end, k, n, lhs, rhs,
+        ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, ALIGN, PEELED, DOT, ACC, PRECISION,
+    )  # fmt: skip
+    if PRECISION == "bf16x6":
+        if tl.reduce((acc != acc).to(tl.int32), None, tl.standard._elementwise_max) > 0:  # as in the rows form
+            whole = contraction_sum(
+                start, end, k, n, lhs, rhs,
+                ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, ALIGN, PEELED, DOT, ACC, "bf16",
+            )  # fmt: skip
+            acc = tl.where((acc != acc) & (tl.abs(whole) == float("inf")), whole, acc)
+    contraction_store(
+        acc, group, start < end, tile, column, by_row, by_column, existing, out, K, N, BLOCK_M, BLOCK_N, FLOAT
+    )
+
+
+@triton.jit
+def contraction_flat(
+    steps, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
+    ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr, ALIGN: tl.constexpr,
+    PROGRAMS: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """The `steps` steps of all tiles of a program in one loop: the copies of a tile start before the last one ends."""
+    DOWN: tl.constexpr = (K + BLOCK_M - 1) // BLOCK_M
+    ACROSS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    index = tl.program_id(0) - PROGRAMS
+    span = index
+    start = index
+    end = index
+    tile = index
+    column = index
+    top = index
+    nth = index * 0 - 1  # the step of the tile
+    last = index * 0 - 1
+    acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
+    for _ in range(steps):
+        nth = tl.where(nth == last, 0, nth + 1)
+        if nth == 0:
+            index += PROGRAMS
+            span = index // (DOWN * ACROSS)
+            tile, column = raster(index % (DOWN * ACROSS), DOWN, ACROSS, RASTER)
+            start = tl.load(row_of + span)
+            end = tl.load(end_of + span)
+            top = start
+            if TRANSPOSED:
+                top = start // ALIGN * ALIGN
+            last = tl.maximum((end - top + BLOCK_K - 1) // BLOCK_K, 1) - 1
+        k, _k = columns(tile, K, BLOCK_M)
+        n, _n = columns(column, N, BLOCK_N)
+        acc = contraction_step(
+            acc, lhs, rhs, top + nth * BLOCK_K, start, end, k, n,
+            ROWS, K, N, TRANSPOSED, True, BLOCK_K, DOT, PRECISION,
+        )  # fmt: skip
+        if nth == last:
+            group = tl.load(group_of + span)
+            contraction_store(
+                acc, group, start < end, tile, column, by_row, by_column, existing, out, K, N, BLOCK_M, BLOCK_N, FLOAT
+            )
+            acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
 
 
 @triton.jit
@@ -240,20 +490,24 @@ def contraction(
     count, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr, ALIGN: tl.constexpr,
-    PEELED: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+    PEELED: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, SPANS: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """The contraction form: a program for each tile, or PROGRAMS persistent ones, each of which runs several tiles."""
-    groups = tl.load(count)
-    tiles = groups * ((K + BLOCK_M - 1) // BLOCK_M) * ((N + BLOCK_N - 1) // BLOCK_N)
-    if PROGRAMS > 0:
-        for index in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
-            contraction_tile(
-                index, groups, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
+    if FLATTEN:
+        contraction_flat(
+            tl.load(count + tl.program_id(0)), group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
+            ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, ALIGN, PROGRAMS, DOT, ACC, PRECISION, FLOAT,
+        )  # fmt: skip
+    elif PROGRAMS > 0:
+        tiles = SPANS * ((K + BLOCK_M - 1) // BLOCK_M) * ((N + BLOCK_N - 1) // BLOCK_N)
+        for index in range(tl.program_id(0), tiles, PROGRAMS):
+            contraction_at(
+                index, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
                 ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, ALIGN, PEELED, DOT, ACC, PRECISION, FLOAT,
             )  # fmt: skip
-    elif tl.program_id(0) < tiles:
-        contraction_tile(
-            tl.program_id(0), groups, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
+    else:
+        contraction_at(
+            tl.program_id(0), group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
             ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, ALIGN, PEELED, DOT, ACC, PRECISION, FLOAT,
         )  # fmt: skip

@@ -24,6 +24,10 @@ class Layout:
     programs: int = 0  # persistent programs; 0: one for each tile
     flatten: bool = False  # the loops over tiles and over steps of a persistent program are pipelined as one
     peeled: bool = True  # the last step of a sum stands apart, so that the others need no mask
+    short_m: int = 0  # rows: height of a tile that has no more rows than this; 0: all are block_m high
+    parts: int = 1  # a tile is stored in this many parts
+    tma: bool = False
+    ws: bool = False
     longest_first: bool = False  # contraction: groups with more rows run first
 
     def replace(self, **changes: Any) -> Layout:

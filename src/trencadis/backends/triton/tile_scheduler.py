@@ -46,8 +46,8 @@ def tiles(problem: Problem, layout: Layout, sizes: Sizes, first: First) -> Tiles
     starts, ends = spans(problem, sizes, first)
     groups = np.arange(problem.spans, dtype=np.int32)
     if problem.form is Form.CONTRACTION:
-        count = jnp.full((1,), problem.spans, jnp.int32)
-        return Tiles(count, *(_longest_first(starts, ends) if layout.longest_first else (groups, starts, ends)))
+        order = _longest_first(starts, ends) if layout.longest_first else (jnp.asarray(groups), starts, ends)
+        return Tiles(_steps(problem, layout, *order[1:]), *order)
     if not problem.epilogue.accumulate:
         groups, starts, ends = _with_unowned(problem, starts, ends)
     rows = ends - starts
@@ -58,20 +58,36 @@ def tiles(problem: Problem, layout: Layout, sizes: Sizes, first: First) -> Tiles
     span = jnp.sum(past[None, :] <= index[:, None], axis=1, dtype=jnp.int32)  # [tiles]
     span = jnp.minimum(span, len(groups) - 1)
     nth = index - (past - here)[span]
-    return Tiles(past[-1:], jnp.asarray(groups)[span], starts[span] + nth * layout.block_m, ends[span])
+    number = jnp.stack([past[problem.spans - 1], past[-1]])
+    return Tiles(number, jnp.asarray(groups)[span], starts[span] + nth * layout.block_m, ends[span])
 
 
 def _with_unowned(problem: Problem, starts: Array, ends: Array) -> tuple[np.ndarray, Array, Array]:
-    """The spans of each batch entry between those of the unowned rows before and after its window."""
+    """The spans of all groups, and after them those of the unowned rows before and after each window."""
     batch, local = problem.batch, problem.local_groups
-    entry = (np.arange(batch, dtype=np.int32) * problem.m)[:, None]  # [batch, 1]
-    starts, ends = starts.reshape(batch, local), ends.reshape(batch, local)
-    before, after = starts.min(axis=1, keepdims=True), ends.max(axis=1, keepdims=True)  # [batch, 1]
-    starts = jnp.concatenate([jnp.broadcast_to(entry, before.shape), starts, after], axis=1)
-    ends = jnp.concatenate([before, ends, jnp.broadcast_to(entry + problem.m, after.shape)], axis=1)
-    groups = np.full((batch, local + 2), -1, np.int32)
-    groups[:, 1:-1] = np.arange(batch * local).reshape(batch, local)
-    return groups.reshape(-1), starts.reshape(-1), ends.reshape(-1)
+    entry = np.arange(batch, dtype=np.int32) * problem.m  # [batch]
+    before = starts.reshape(batch, local).min(axis=1)  # [batch]
+    after = ends.reshape(batch, local).max(axis=1)
+    groups = np.concatenate([np.arange(batch * local), np.full(2 * batch, -1)]).astype(np.int32)
+    return groups, jnp.concatenate([starts, entry, after]), jnp.concatenate([ends, before, entry + problem.m])
+
+
+def _steps(problem: Problem, layout: Layout, starts: Array, ends: Array) -> Array:
+    """The steps of all tiles of each persistent program in a contraction, int32[programs]; without programs, [1]."""
+    if not layout.flatten:
+        return jnp.zeros((1,), jnp.int32)
+    align = align_of(problem, layout)
+    rows = ends - starts // align * align
+    steps = jnp.maximum((rows + layout.block_k - 1) // layout.block_k, 1)  # an empty group is zero in one step
+    tiles = math.ceil(problem.k / layout.block_m) * math.ceil(problem.n / layout.block_n)  # of a group
+    programs, edges = np.arange(layout.programs), np.arange(problem.spans + 1) * tiles
+    before = (edges[None, :] + layout.programs - 1 - programs[:, None]) // layout.programs  # tiles of a program up to a group
+    return jnp.sum(np.diff(before, axis=1).astype(np.int32) * steps[None, :], axis=1, dtype=jnp.int32)
+
+
+def align_of(problem: Problem, layout: Layout) -> int:
+    """Rows at multiples of this many start the steps of a contraction."""
+    return math.gcd(layout.block_k, 16) if problem.transpose_lhs else 1
 
 
 def _longest_first(starts: Array, ends: Array) -> tuple[Array, Array, Array]:
