@@ -70,6 +70,9 @@ CASES = {
     "contraction, flattened": (
         sum_problem(103, 40, 72, 5, "bf16 bf16 f32", local=4), {"programs": 5, "flatten": True, "longest_first": True},
     ),
+    "contraction, TMA": (
+        sum_problem(103, 40, 72, 5, "bf16 bf16 bf16", local=4), {"programs": 5, "flatten": True, "tma": True},
+    ),
     "contraction, flattened, stored [k, m]": (
         sum_problem(103, 40, 33, 3, "bf16 bf16 f32", transpose_lhs=True), {"programs": 2, "flatten": True},
     ),

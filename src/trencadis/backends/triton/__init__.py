@@ -164,7 +164,10 @@ def split_operand(problem: Problem, arch: str) -> str:
 
 @jax.jit
 def in_three(x: Array) -> Array:
-    """The three bfloat16 parts of a float32 array, stacked: 8 bits of its 24 each. x is their sum, if it is finite."""
+    """The three bfloat16 parts of each row of a float32 array, 8 bits of its 24 each, `[rows, 3, k]`.
+
+    A finite x is their sum; an Inf is the first of them.
+    """
 
     def high(x: Array) -> Array:
         bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
@@ -173,7 +176,7 @@ def in_three(x: Array) -> Array:
     x = x.astype(jnp.float32)
     x0 = jnp.where(jnp.isnan(x), x, high(x))
     x1 = high(x - x0)
-    return jnp.stack([x0, x1, x - x0 - x1]).astype(jnp.bfloat16)
+    return jnp.stack([x0, x1, x - x0 - x1], axis=-2).astype(jnp.bfloat16)
 
 
 def _grid(problem: Problem, layout: Layout) -> int:
@@ -246,7 +249,7 @@ def constants(problem: Problem, layout: Layout, arch: str, interpret: bool = Fal
         "K": problem.k, "N": problem.n, "TRANSPOSED": problem.transpose_rhs if rows_form else problem.transpose_lhs,
         "BLOCK_M": layout.block_m, "BLOCK_N": layout.block_n, "BLOCK_K": layout.block_k,
         "RASTER": layout.raster_group, "PEELED": layout.peeled, "PROGRAMS": layout.programs,
-        "FLATTEN": layout.flatten, "ROWS": problem.rows,
+        "FLATTEN": layout.flatten, "TMA": layout.tma, "ROWS": problem.rows,
         "DOT": TYPES[mma_dtype(problem).name], "ACC": TYPES[problem.acc.name],
         "PRECISION": precision(problem, arch) or "tf32",
         "FLOAT": any((epilogue.scaled, epilogue.bias is not None, epilogue.activation is not None)),
@@ -256,7 +259,7 @@ def constants(problem: Problem, layout: Layout, arch: str, interpret: bool = Fal
         decorate = rewritten if interpret else triton.jit
         common |= {
             "WEIGHTS": problem.weights, "GROUPS": problem.local_groups, "SHORT_M": layout.short_m, "PARTS": layout.parts,
-            "TMA": layout.tma, "WS": layout.ws,
+            "WS": layout.ws,
             "ACTIVATION": None if text is None else function(text, decorate),
         }  # fmt: skip
     else:

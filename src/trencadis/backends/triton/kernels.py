@@ -31,19 +31,21 @@ def high(x):
 def six_products(acc, x, y0, y1, y2):
     """The accumulator plus a float32 matrix by one in three bfloat16 parts, without products below float32's precision.
 
-    x is split here, in registers, from which the tensor cores take a left factor. The smallest products come first.
+    x is split here, in registers, from which the tensor cores take a left factor. The smallest products come first, and
+    the sum of one step is added by itself: tensor cores round sums toward zero, and many such errors add up.
     """
     x0 = high(x)
     x1 = high(x - x0)
     x2 = (x - x0 - x1).to(tl.bfloat16)
     x0 = x0.to(tl.bfloat16)
     x1 = x1.to(tl.bfloat16)
-    acc = tl.dot(x2, y0, acc)
-    acc = tl.dot(x0, y2, acc)
-    acc = tl.dot(x1, y1, acc)
-    acc = tl.dot(x1, y0, acc)
-    acc = tl.dot(x0, y1, acc)
-    return tl.dot(x0, y0, acc)
+    step = tl.dot(x2, y0)
+    step = tl.dot(x0, y2, step)
+    step = tl.dot(x1, y1, step)
+    step = tl.dot(x1, y0, step)
+    step = tl.dot(x0, y1, step)
+    step = tl.dot(x0, y0, step)
+    return acc + step
 
 
 @triton.jit
@@ -131,7 +133,9 @@ def rows_sum(
         if N % BLOCK_N != 0:
             n = tl.max_contiguous(tl.multiple_of(tl.where(n < N - first, n, 0), BLOCK_N), BLOCK_N)  # [block_n]
         k = tl.arange(0, BLOCK_K)
-        left = lhs + row.to(tl.int64) * K + m[:, None] * K + k[None, :]  # [block_m, block_k]
+        SWAPPED: tl.constexpr = PRECISION == "bf16x6" or PRECISION == "bf16"
+        LHS_ROW: tl.constexpr = 3 * K if SWAPPED else K  # three parts of each row
+        left = lhs + row.to(tl.int64) * LHS_ROW + m[:, None] * LHS_ROW + k[None, :]  # [block_m, block_k]
         right = rhs + weight.to(tl.int64) * (K * N)
         left_step = BLOCK_K
         if TRANSPOSED:
@@ -140,7 +144,6 @@ def rows_sum(
         else:
             right += first + k[:, None] * N + n[None, :]
             right_step = BLOCK_K * N
-        SWAPPED: tl.constexpr = PRECISION == "bf16x6" or PRECISION == "bf16"
         if SWAPPED:  # [n, k] @ [k, m]: weights are split in registers, which hold a left factor
             left, right, left_step, right_step = tl.trans(right), tl.trans(left), right_step, left_step
             acc = tl.full((BLOCK_N, BLOCK_M), 0, ACC)
@@ -148,14 +151,14 @@ def rows_sum(
             acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
         if PEELED:
             for _ in range(K // BLOCK_K):
-                acc = multiply(acc, left, right, ROWS * K, None, False, DOT, PRECISION)
+                acc = multiply(acc, left, right, K, None, False, DOT, PRECISION)
                 left += left_step
                 right += right_step
             if K % BLOCK_K != 0:
-                acc = multiply(acc, left, right, ROWS * K, k < K % BLOCK_K, True, DOT, PRECISION)
+                acc = multiply(acc, left, right, K, k < K % BLOCK_K, True, DOT, PRECISION)
         else:
             for done in range(0, K, BLOCK_K):
-                acc = multiply(acc, left, right, ROWS * K, k < K - done, True, DOT, PRECISION)
+                acc = multiply(acc, left, right, K, k < K - done, True, DOT, PRECISION)
                 left += left_step
                 right += right_step
         if SWAPPED:
@@ -339,13 +342,14 @@ def contraction_step(
 ):  # fmt: skip
     """The accumulator after one step over the rows [row, row + BLOCK_K), of which [start, end) belong to the sum."""
     r = tl.arange(0, BLOCK_K)
-    right = rhs + tl.cast(row, tl.int64) * N + r[:, None] * N + n[None, :]  # [block_k, block_n]
+    RHS_ROW: tl.constexpr = 3 * N if PRECISION == "bf16x6" or PRECISION == "bf16" else N  # three parts of each row
+    right = rhs + tl.cast(row, tl.int64) * RHS_ROW + r[:, None] * RHS_ROW + n[None, :]  # [block_k, block_n]
     if TRANSPOSED:
         left = lhs + row + k[:, None].to(tl.int64) * ROWS + r[None, :]  # [block_m, block_k]
     else:
         left = lhs + tl.cast(row, tl.int64) * K + r[None, :] * K + k[:, None]
     inside = (r >= start - row) & (r < end - row)
-    return multiply(acc, left, right, ROWS * N, inside, MASKED, DOT, PRECISION)
+    return multiply(acc, left, right, N, inside, MASKED, DOT, PRECISION)
 
 
 @triton.jit
@@ -387,7 +391,8 @@ def contraction_sum(
 @triton.jit
 def contraction_store(
     acc, group, some, tile, column, by_row, by_column, existing, out,
-    K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLOAT: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+    FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Store a tile of sums of a group after the epilogue; `some`: whether it has rows at all."""
     k, k_inside = columns(tile, K, BLOCK_M)
@@ -403,7 +408,10 @@ def contraction_store(
         inside = inside & some
     elif FLOAT:
         z = tl.where(some, z, tl.full(z.shape, 0, z.dtype))  # zero, whatever its scales are
-    tl.store(out + at + offsets, z.to(out.dtype.element_ty), mask=inside)
+    if TMA:
+        out.store([group, tile * BLOCK_M, column * BLOCK_N], z.to(out.dtype).reshape(1, BLOCK_M, BLOCK_N))
+    else:
+        tl.store(out + at + offsets, z.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -411,7 +419,8 @@ def contraction_at(
     index, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr, ALIGN: tl.constexpr,
-    PEELED: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, FLOAT: tl.constexpr,
+    PEELED: tl.constexpr, TMA: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Compute and store one tile of `out[group] = lhs[:, start:end] @ rhs[start:end]`."""
     DOWN: tl.constexpr = (K + BLOCK_M - 1) // BLOCK_M
@@ -435,7 +444,7 @@ def contraction_at(
             )  # fmt: skip
             acc = tl.where((acc != acc) & (tl.abs(whole) == float("inf")), whole, acc)
     contraction_store(
-        acc, group, start < end, tile, column, by_row, by_column, existing, out, K, N, BLOCK_M, BLOCK_N, FLOAT
+        acc, group, start < end, tile, column, by_row, by_column, existing, out, K, N, BLOCK_M, BLOCK_N, TMA, FLOAT
     )
 
 
@@ -444,7 +453,8 @@ def contraction_flat(
     steps, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr, ALIGN: tl.constexpr,
-    PROGRAMS: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, FLOAT: tl.constexpr,
+    PROGRAMS: tl.constexpr, TMA: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    FLOAT: tl.constexpr,
 ):  # fmt: skip
     """The `steps` steps of all tiles of a program in one loop: the copies of a tile start before the last one ends."""
     DOWN: tl.constexpr = (K + BLOCK_M - 1) // BLOCK_M
@@ -480,7 +490,7 @@ def contraction_flat(
         if nth == last:
             group = tl.load(group_of + span)
             contraction_store(
-                acc, group, start < end, tile, column, by_row, by_column, existing, out, K, N, BLOCK_M, BLOCK_N, FLOAT
+                acc, group, start < end, tile, column, by_row, by_column, existing, out, K, N, BLOCK_M, BLOCK_N, TMA, FLOAT
             )
             acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
 
@@ -490,24 +500,28 @@ def contraction(
     count, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr, ALIGN: tl.constexpr,
-    PEELED: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, SPANS: tl.constexpr,
+    PEELED: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr,
+    SPANS: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """The contraction form: a program for each tile, or PROGRAMS persistent ones, each of which runs several tiles."""
+    z = out
+    if TMA:
+        z = tl.make_tensor_descriptor(out, [SPANS, K, N], [K * N, N, 1], [1, BLOCK_M, BLOCK_N])
     if FLATTEN:
         contraction_flat(
-            tl.load(count + tl.program_id(0)), group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
-            ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, ALIGN, PROGRAMS, DOT, ACC, PRECISION, FLOAT,
+            tl.load(count + tl.program_id(0)), group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, z,
+            ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, ALIGN, PROGRAMS, TMA, DOT, ACC, PRECISION, FLOAT,
         )  # fmt: skip
     elif PROGRAMS > 0:
         tiles = SPANS * ((K + BLOCK_M - 1) // BLOCK_M) * ((N + BLOCK_N - 1) // BLOCK_N)
         for index in range(tl.program_id(0), tiles, PROGRAMS):
             contraction_at(
-                index, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
-                ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, ALIGN, PEELED, DOT, ACC, PRECISION, FLOAT,
+                index, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, z,
+                ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, ALIGN, PEELED, TMA, DOT, ACC, PRECISION, FLOAT,
             )  # fmt: skip
     else:
         contraction_at(
-            tl.program_id(0), group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
-            ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, ALIGN, PEELED, DOT, ACC, PRECISION, FLOAT,
+            tl.program_id(0), group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, z,
+            ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, ALIGN, PEELED, TMA, DOT, ACC, PRECISION, FLOAT,
         )  # fmt: skip
