@@ -224,7 +224,7 @@ def kernel_of(problem: Problem, layout: Layout, arch: str, *, interpret: bool = 
     arrays = [(name, np.dtype(dtype).name) for name, dtype in zip(names, dtypes, strict=True)]
     return Kernel(
         function=_function(problem.form), pointers=(*lists, *arrays, ("out", problem.out.name)),
-        constants=constants(problem, layout, arch, interpret), arch=arch, warps=layout.warps, stages=layout.stages,
+        constants=constants(problem, layout, arch, interpret), arch=arch, warps=layout.warps, stages=layout.stages, registers=layout.registers,
         scratch=128 * (2 + (layout.short_m > 0)) if layout.tma else 0,
     )  # fmt: skip
 

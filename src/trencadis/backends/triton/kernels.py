@@ -10,6 +10,8 @@ a tile repeat one that belongs to it, and are not stored; entries past the end o
 import triton
 import triton.language as tl
 
+STEPS = tl.constexpr(4)  # of six products that tensor cores sum up: they round toward zero, and such errors add up
+
 
 @triton.jit
 def raster(index, down, ACROSS: tl.constexpr, RASTER: tl.constexpr):
@@ -31,21 +33,19 @@ def high(x):
 def six_products(acc, x, y0, y1, y2):
     """The accumulator plus a float32 matrix by one in three bfloat16 parts, without products below float32's precision.
 
-    x is split here, in registers, from which the tensor cores take a left factor. The smallest products come first, and
-    the sum of one step is added by itself: tensor cores round sums toward zero, and many such errors add up.
+    x is split here, in registers, from which the tensor cores take a left factor. The smallest products come first.
     """
     x0 = high(x)
     x1 = high(x - x0)
     x2 = (x - x0 - x1).to(tl.bfloat16)
     x0 = x0.to(tl.bfloat16)
     x1 = x1.to(tl.bfloat16)
-    step = tl.dot(x2, y0)
-    step = tl.dot(x0, y2, step)
-    step = tl.dot(x1, y1, step)
-    step = tl.dot(x1, y0, step)
-    step = tl.dot(x0, y1, step)
-    step = tl.dot(x0, y0, step)
-    return acc + step
+    acc = tl.dot(x2, y0, acc)
+    acc = tl.dot(x0, y2, acc)
+    acc = tl.dot(x1, y1, acc)
+    acc = tl.dot(x1, y0, acc)
+    acc = tl.dot(x0, y1, acc)
+    return tl.dot(x0, y0, acc)
 
 
 @triton.jit
@@ -150,10 +150,15 @@ def rows_sum(
         else:
             acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
         if PEELED:
-            for _ in range(K // BLOCK_K):
+            whole = acc
+            for i in range(K // BLOCK_K):
                 acc = multiply(acc, left, right, K, None, False, DOT, PRECISION)
                 left += left_step
                 right += right_step
+                if PRECISION == "bf16x6" and i % STEPS == STEPS - 1:
+                    whole += acc
+                    acc = tl.full(acc.shape, 0, ACC)
+            acc += whole
             if K % BLOCK_K != 0:
                 acc = multiply(acc, left, right, K, k < K % BLOCK_K, True, DOT, PRECISION)
         else:
@@ -335,19 +340,30 @@ def columns(tile, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def contraction_pointers(
+    lhs, rhs, row, k, n, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The pointers to both factors of a step that starts at a row: [block_m, block_k] and [block_k, block_n]."""
+    r = tl.arange(0, BLOCK_K)
+    RHS_ROW: tl.constexpr = 3 * N if PRECISION == "bf16x6" or PRECISION == "bf16" else N  # three parts of each row
+    right = rhs + tl.cast(row, tl.int64) * RHS_ROW + r[:, None] * RHS_ROW + n[None, :]
+    if TRANSPOSED:
+        left = lhs + row + k[:, None].to(tl.int64) * ROWS + r[None, :]
+    else:
+        left = lhs + tl.cast(row, tl.int64) * K + r[None, :] * K + k[:, None]
+    return left, right
+
+
+@triton.jit
 def contraction_step(
     acc, lhs, rhs, row, start, end, k, n,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_K: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The accumulator after one step over the rows [row, row + BLOCK_K), of which [start, end) belong to the sum."""
+    left, right = contraction_pointers(lhs, rhs, row, k, n, ROWS, K, N, TRANSPOSED, BLOCK_K, PRECISION)
     r = tl.arange(0, BLOCK_K)
-    RHS_ROW: tl.constexpr = 3 * N if PRECISION == "bf16x6" or PRECISION == "bf16" else N  # three parts of each row
-    right = rhs + tl.cast(row, tl.int64) * RHS_ROW + r[:, None] * RHS_ROW + n[None, :]  # [block_k, block_n]
-    if TRANSPOSED:
-        left = lhs + row + k[:, None].to(tl.int64) * ROWS + r[None, :]  # [block_m, block_k]
-    else:
-        left = lhs + tl.cast(row, tl.int64) * K + r[None, :] * K + k[:, None]
     inside = (r >= start - row) & (r < end - row)
     return multiply(acc, left, right, N, inside, MASKED, DOT, PRECISION)
 
@@ -460,14 +476,15 @@ def contraction_flat(
     DOWN: tl.constexpr = (K + BLOCK_M - 1) // BLOCK_M
     ACROSS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     index = tl.program_id(0) - PROGRAMS
-    span = index
     start = index
     end = index
-    tile = index
-    column = index
-    top = index
-    nth = index * 0 - 1  # the step of the tile
+    here = index
     last = index * 0 - 1
+    nth = index * 0 - 1  # the step of the tile
+    k, _k = columns(0, K, BLOCK_M)
+    n, _n = columns(0, N, BLOCK_N)
+    left, right = contraction_pointers(lhs, rhs, 0, k, n, ROWS, K, N, TRANSPOSED, BLOCK_K, PRECISION)
+    r = tl.arange(0, BLOCK_K)
     acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
     for _ in range(steps):
         nth = tl.where(nth == last, 0, nth + 1)
@@ -477,21 +494,26 @@ def contraction_flat(
             tile, column = raster(index % (DOWN * ACROSS), DOWN, ACROSS, RASTER)
             start = tl.load(row_of + span)
             end = tl.load(end_of + span)
-            top = start
+            here = start
             if TRANSPOSED:
-                top = start // ALIGN * ALIGN
-            last = tl.maximum((end - top + BLOCK_K - 1) // BLOCK_K, 1) - 1
-        k, _k = columns(tile, K, BLOCK_M)
-        n, _n = columns(column, N, BLOCK_N)
-        acc = contraction_step(
-            acc, lhs, rhs, top + nth * BLOCK_K, start, end, k, n,
-            ROWS, K, N, TRANSPOSED, True, BLOCK_K, DOT, PRECISION,
-        )  # fmt: skip
+                here = start // ALIGN * ALIGN
+            last = tl.maximum((end - here + BLOCK_K - 1) // BLOCK_K, 1) - 1
+            k, _k = columns(tile, K, BLOCK_M)
+            n, _n = columns(column, N, BLOCK_N)
+            left, right = contraction_pointers(lhs, rhs, here, k, n, ROWS, K, N, TRANSPOSED, BLOCK_K, PRECISION)
+        else:
+            here += BLOCK_K
+            left += BLOCK_K * (1 if TRANSPOSED else K)
+            right += BLOCK_K * N
+        inside = (r >= start - here) & (r < end - here)
+        acc = multiply(acc, left, right, N, inside, True, DOT, PRECISION)
         if nth == last:
-            group = tl.load(group_of + span)
+            tile, column = raster(index % (DOWN * ACROSS), DOWN, ACROSS, RASTER)
+            group = tl.load(group_of + index // (DOWN * ACROSS))
             contraction_store(
-                acc, group, start < end, tile, column, by_row, by_column, existing, out, K, N, BLOCK_M, BLOCK_N, TMA, FLOAT
-            )
+                acc, group, start < end, tile, column, by_row, by_column, existing, out,
+                K, N, BLOCK_M, BLOCK_N, TMA, FLOAT,
+            )  # fmt: skip
             acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
 
 

@@ -28,6 +28,7 @@ class Layout:
     parts: int = 1  # a tile is stored in this many parts
     tma: bool = False
     ws: bool = False
+    registers: int = 0
     longest_first: bool = False  # contraction: groups with more rows run first
 
     def replace(self, **changes: Any) -> Layout:
