@@ -10,7 +10,7 @@ a tile repeat one that belongs to it, and are not stored; entries past the end o
 import triton
 import triton.language as tl
 
-STEPS = tl.constexpr(4)  # of six products that tensor cores sum up: they round toward zero, and such errors add up
+CHUNK = tl.constexpr(512)  # of a sum by six products: tensor cores round sums toward zero, and such errors add up
 
 
 @triton.jit
@@ -30,51 +30,66 @@ def high(x):
 
 
 @triton.jit
-def six_products(acc, x, y0, y1, y2):
-    """The accumulator plus a float32 matrix by one in three bfloat16 parts, without products below float32's precision.
+def split(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Split float32 numbers into three bfloat16 parts, [3, SIZE], of 8 bits each; the first part of an Inf is Inf."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    whole = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    first = tl.where(whole == whole, high(whole), whole)
+    second = high(whole - first)
+    tl.store(out + at, first.to(tl.bfloat16), mask=inside)
+    tl.store(out + SIZE + at, second.to(tl.bfloat16), mask=inside)
+    tl.store(out + 2 * SIZE + at, (whole - first - second).to(tl.bfloat16), mask=inside)
 
-    x is split here, in registers, from which the tensor cores take a left factor. The smallest products come first.
+
+@triton.jit
+def six_products(acc, rest, left, right, part, inside, MASKED: tl.constexpr):
+    """Sums plus a float32 block by one of three bfloat16 parts: of the first parts, and of the five products below.
+
+    Products of the last parts with the last two are below float32's precision. The left block is split here, in
+    registers, from which the tensor cores take a left factor.
     """
+    if MASKED:
+        x = tl.load(left, mask=inside[None, :], other=0.0)
+        y0 = tl.load(right, mask=inside[:, None], other=0.0)
+        y1 = tl.load(right + part, mask=inside[:, None], other=0.0)
+        y2 = tl.load(right + 2 * part, mask=inside[:, None], other=0.0)
+    else:
+        x = tl.load(left)
+        y0 = tl.load(right)
+        y1 = tl.load(right + part)
+        y2 = tl.load(right + 2 * part)
+    x = x.to(tl.float32)
     x0 = high(x)
     x1 = high(x - x0)
     x2 = (x - x0 - x1).to(tl.bfloat16)
     x0 = x0.to(tl.bfloat16)
     x1 = x1.to(tl.bfloat16)
-    acc = tl.dot(x2, y0, acc)
-    acc = tl.dot(x0, y2, acc)
-    acc = tl.dot(x1, y1, acc)
-    acc = tl.dot(x1, y0, acc)
-    acc = tl.dot(x0, y1, acc)
-    return tl.dot(x0, y0, acc)
+    rest = tl.dot(x2, y0, rest)
+    rest = tl.dot(x0, y2, rest)
+    rest = tl.dot(x1, y1, rest)
+    rest = tl.dot(x1, y0, rest)
+    rest = tl.dot(x0, y1, rest)
+    return tl.dot(x0, y0, acc), rest
 
 
 @triton.jit
-def multiply(
-    acc, left, right, part, inside, MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """The accumulator plus a product of two blocks, given by pointers; MASKED: of those steps of the sum `inside`.
-
-    PRECISION "bf16x6": left is float32, right three bfloat16 parts, each `part` entries after the one before.
-    """
+def multiply(acc, left, right, inside, MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """The accumulator plus a product of two blocks, given by pointers; MASKED: of those steps of the sum `inside`."""
     if MASKED:
         x = tl.load(left, mask=inside[None, :], other=0.0)
         y = tl.load(right, mask=inside[:, None], other=0.0)
     else:
         x = tl.load(left)
         y = tl.load(right)
-    if PRECISION == "bf16x6":
-        if MASKED:
-            y1 = tl.load(right + part, mask=inside[:, None], other=0.0)
-            y2 = tl.load(right + 2 * part, mask=inside[:, None], other=0.0)
-        else:
-            y1 = tl.load(right + part)
-            y2 = tl.load(right + 2 * part)
-        acc = six_products(acc, x.to(tl.float32), y, y1, y2)
-    elif PRECISION == "bf16":
-        acc = tl.dot(x.to(tl.bfloat16), y, acc)
-    else:
-        acc = tl.dot(x.to(DOT), y.to(DOT), acc, input_precision=PRECISION, out_dtype=acc.dtype)
-    return acc
+    return tl.dot(x.to(DOT), y.to(DOT), acc, input_precision=PRECISION, out_dtype=acc.dtype)
+
+
+@triton.jit
+def both(acc, rest):
+    """Sums by six products from those of the first parts and of the others: of an Inf, the others are NaN."""
+    z = acc + rest
+    return tl.where((z != z) & (tl.abs(acc) == float("inf")), acc, z)
 
 
 @triton.jit
@@ -133,42 +148,50 @@ def rows_sum(
         if N % BLOCK_N != 0:
             n = tl.max_contiguous(tl.multiple_of(tl.where(n < N - first, n, 0), BLOCK_N), BLOCK_N)  # [block_n]
         k = tl.arange(0, BLOCK_K)
-        SWAPPED: tl.constexpr = PRECISION == "bf16x6" or PRECISION == "bf16"
-        LHS_ROW: tl.constexpr = 3 * K if SWAPPED else K  # three parts of each row
-        left = lhs + row.to(tl.int64) * LHS_ROW + m[:, None] * LHS_ROW + k[None, :]  # [block_m, block_k]
+        left = lhs + row.to(tl.int64) * K + m[:, None] * K + k[None, :]  # [block_m, block_k]
         right = rhs + weight.to(tl.int64) * (K * N)
-        left_step = BLOCK_K
         if TRANSPOSED:
             right += first.to(tl.int64) * K + n[None, :] * K + k[:, None]  # [block_k, block_n]
-            right_step = BLOCK_K
+            stride = 1
         else:
             right += first + k[:, None] * N + n[None, :]
-            right_step = BLOCK_K * N
-        if SWAPPED:  # [n, k] @ [k, m]: weights are split in registers, which hold a left factor
-            left, right, left_step, right_step = tl.trans(right), tl.trans(left), right_step, left_step
-            acc = tl.full((BLOCK_N, BLOCK_M), 0, ACC)
+            stride = N
+        if PRECISION == "bf16x6":
+            acc = tl.trans(swapped_sum(tl.trans(right), tl.trans(left), stride, ROWS, K, BLOCK_M, BLOCK_N, BLOCK_K))
         else:
             acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
-        if PEELED:
-            whole = acc
-            for i in range(K // BLOCK_K):
-                acc = multiply(acc, left, right, K, None, False, DOT, PRECISION)
-                left += left_step
-                right += right_step
-                if PRECISION == "bf16x6" and i % STEPS == STEPS - 1:
-                    whole += acc
-                    acc = tl.full(acc.shape, 0, ACC)
-            acc += whole
-            if K % BLOCK_K != 0:
-                acc = multiply(acc, left, right, K, k < K % BLOCK_K, True, DOT, PRECISION)
-        else:
-            for done in range(0, K, BLOCK_K):
-                acc = multiply(acc, left, right, K, k < K - done, True, DOT, PRECISION)
-                left += left_step
-                right += right_step
-        if SWAPPED:
-            acc = tl.trans(acc)
+            if PEELED:
+                for _ in range(K // BLOCK_K):
+                    acc = multiply(acc, left, right, None, False, DOT, PRECISION)
+                    left += BLOCK_K
+                    right += BLOCK_K * stride
+                if K % BLOCK_K != 0:
+                    acc = multiply(acc, left, right, k < K % BLOCK_K, True, DOT, PRECISION)
+            else:
+                for done in range(0, K, BLOCK_K):
+                    acc = multiply(acc, left, right, k < K - done, True, DOT, PRECISION)
+                    left += BLOCK_K
+                    right += BLOCK_K * stride
     return acc
+
+
+@triton.jit
+def swapped_sum(
+    weights, x, stride, ROWS: tl.constexpr, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The sums of a tile by six products, [n, k] @ [k, m]: weights are the left factor, which is split in registers."""
+    k = tl.arange(0, BLOCK_K)
+    total = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
+    rest = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
+    for chunk in range(0, K, CHUNK):
+        acc = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
+        for done in range(chunk, tl.minimum(chunk + CHUNK, K), BLOCK_K):
+            acc, rest = six_products(
+                acc, rest, weights + done * stride, x + done, ROWS * K, k < K - done, K % BLOCK_K != 0
+            )
+        total += acc
+    return both(total, rest)
 
 
 @triton.jit
@@ -210,14 +233,6 @@ def rows_tile(
         group, row, end, first, lhs, rhs,
         ROWS, K, N, TRANSPOSED, WEIGHTS, BLOCK_M, BLOCK_N, BLOCK_K, PEELED, TMA, DOT, ACC, PRECISION,
     )  # fmt: skip
-    if PRECISION == "bf16x6":
-        if tl.reduce((acc != acc).to(tl.int32), None, tl.standard._elementwise_max) > 0:
-            # an Inf has the parts Inf and NaN: its sums are those of the first parts
-            whole = rows_sum(
-                group, row, end, first, lhs, rhs,
-                ROWS, K, N, TRANSPOSED, WEIGHTS, BLOCK_M, BLOCK_N, BLOCK_K, PEELED, TMA, DOT, ACC, "bf16",
-            )  # fmt: skip
-            acc = tl.where((acc != acc) & (whole == whole) & (tl.abs(whole) == float("inf")), whole, acc)
     if PARTS == 2:
         acc0, acc1 = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
         rows_store(
@@ -342,12 +357,11 @@ def columns(tile, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def contraction_pointers(
     lhs, rhs, row, k, n, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The pointers to both factors of a step that starts at a row: [block_m, block_k] and [block_k, block_n]."""
     r = tl.arange(0, BLOCK_K)
-    RHS_ROW: tl.constexpr = 3 * N if PRECISION == "bf16x6" or PRECISION == "bf16" else N  # three parts of each row
-    right = rhs + tl.cast(row, tl.int64) * RHS_ROW + r[:, None] * RHS_ROW + n[None, :]
+    right = rhs + tl.cast(row, tl.int64) * N + r[:, None] * N + n[None, :]
     if TRANSPOSED:
         left = lhs + row + k[:, None].to(tl.int64) * ROWS + r[None, :]
     else:
@@ -362,10 +376,10 @@ def contraction_step(
     BLOCK_K: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The accumulator after one step over the rows [row, row + BLOCK_K), of which [start, end) belong to the sum."""
-    left, right = contraction_pointers(lhs, rhs, row, k, n, ROWS, K, N, TRANSPOSED, BLOCK_K, PRECISION)
+    left, right = contraction_pointers(lhs, rhs, row, k, n, ROWS, K, N, TRANSPOSED, BLOCK_K)
     r = tl.arange(0, BLOCK_K)
     inside = (r >= start - row) & (r < end - row)
-    return multiply(acc, left, right, N, inside, MASKED, DOT, PRECISION)
+    return multiply(acc, left, right, inside, MASKED, DOT, PRECISION)
 
 
 @triton.jit
@@ -380,7 +394,19 @@ def contraction_sum(
     row = start
     if TRANSPOSED:  # rows are contiguous in lhs: steps start at an aligned row
         row = start // ALIGN * ALIGN
-    if PEELED:
+    if PRECISION == "bf16x6":
+        r = tl.arange(0, BLOCK_K)
+        rest = acc
+        total = acc
+        for chunk in range(row, end, CHUNK):
+            acc = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)
+            for here in range(chunk, tl.minimum(chunk + CHUNK, end), BLOCK_K):
+                left, right = contraction_pointers(lhs, rhs, here, k, n, ROWS, K, N, TRANSPOSED, BLOCK_K)
+                inside = (r >= start - here) & (r < end - here)
+                acc, rest = six_products(acc, rest, left, right, ROWS * N, inside, True)
+            total += acc
+        acc = both(total, rest)
+    elif PEELED:
         if TRANSPOSED:
             if start < end:
                 acc = contraction_step(
@@ -452,13 +478,6 @@ def contraction_at(
         start, end, k, n, lhs, rhs,
         ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, ALIGN, PEELED, DOT, ACC, PRECISION,
     )  # fmt: skip
-    if PRECISION == "bf16x6":
-        if tl.reduce((acc != acc).to(tl.int32), None, tl.standard._elementwise_max) > 0:  # as in the rows form
-            whole = contraction_sum(
-                start, end, k, n, lhs, rhs,
-                ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, ALIGN, PEELED, DOT, ACC, "bf16",
-            )  # fmt: skip
-            acc = tl.where((acc != acc) & (tl.abs(whole) == float("inf")), whole, acc)
     contraction_store(
         acc, group, start < end, tile, column, by_row, by_column, existing, out, K, N, BLOCK_M, BLOCK_N, TMA, FLOAT
     )
@@ -483,7 +502,7 @@ def contraction_flat(
     nth = index * 0 - 1  # the step of the tile
     k, _k = columns(0, K, BLOCK_M)
     n, _n = columns(0, N, BLOCK_N)
-    left, right = contraction_pointers(lhs, rhs, 0, k, n, ROWS, K, N, TRANSPOSED, BLOCK_K, PRECISION)
+    left, right = contraction_pointers(lhs, rhs, 0, k, n, ROWS, K, N, TRANSPOSED, BLOCK_K)
     r = tl.arange(0, BLOCK_K)
     acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
     for _ in range(steps):
@@ -500,13 +519,13 @@ def contraction_flat(
             last = tl.maximum((end - here + BLOCK_K - 1) // BLOCK_K, 1) - 1
             k, _k = columns(tile, K, BLOCK_M)
             n, _n = columns(column, N, BLOCK_N)
-            left, right = contraction_pointers(lhs, rhs, here, k, n, ROWS, K, N, TRANSPOSED, BLOCK_K, PRECISION)
+            left, right = contraction_pointers(lhs, rhs, here, k, n, ROWS, K, N, TRANSPOSED, BLOCK_K)
         else:
             here += BLOCK_K
             left += BLOCK_K * (1 if TRANSPOSED else K)
             right += BLOCK_K * N
         inside = (r >= start - here) & (r < end - here)
-        acc = multiply(acc, left, right, N, inside, True, DOT, PRECISION)
+        acc = multiply(acc, left, right, inside, True, DOT, PRECISION)
         if nth == last:
             tile, column = raster(index % (DOWN * ACROSS), DOWN, ACROSS, RASTER)
             group = tl.load(group_of + index // (DOWN * ACROSS))
