@@ -32,15 +32,11 @@ CASES = {
     "rows": (rows_problem(103, 40, 72, 6, "bf16 bf16 bf16", local=4), {}),
     "rows, masked": (rows_problem(103, 41, 72, 6, "bf16 bf16 f32", local=4), {"peeled": False}),
     "rows, stored [n, k]": (rows_problem(103, 41, 40, 6, "f16 f16 f32", transpose_rhs=True), {"raster_group": 1}),
-    "rows, persistent": (rows_problem(103, 40, 72, 6, "bf16 bf16 bf16"), {"programs": 3}),
-    "rows, persistent, flattened": (
-        rows_problem(103, 40, 72, 6, "bf16 bf16 bf16", local=4), {"programs": 3, "flatten": True, "parts": 2},
+    "rows, persistent": (rows_problem(103, 40, 72, 6, "bf16 bf16 bf16", local=4), {"programs": 3, "tma": True}),
+    "rows, persistent, stored [n, k]": (
+        rows_problem(103, 40, 72, 6, "bf16 bf16 bf16", transpose_rhs=True), {"programs": 5, "tma": True},
     ),
     "rows, short tiles": (rows_problem(103, 40, 72, 6, "bf16 bf16 bf16", local=4), {"short_m": 16}),
-    "rows, TMA": (rows_problem(103, 40, 72, 6, "bf16 bf16 bf16", local=4), {"tma": True, "programs": 3, "short_m": 16}),
-    "rows, TMA, stored [n, k]": (
-        rows_problem(103, 40, 72, 6, "bf16 bf16 bf16", transpose_rhs=True), {"tma": True},
-    ),
     "rows, float32": (rows_problem(103, 33, 40, 6, local=5), {}),
     "rows, float32, six products": (rows_problem(103, 33, 40, 6, precision="highest"), {}),
     "rows, float32 by bfloat16, six products": (
@@ -59,25 +55,16 @@ CASES = {
     "rows, batch": (rows_problem(45, 33, 40, 5, "bf16 bf16 bf16", local=4, batch=2, rhs_batch=2), {}),
     "rows, batch that shares weights": (rows_problem(45, 33, 32, 5, "f16 f16 f32", local=3, batch=2), {}),
     "contraction": (sum_problem(103, 40, 72, 4, "bf16 bf16 bf16", local=3), {}),
-    "contraction, masked": (sum_problem(103, 40, 72, 4, "bf16 bf16 f32", local=3), {"peeled": False}),
     "contraction, stored [k, m]": (sum_problem(103, 40, 33, 3, "bf16 bf16 f32", transpose_lhs=True), {}),
-    "contraction, stored [k, m], masked": (
-        sum_problem(103, 40, 33, 3, "bf16 bf16 f32", transpose_lhs=True), {"peeled": False, "programs": 2},
+    "contraction, persistent": (sum_problem(103, 40, 72, 5, "bf16 bf16 f32", local=4), {"programs": 5}),
+    "contraction, persistent, TMA": (
+        sum_problem(103, 40, 72, 5, "bf16 bf16 bf16", epilogue=SCALES), {"programs": 4, "tma": True},
     ),
-    "contraction, longest first": (
-        sum_problem(103, 40, 40, 5, "bf16 bf16 f32"), {"longest_first": True, "programs": 3},
+    "contraction, persistent, stored [k, m]": (
+        sum_problem(103, 40, 33, 3, "bf16 bf16 f32", transpose_lhs=True), {"programs": 2},
     ),
-    "contraction, flattened": (
-        sum_problem(103, 40, 72, 5, "bf16 bf16 f32", local=4), {"programs": 5, "flatten": True, "longest_first": True},
-    ),
-    "contraction, TMA": (
-        sum_problem(103, 40, 72, 5, "bf16 bf16 bf16", local=4), {"programs": 5, "flatten": True, "tma": True},
-    ),
-    "contraction, flattened, stored [k, m]": (
-        sum_problem(103, 40, 33, 3, "bf16 bf16 f32", transpose_lhs=True), {"programs": 2, "flatten": True},
-    ),
-    "contraction, flattened, scales": (
-        sum_problem(75, 40, 33, 4, "bf16 bf16 f32", epilogue=SCALES), {"programs": 4, "flatten": True},
+    "contraction, persistent, existing_out": (
+        sum_problem(75, 40, 40, 5, "bf16 bf16 bf16", local=4, epilogue=MORE), {"programs": 3},
     ),
     "contraction, float32, six products": (sum_problem(103, 40, 40, 4, precision="highest"), {}),
     "contraction, float32": (sum_problem(103, 40, 40, 4, "f32 f32 bf16"), {}),

@@ -45,7 +45,6 @@ class Kernel:
     arch: str  # "9.0", a compute capability of CUDA, or "gfx942"
     warps: int
     stages: int
-    registers: int = 0
     scratch: int = 0  # bytes of memory for each program beside the arrays, in which it writes descriptors of copies
 
 
@@ -77,8 +76,6 @@ def _compiled(kernel: Kernel) -> Binary:
     aligned = {(i,): [["tt.divisibility", ALIGNMENT]] for i, name in enumerate(names) if name in dtypes}
     source = ASTSource(kernel.function, signature, absent, aligned)
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
-    if kernel.registers:
-        options["maxnreg"] = kernel.registers
     done = triton.compile(source, target=gpu_target(kernel.arch), options=options)
     if getattr(done.metadata, "global_scratch_size", 0) > kernel.scratch:
         raise NotImplementedError(f"{done.metadata.name} needs memory that this call does not give it")

@@ -26,8 +26,16 @@ _one_at_a_time = threading.Lock()  # the interpreter replaces functions of trito
 @functools.cache
 def _interpreted() -> ModuleType:
     """The module of the kernels once more, with the interpreter in place of the compiler."""
-    name = "trencadis.backends.triton.kernels"
-    spec = importlib.util.find_spec(name)
+    products, kernels = _loaded("products"), _loaded("kernels")
+    for key, value in vars(products).items():
+        if not key.startswith("__"):
+            setattr(kernels, key, value)
+    return kernels
+
+
+def _loaded(name: str) -> ModuleType:
+    """A module of functions for kernels, loaded for the interpreter."""
+    spec = importlib.util.find_spec(f"trencadis.backends.triton.{name}")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     compiles = triton.knobs.runtime.interpret

@@ -10,7 +10,7 @@ a tile repeat one that belongs to it, and are not stored; entries past the end o
 import triton
 import triton.language as tl
 
-CHUNK = tl.constexpr(512)  # of a sum by six products: tensor cores round sums toward zero, and such errors add up
+from trencadis.backends.triton.products import CHUNK, both, multiply, six_products
 
 
 @triton.jit
@@ -21,75 +21,6 @@ def raster(index, down, ACROSS: tl.constexpr, RASTER: tl.constexpr):
     height = tl.minimum(down - above, RASTER)
     inside = index % width
     return above + inside % height, inside // height
-
-
-@triton.jit
-def high(x):
-    """The first 8 of the 24 significant bits of float32 numbers, which bfloat16 holds."""
-    return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def split(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Split float32 numbers into three bfloat16 parts, [3, SIZE], of 8 bits each; the first part of an Inf is Inf."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < SIZE
-    whole = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    first = tl.where(whole == whole, high(whole), whole)
-    second = high(whole - first)
-    tl.store(out + at, first.to(tl.bfloat16), mask=inside)
-    tl.store(out + SIZE + at, second.to(tl.bfloat16), mask=inside)
-    tl.store(out + 2 * SIZE + at, (whole - first - second).to(tl.bfloat16), mask=inside)
-
-
-@triton.jit
-def six_products(acc, rest, left, right, part, inside, MASKED: tl.constexpr):
-    """Sums plus a float32 block by one of three bfloat16 parts: of the first parts, and of the five products below.
-
-    Products of the last parts with the last two are below float32's precision. The left block is split here, in
-    registers, from which the tensor cores take a left factor.
-    """
-    if MASKED:
-        x = tl.load(left, mask=inside[None, :], other=0.0)
-        y0 = tl.load(right, mask=inside[:, None], other=0.0)
-        y1 = tl.load(right + part, mask=inside[:, None], other=0.0)
-        y2 = tl.load(right + 2 * part, mask=inside[:, None], other=0.0)
-    else:
-        x = tl.load(left)
-        y0 = tl.load(right)
-        y1 = tl.load(right + part)
-        y2 = tl.load(right + 2 * part)
-    x = x.to(tl.float32)
-    x0 = high(x)
-    x1 = high(x - x0)
-    x2 = (x - x0 - x1).to(tl.bfloat16)
-    x0 = x0.to(tl.bfloat16)
-    x1 = x1.to(tl.bfloat16)
-    rest = tl.dot(x2, y0, rest)
-    rest = tl.dot(x0, y2, rest)
-    rest = tl.dot(x1, y1, rest)
-    rest = tl.dot(x1, y0, rest)
-    rest = tl.dot(x0, y1, rest)
-    return tl.dot(x0, y0, acc), rest
-
-
-@triton.jit
-def multiply(acc, left, right, inside, MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """The accumulator plus a product of two blocks, given by pointers; MASKED: of those steps of the sum `inside`."""
-    if MASKED:
-        x = tl.load(left, mask=inside[None, :], other=0.0)
-        y = tl.load(right, mask=inside[:, None], other=0.0)
-    else:
-        x = tl.load(left)
-        y = tl.load(right)
-    return tl.dot(x.to(DOT), y.to(DOT), acc, input_precision=PRECISION, out_dtype=acc.dtype)
-
-
-@triton.jit
-def both(acc, rest):
-    """Sums by six products from those of the first parts and of the others: of an Inf, the others are NaN."""
-    z = acc + rest
-    return tl.where((z != z) & (tl.abs(acc) == float("inf")), acc, z)
 
 
 @triton.jit
@@ -124,54 +55,43 @@ def finish(
 
 @triton.jit
 def rows_sum(
-    group, row, end, first, lhs, rhs,
-    ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PEELED: tl.constexpr, TMA: tl.constexpr,
+    weight, row, end, first, lhs, rhs,
+    ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PEELED: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sums of the tile of `lhs[row:end] @ rhs[group]` with the columns from `first` on."""
-    weight = group % WEIGHTS
-    if TMA:
-        acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
-        for done in range(0, K, BLOCK_K):
-            x = lhs.load([row, done])
-            if TRANSPOSED:
-                y = rhs.load([weight, first, done]).reshape(BLOCK_N, BLOCK_K).T
-            else:
-                y = rhs.load([weight, done, first]).reshape(BLOCK_K, BLOCK_N)
-            acc = tl.dot(x, y, acc, input_precision=PRECISION, out_dtype=ACC)
+    """The sums of the tile of `lhs[row:end] @ rhs[weight]` with the columns from `first` on."""
+    # rows and columns past the end repeat the first: their results are not stored
+    down = tl.arange(0, BLOCK_M)
+    m = tl.where(down < end - row, down, 0)  # [block_m]
+    n = tl.arange(0, BLOCK_N)
+    if N % BLOCK_N != 0:
+        n = tl.max_contiguous(tl.multiple_of(tl.where(n < N - first, n, 0), BLOCK_N), BLOCK_N)  # [block_n]
+    k = tl.arange(0, BLOCK_K)
+    left = lhs + row.to(tl.int64) * K + m[:, None] * K + k[None, :]  # [block_m, block_k]
+    right = rhs + weight.to(tl.int64) * (K * N)
+    if TRANSPOSED:
+        right += first.to(tl.int64) * K + n[None, :] * K + k[:, None]  # [block_k, block_n]
+        stride = 1
     else:
-        # rows and columns past the end repeat the first: their results are not stored
-        down = tl.arange(0, BLOCK_M)
-        m = tl.where(down < end - row, down, 0)  # [block_m]
-        n = tl.arange(0, BLOCK_N)
-        if N % BLOCK_N != 0:
-            n = tl.max_contiguous(tl.multiple_of(tl.where(n < N - first, n, 0), BLOCK_N), BLOCK_N)  # [block_n]
-        k = tl.arange(0, BLOCK_K)
-        left = lhs + row.to(tl.int64) * K + m[:, None] * K + k[None, :]  # [block_m, block_k]
-        right = rhs + weight.to(tl.int64) * (K * N)
-        if TRANSPOSED:
-            right += first.to(tl.int64) * K + n[None, :] * K + k[:, None]  # [block_k, block_n]
-            stride = 1
+        right += first + k[:, None] * N + n[None, :]
+        stride = N
+    if PRECISION == "bf16x6":
+        acc = tl.trans(swapped_sum(tl.trans(right), tl.trans(left), stride, ROWS, K, BLOCK_M, BLOCK_N, BLOCK_K))
+    else:
+        acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
+        if PEELED:
+            for _ in range(K // BLOCK_K):
+                acc = multiply(acc, left, right, None, False, DOT, PRECISION)
+                left += BLOCK_K
+                right += BLOCK_K * stride
+            if K % BLOCK_K != 0:
+                acc = multiply(acc, left, right, k < K % BLOCK_K, True, DOT, PRECISION)
         else:
-            right += first + k[:, None] * N + n[None, :]
-            stride = N
-        if PRECISION == "bf16x6":
-            acc = tl.trans(swapped_sum(tl.trans(right), tl.trans(left), stride, ROWS, K, BLOCK_M, BLOCK_N, BLOCK_K))
-        else:
-            acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
-            if PEELED:
-                for _ in range(K // BLOCK_K):
-                    acc = multiply(acc, left, right, None, False, DOT, PRECISION)
-                    left += BLOCK_K
-                    right += BLOCK_K * stride
-                if K % BLOCK_K != 0:
-                    acc = multiply(acc, left, right, k < K % BLOCK_K, True, DOT, PRECISION)
-            else:
-                for done in range(0, K, BLOCK_K):
-                    acc = multiply(acc, left, right, k < K - done, True, DOT, PRECISION)
-                    left += BLOCK_K
-                    right += BLOCK_K * stride
+            for done in range(0, K, BLOCK_K):
+                acc = multiply(acc, left, right, k < K - done, True, DOT, PRECISION)
+                left += BLOCK_K
+                right += BLOCK_K * stride
     return acc
 
 
@@ -221,66 +141,58 @@ def rows_store(
 
 
 @triton.jit
-def rows_tile(
+def rows_at(
     group, row, end, first, lhs, rhs, by_row, by_column, bias, existing, out,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PEELED: tl.constexpr,
-    TMA: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    ACTIVATION: tl.constexpr, FLOAT: tl.constexpr,
+    DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Compute and store one tile of `out[row:end] = lhs[row:end] @ rhs[group]`."""
     acc = rows_sum(
-        group, row, end, first, lhs, rhs,
-        ROWS, K, N, TRANSPOSED, WEIGHTS, BLOCK_M, BLOCK_N, BLOCK_K, PEELED, TMA, DOT, ACC, PRECISION,
+        group % WEIGHTS, row, end, first, lhs, rhs,
+        ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, PEELED, DOT, ACC, PRECISION,
     )  # fmt: skip
-    if PARTS == 2:
-        acc0, acc1 = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        rows_store(
-            acc0, group, row, end, first, by_row, by_column, bias, existing, out,
-            N, GROUPS, BLOCK_M, BLOCK_N // 2, ACTIVATION, FLOAT,
-        )  # fmt: skip
-        rows_store(
-            acc1, group, row, end, first + BLOCK_N // 2, by_row, by_column, bias, existing, out,
-            N, GROUPS, BLOCK_M, BLOCK_N // 2, ACTIVATION, FLOAT,
-        )  # fmt: skip
-    else:
-        rows_store(
-            acc, group, row, end, first, by_row, by_column, bias, existing, out,
-            N, GROUPS, BLOCK_M, BLOCK_N, ACTIVATION, FLOAT,
-        )  # fmt: skip
+    rows_store(
+        acc, group, row, end, first, by_row, by_column, bias, existing, out,
+        N, GROUPS, BLOCK_M, BLOCK_N, ACTIVATION, FLOAT,
+    )  # fmt: skip
 
 
 @triton.jit
-def rows_at(
-    index, owned, group_of, row_of, end_of, lhs, short, rhs, by_row, by_column, bias, existing, out,
+def rows_persistent(
+    owned, group_of, row_of, end_of, lhs, rhs, by_row, by_column, bias, existing, out,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, SHORT_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    RASTER: tl.constexpr, PEELED: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr,
-    DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, FLOAT: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr,
+    PROGRAMS: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store the tile of an index, of BLOCK_M rows or of SHORT_M, if it has no more than that."""
-    tile, column = raster(index, owned, (N + BLOCK_N - 1) // BLOCK_N, RASTER)
-    group = tl.load(group_of + tile)
-    row = tl.load(row_of + tile)
-    end = tl.load(end_of + tile)
-    if SHORT_M > 0:
-        if end - row <= SHORT_M:
-            rows_tile(
-                group, row, end, column * BLOCK_N, short, rhs, by_row, by_column, bias, existing, out,
-                ROWS, K, N, TRANSPOSED, WEIGHTS, GROUPS, SHORT_M, BLOCK_N, BLOCK_K, PEELED, TMA, PARTS,
-                DOT, ACC, PRECISION, ACTIVATION, FLOAT,
-            )  # fmt: skip
-        else:
-            rows_tile(
-                group, row, end, column * BLOCK_N, lhs, rhs, by_row, by_column, bias, existing, out,
-                ROWS, K, N, TRANSPOSED, WEIGHTS, GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, PEELED, TMA, PARTS,
-                DOT, ACC, PRECISION, ACTIVATION, FLOAT,
-            )  # fmt: skip
+    """All tiles of one persistent program, with copies by TMA: those of a tile start before the last one is stored.
+
+    A copy brings rows of other groups too, whose results are not stored, and zeros from outside of an array.
+    """
+    ACROSS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    left = tl.make_tensor_descriptor(lhs, [ROWS, K], [K, 1], [BLOCK_M, BLOCK_K])
+    if TRANSPOSED:
+        right = tl.make_tensor_descriptor(rhs, [WEIGHTS, N, K], [N * K, K, 1], [1, BLOCK_N, BLOCK_K])
     else:
-        rows_tile(
-            group, row, end, column * BLOCK_N, lhs, rhs, by_row, by_column, bias, existing, out,
-            ROWS, K, N, TRANSPOSED, WEIGHTS, GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, PEELED, TMA, PARTS,
-            DOT, ACC, PRECISION, ACTIVATION, FLOAT,
+        right = tl.make_tensor_descriptor(rhs, [WEIGHTS, K, N], [N * K, N, 1], [1, BLOCK_K, BLOCK_N])
+    for index in tl.range(tl.program_id(0), owned * ACROSS, PROGRAMS, flatten=True):
+        tile, column = raster(index, owned, ACROSS, RASTER)
+        group = tl.load(group_of + tile)
+        row = tl.load(row_of + tile)
+        end = tl.load(end_of + tile)
+        first = column * BLOCK_N
+        acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
+        for done in range(0, K, BLOCK_K):
+            x = left.load([row, done])
+            if TRANSPOSED:
+                y = right.load([group % WEIGHTS, first, done]).reshape(BLOCK_N, BLOCK_K).T
+            else:
+                y = right.load([group % WEIGHTS, done, first]).reshape(BLOCK_K, BLOCK_N)
+            acc = tl.dot(x.to(DOT), y.to(DOT), acc, input_precision=PRECISION, out_dtype=ACC)
+        rows_store(
+            acc, group, row, end, first, by_row, by_column, bias, existing, out,
+            N, GROUPS, BLOCK_M, BLOCK_N, ACTIVATION, FLOAT,
         )  # fmt: skip
 
 
@@ -302,42 +214,44 @@ def rows(
     count, group_of, row_of, end_of, lhs, rhs, by_row, by_column, bias, existing, out,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, SHORT_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    RASTER: tl.constexpr, PEELED: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr, PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr, WS: tl.constexpr,
+    RASTER: tl.constexpr, PEELED: tl.constexpr, PROGRAMS: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """The rows form: a program for each tile, or PROGRAMS persistent ones, each of which runs several tiles."""
+    """The rows form: a program for each tile, or PROGRAMS persistent ones, each of which runs several tiles.
+
+    A program for one tile has SHORT_M rows instead of BLOCK_M, if no more are left.
+    """
     ACROSS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    index = tl.program_id(0)
     owned = tl.load(count)  # row tiles; those of unowned rows come after them
     total = tl.load(count + 1)
-    x = lhs
-    short = lhs
-    y = rhs
-    if TMA:
-        x = tl.make_tensor_descriptor(lhs, [ROWS, K], [K, 1], [BLOCK_M, BLOCK_K])
-        if SHORT_M > 0:
-            short = tl.make_tensor_descriptor(lhs, [ROWS, K], [K, 1], [SHORT_M, BLOCK_K])
-        if TRANSPOSED:
-            y = tl.make_tensor_descriptor(rhs, [WEIGHTS, N, K], [N * K, K, 1], [1, BLOCK_N, BLOCK_K])
-        else:
-            y = tl.make_tensor_descriptor(rhs, [WEIGHTS, K, N], [N * K, N, 1], [1, BLOCK_K, BLOCK_N])
     if PROGRAMS > 0:
-        for index in tl.range(tl.program_id(0), owned * ACROSS, PROGRAMS, flatten=FLATTEN, warp_specialize=WS):
-            rows_at(
-                index, owned, group_of, row_of, end_of, x, short, y, by_row, by_column, bias, existing, out,
-                ROWS, K, N, TRANSPOSED, WEIGHTS, GROUPS, BLOCK_M, SHORT_M, BLOCK_N, BLOCK_K, RASTER, PEELED, TMA, PARTS,
-                DOT, ACC, PRECISION, ACTIVATION, FLOAT,
-            )  # fmt: skip
-        for index in range(owned * ACROSS + tl.program_id(0), total * ACROSS, PROGRAMS):
-            unowned_at(index, row_of, end_of, out, N, BLOCK_M, BLOCK_N)
-    elif tl.program_id(0) < owned * ACROSS:
-        rows_at(
-            tl.program_id(0), owned, group_of, row_of, end_of, x, short, y, by_row, by_column, bias, existing, out,
-            ROWS, K, N, TRANSPOSED, WEIGHTS, GROUPS, BLOCK_M, SHORT_M, BLOCK_N, BLOCK_K, RASTER, PEELED, TMA, PARTS,
+        rows_persistent(
+            owned, group_of, row_of, end_of, lhs, rhs, by_row, by_column, bias, existing, out,
+            ROWS, K, N, TRANSPOSED, WEIGHTS, GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, PROGRAMS,
             DOT, ACC, PRECISION, ACTIVATION, FLOAT,
         )  # fmt: skip
-    elif tl.program_id(0) < total * ACROSS:
-        unowned_at(tl.program_id(0), row_of, end_of, out, N, BLOCK_M, BLOCK_N)
+        for unowned in range(owned * ACROSS + index, total * ACROSS, PROGRAMS):
+            unowned_at(unowned, row_of, end_of, out, N, BLOCK_M, BLOCK_N)
+    elif index < owned * ACROSS:
+        tile, column = raster(index, owned, ACROSS, RASTER)
+        group = tl.load(group_of + tile)
+        row = tl.load(row_of + tile)
+        end = tl.load(end_of + tile)
+        if end - row > SHORT_M:
+            rows_at(
+                group, row, end, column * BLOCK_N, lhs, rhs, by_row, by_column, bias, existing, out,
+                ROWS, K, N, TRANSPOSED, WEIGHTS, GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, PEELED,
+                DOT, ACC, PRECISION, ACTIVATION, FLOAT,
+            )  # fmt: skip
+        elif SHORT_M > 0:
+            rows_at(
+                group, row, end, column * BLOCK_N, lhs, rhs, by_row, by_column, bias, existing, out,
+                ROWS, K, N, TRANSPOSED, WEIGHTS, GROUPS, SHORT_M, BLOCK_N, BLOCK_K, PEELED,
+                DOT, ACC, PRECISION, ACTIVATION, FLOAT,
+            )  # fmt: skip
+    elif index < total * ACROSS:
+        unowned_at(index, row_of, end_of, out, N, BLOCK_M, BLOCK_N)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -370,63 +284,32 @@ def contraction_pointers(
 
 
 @triton.jit
-def contraction_step(
-    acc, lhs, rhs, row, start, end, k, n,
-    ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_K: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The accumulator after one step over the rows [row, row + BLOCK_K), of which [start, end) belong to the sum."""
-    left, right = contraction_pointers(lhs, rhs, row, k, n, ROWS, K, N, TRANSPOSED, BLOCK_K)
-    r = tl.arange(0, BLOCK_K)
-    inside = (r >= start - row) & (r < end - row)
-    return multiply(acc, left, right, inside, MASKED, DOT, PRECISION)
-
-
-@triton.jit
 def contraction_sum(
     start, end, k, n, lhs, rhs,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr,
-    PEELED: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sums of one tile of `lhs[:, start:end] @ rhs[start:end]`."""
     acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
-    row = start
-    if TRANSPOSED:  # rows are contiguous in lhs: steps start at an aligned row
-        row = start // ALIGN * ALIGN
+    r = tl.arange(0, BLOCK_K)
+    row = start // ALIGN * ALIGN
     if PRECISION == "bf16x6":
-        r = tl.arange(0, BLOCK_K)
         rest = acc
         total = acc
         for chunk in range(row, end, CHUNK):
-            acc = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)
+            acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
             for here in range(chunk, tl.minimum(chunk + CHUNK, end), BLOCK_K):
                 left, right = contraction_pointers(lhs, rhs, here, k, n, ROWS, K, N, TRANSPOSED, BLOCK_K)
                 inside = (r >= start - here) & (r < end - here)
                 acc, rest = six_products(acc, rest, left, right, ROWS * N, inside, True)
             total += acc
         acc = both(total, rest)
-    elif PEELED:
-        if TRANSPOSED:
-            if start < end:
-                acc = contraction_step(
-                    acc, lhs, rhs, row, start, end, k, n, ROWS, K, N, TRANSPOSED, True, BLOCK_K, DOT, PRECISION
-                )
-            row += BLOCK_K
-        for here in range(row, end - (BLOCK_K - 1), BLOCK_K):
-            acc = contraction_step(
-                acc, lhs, rhs, here, start, end, k, n, ROWS, K, N, TRANSPOSED, False, BLOCK_K, DOT, PRECISION
-            )
-        row += tl.maximum(end - row, 0) // BLOCK_K * BLOCK_K
-        if row < end:
-            acc = contraction_step(
-                acc, lhs, rhs, row, start, end, k, n, ROWS, K, N, TRANSPOSED, True, BLOCK_K, DOT, PRECISION
-            )
     else:
         for here in range(row, end, BLOCK_K):
-            acc = contraction_step(
-                acc, lhs, rhs, here, start, end, k, n, ROWS, K, N, TRANSPOSED, True, BLOCK_K, DOT, PRECISION
-            )
+            left, right = contraction_pointers(lhs, rhs, here, k, n, ROWS, K, N, TRANSPOSED, BLOCK_K)
+            inside = (r >= start - here) & (r < end - here)
+            acc = multiply(acc, left, right, inside, True, DOT, PRECISION)
     return acc
 
 
@@ -461,8 +344,7 @@ def contraction_at(
     index, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr, ALIGN: tl.constexpr,
-    PEELED: tl.constexpr, TMA: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    FLOAT: tl.constexpr,
+    TMA: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Compute and store one tile of `out[group] = lhs[:, start:end] @ rhs[start:end]`."""
     DOWN: tl.constexpr = (K + BLOCK_M - 1) // BLOCK_M
@@ -476,7 +358,7 @@ def contraction_at(
     n, _ = columns(column, N, BLOCK_N)
     acc = contraction_sum(
         start, end, k, n, lhs, rhs,
-        ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, ALIGN, PEELED, DOT, ACC, PRECISION,
+        ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, ALIGN, DOT, ACC, PRECISION,
     )  # fmt: skip
     contraction_store(
         acc, group, start < end, tile, column, by_row, by_column, existing, out, K, N, BLOCK_M, BLOCK_N, TMA, FLOAT
@@ -513,9 +395,7 @@ def contraction_flat(
             tile, column = raster(index % (DOWN * ACROSS), DOWN, ACROSS, RASTER)
             start = tl.load(row_of + span)
             end = tl.load(end_of + span)
-            here = start
-            if TRANSPOSED:
-                here = start // ALIGN * ALIGN
+            here = start // ALIGN * ALIGN
             last = tl.maximum((end - here + BLOCK_K - 1) // BLOCK_K, 1) - 1
             k, _k = columns(tile, K, BLOCK_M)
             n, _n = columns(column, N, BLOCK_N)
@@ -541,28 +421,20 @@ def contraction(
     count, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, out,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr, ALIGN: tl.constexpr,
-    PEELED: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr,
-    SPANS: tl.constexpr,
+    PROGRAMS: tl.constexpr, TMA: tl.constexpr, SPANS: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """The contraction form: a program for each tile, or PROGRAMS persistent ones, each of which runs several tiles."""
     z = out
     if TMA:
         z = tl.make_tensor_descriptor(out, [SPANS, K, N], [K * N, N, 1], [1, BLOCK_M, BLOCK_N])
-    if FLATTEN:
+    if PROGRAMS > 0:
         contraction_flat(
             tl.load(count + tl.program_id(0)), group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, z,
             ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, ALIGN, PROGRAMS, TMA, DOT, ACC, PRECISION, FLOAT,
         )  # fmt: skip
-    elif PROGRAMS > 0:
-        tiles = SPANS * ((K + BLOCK_M - 1) // BLOCK_M) * ((N + BLOCK_N - 1) // BLOCK_N)
-        for index in range(tl.program_id(0), tiles, PROGRAMS):
-            contraction_at(
-                index, group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, z,
-                ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, ALIGN, PEELED, TMA, DOT, ACC, PRECISION, FLOAT,
-            )  # fmt: skip
     else:
         contraction_at(
             tl.program_id(0), group_of, row_of, end_of, lhs, rhs, by_row, by_column, existing, z,
-            ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, ALIGN, PEELED, TMA, DOT, ACC, PRECISION, FLOAT,
+            ROWS, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, RASTER, ALIGN, TMA, DOT, ACC, PRECISION, FLOAT,
         )  # fmt: skip
