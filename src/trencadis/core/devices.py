@@ -139,7 +139,7 @@ class Card:
 
     @property
     def tma(self) -> bool:
-        """Whether it has a tensor memory accelerator that kernels are known to use well: Hopper, and Blackwell's B200."""
+        """Whether kernels use its tensor memory accelerator, and tensor cores that read shared memory."""
         return self.arch.split(".")[0] in ("9", "10")
 
     @property

@@ -54,7 +54,9 @@ def vectors(problem: Problem, layout: Layout) -> dict[str, tuple[int, np.dtype[A
         return {"by_column": (round_up(-(-problem.k // epilogue.blocks), 32), np.dtype(np.float32))}
     return {
         **({"by_row": (layout.block_m, np.dtype(np.float32))} if epilogue.by_row else {}),
-        **({"by_column": (layout.block_n, np.dtype(np.float32))} if epilogue.by_column and not epilogue.along_k else {}),
+        **(
+            {"by_column": (layout.block_n, np.dtype(np.float32))} if epilogue.by_column and not epilogue.along_k else {}
+        ),
         **({"bias": (layout.block_n, epilogue.bias)} if epilogue.bias is not None else {}),
     }
 

@@ -4,8 +4,8 @@ The model of one program: its mainloop runs at the rate of the tensor cores, or 
 takes longer, and each step costs some cycles more. Before its first step it waits for memory, and after the last it
 stores its tile; a persistent program has the copies of its next tile on their way meanwhile, and does not wait.
 Programs that share an SM fill each other's gaps. The model of a kernel: waves of programs over all SMs, but never
-faster than memory moves operands and result. Its constants are fitted to measurements on an H200 (docs/performance.md), as
-fractions of that card's figures, and are taken to be the same on others.
+faster than memory moves operands and result. Its constants are fitted to measurements on an H200
+(docs/performance.md), as fractions of that card's figures, and are taken to be the same on others.
 """
 
 from __future__ import annotations
@@ -30,32 +30,39 @@ TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmP
 FULL = ("float32", lax.DotAlgorithmPreset.F32_F32_F32, lax.DotAlgorithmPreset.TF32_TF32_F32_X3)
 # block_m, block_n and warps of the tiles that are considered, for operands of 16 bits
 TILES = (
-    (256, 128, 8), (128, 256, 8), (128, 128, 8), (128, 128, 4), (64, 256, 8), (64, 256, 4), (64, 128, 4), (32, 128, 4),
+    (128, 256, 8), (128, 128, 4), (64, 256, 8), (64, 256, 4), (64, 128, 4), (32, 128, 4),
     (16, 256, 4), (16, 128, 4), (128, 64, 4), (64, 64, 4), (16, 64, 4),
 )  # fmt: skip
 STEP_BYTES = (32, 64, 128, 256)  # bytes of a row of an operand in one step of the mainloop
 STAGES = (1, 2, 3, 4, 5)
 REGISTERS = 65536  # of an SM, and 2048 threads
-FILL = 0.9e-6  # seconds from the start of a program to its first step: two latencies of memory
-LATENCY = 0.6e-6  # seconds from the start of a copy to its end
-L2 = 48  # bytes that an SM gets from L2 in a cycle
-STEP_CYCLES = 40  # beside the products of a step: waiting for its copies, and starting those of a later one
+FILL = 0.33e-6  # seconds from the start of a program to its first step: two latencies of memory
+LATENCY = 0.51e-6  # seconds from the start of a copy to its end
+L2 = 57  # bytes that an SM gets from L2 in a cycle
+STEP_CYCLES = 78  # beside the products of a step: waiting for its copies, and starting those of a later one
 TMA_CYCLES = 20  # the same, if the tensor memory accelerator copies
-STORED = 24  # bytes of a tile that are stored in a cycle
-TMA_STORED = 64  # bytes of a tile that are handed over to the tensor memory accelerator in a cycle
-RATE = 0.88  # of the peak of the tensor cores that a mainloop reaches
-HBM = 0.85  # of the bandwidth of memory that kernels reach
-OVERLAP = 0.1  # of the shorter one of computing and moving that the longer one does not hide
+STORED = 21  # bytes of a tile that are stored in a cycle
+TMA_STORED = 65  # bytes of a tile that are handed over to the tensor memory accelerator in a cycle
+RATE = 0.91  # of the peak of the tensor cores that a mainloop reaches
+HBM = 0.96  # of the bandwidth of memory that kernels reach
+RUN = 6  # bytes in whose time memory turns from one run of neighbours to another
+OVERLAP = 0.25  # of the shorter one of computing and moving that the longer one does not hide
+STALL = (
+    0.39  # of the time to write the result that a program spends waiting for memory; n programs of an SM n times less
+)
 LAUNCH = 4e-6  # seconds for the list of tiles and the launch
-SHORT = 0.6  # the time of a tile of half the height, relative to the whole
-AREA = 0.15  # exponent of the speed of smaller tiles
+SHORT = 0.88  # the time of a tile of half the height, relative to the whole
+AREA = 0.14  # exponent of the speed of smaller tiles
+IN_TURN = 2.5  # the time of six products that wait for one another, relative to their own
+SIX_SUMS = 32  # entries of a tile by six products that a thread holds, three sums for each
+SWIZZLE = 128  # bytes of a row that TMA copies at once
 FEW_STEPS = 8  # a sum of fewer steps than this does not take its last one apart
 
 
 @functools.lru_cache(maxsize=1024)
 def choose(problem: Problem, card: Card) -> Layout:
-    """The layout that is expected to be the fastest for a problem on a GPU."""
-    return min(candidates(problem, card), key=lambda layout: estimated_time(problem, card, layout))
+    """The layout that is expected to be the fastest for a problem on a GPU; of equal ones, that with more stages."""
+    return min(candidates(problem, card), key=lambda one: (estimated_time(problem, card, one), -one.stages))
 
 
 def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
@@ -76,9 +83,11 @@ def candidates(problem: Problem, card: Card) -> Iterator[Layout]:
             continue
         if problem.form is Form.CONTRACTION and block_m < 64 <= down:
             continue
+        if split_operand(problem, card.arch) and block_m * block_n > SIX_SUMS * 32 * warps:
+            continue
         for step, stages in itertools.product(STEP_BYTES, STAGES if card.platform == "cuda" else (2, 3)):
             block_k = int(step / max(width(problem.lhs), width(problem.rhs), mma_dtype(problem).itemsize))
-            if block_k < _least_k(problem):
+            if block_k < _least_k(problem) or not _deep(problem, card, block_m, block_k, stages):
                 continue
             plain = Layout(
                 block_m=block_m, block_n=block_n, block_k=block_k, warps=warps, stages=stages,
@@ -89,13 +98,20 @@ def candidates(problem: Problem, card: Card) -> Iterator[Layout]:
                     yield layout
 
 
+def _deep(problem: Problem, card: Card, block_m: int, block_k: int, stages: int) -> bool:
+    """Whether a pipeline has enough stages to copy while it multiplies, but none that its few steps do not fill."""
+    steps = math.ceil((problem.k if problem.form is Form.ROWS else problem.m / problem.groups) / block_k)
+    return min(2 + _from_shared(card, block_m), steps) <= stages <= max(steps + 1, 2)
+
+
 def _variants(problem: Problem, card: Card, plain: Layout) -> Iterator[Layout]:
     """A layout with short tiles for the last rows of a group, and the same as persistent programs."""
-    if problem.form is Form.ROWS and plain.block_m >= (128 if _from_shared(card, plain) else 32):
+    if problem.form is Form.ROWS and plain.block_m >= (128 if _from_shared(card, plain.block_m) else 32):
         yield plain.replace(short_m=plain.block_m // 2)
-    if card.tma and not split_operand(problem, card.arch) and plain.stages > 1:
+    if _from_shared(card, plain.block_m) and not split_operand(problem, card.arch) and plain.stages > 2:
         persistent = plain.replace(peeled=False, tma=_tma(problem))
-        if persistent.tma or problem.form is Form.CONTRACTION:
+        long = plain.block_k * problem.lhs.itemsize >= SWIZZLE
+        if problem.form is Form.CONTRACTION or (persistent.tma and long):
             together = programs_per_sm(problem, card, persistent.replace(programs=1))
             yield persistent.replace(programs=card.cores * together)
 
@@ -124,7 +140,7 @@ def _peeled(problem: Problem, block_k: int) -> bool:
 
 def shared_memory(problem: Problem, card: Card, layout: Layout) -> int:
     """The bytes of shared memory: for steps that are on their way, and in persistent programs for a tile of results."""
-    bytes_ = step_bytes(problem, card, layout) * max(layout.stages - (not _from_shared(card, layout)), 1)
+    bytes_ = step_bytes(problem, card, layout) * max(layout.stages - (not _from_shared(card, layout.block_m)), 1)
     tile = layout.block_m * layout.block_n * problem.out.itemsize
     if layout.programs and not (problem.form is Form.CONTRACTION and layout.tma):
         tile = tile if problem.out.itemsize > 2 else min(tile, 32768)  # what Triton 3.6 was seen to take
@@ -139,9 +155,9 @@ def step_bytes(problem: Problem, card: Card, layout: Layout) -> float:
     return layout.block_k * (layout.block_m * lhs + layout.block_n * rhs)
 
 
-def _from_shared(card: Card, layout: Layout) -> bool:
+def _from_shared(card: Card, block_m: int) -> bool:
     """Whether the tensor cores read operands from shared memory (wgmma, tcgen05), and not from registers."""
-    return card.platform == "cuda" and card.arch.split(".")[0] in ("9", "10") and layout.block_m >= 64
+    return card.tma and block_m >= 64
 
 
 def tiling_of(problem: Problem, layout: Layout) -> Tiling:
@@ -221,7 +237,8 @@ def programs_per_sm(problem: Problem, card: Card, layout: Layout) -> int:
     whole = card.shared + 1024
     by_memory = whole // max(shared_memory(problem, card, layout), 1)
     threads = 32 * layout.warps
-    each = min(255, layout.block_m * layout.block_n // threads + 40)  # registers of a thread: its sums, and the rest
+    sums = layout.block_m * layout.block_n // threads * (3 if split_operand(problem, card.arch) else 1)
+    each = min(255, sums + 40)  # registers of a thread: its sums, and the rest
     return max(1, min(by_memory, REGISTERS // (threads * each), 4))
 
 
@@ -236,24 +253,35 @@ def estimated_time(problem: Problem, card: Card, layout: Layout) -> float:
     busy = (max(products / sm_rate, step_bytes(problem, card, layout) / L2) + beside) / card.clock
     tile = layout.block_m * layout.block_n * width(problem.out)
     stored = tile / (TMA_STORED if layout.tma and not rows_form else STORED) / card.clock
-    in_flight = max(layout.stages - 1 - _from_shared(card, layout), 0.5)  # copies of later steps during one
+    in_flight = layout.stages - 1 - _from_shared(card, layout.block_m)  # copies of later steps during one
+    one = busy * IN_TURN if split_operand(problem, card.arch) else busy
+    step = max(one, LATENCY / in_flight) if in_flight > 0 else one + LATENCY
     together = layout.programs // card.cores or programs_per_sm(problem, card, layout)
-    alone = steps * max(busy, LATENCY / in_flight) + stored + (0 if layout.programs else FILL)
+    alone = steps * step + stored + (0 if layout.programs else FILL)
     wave = max(alone, together * (steps * busy + stored))
     count = tile_count(problem, layout) / (card.cores * together)
     waves = math.ceil(count) if count < 4 else count + 0.5
-    computed, moved = waves * wave, moved_bytes(problem) / (card.hbm * HBM)
-    return max(computed, moved) + OVERLAP * min(computed, moved) + LAUNCH
+    computed = waves * wave + (2 * FILL if layout.programs else 0)  # it writes descriptors of its copies first
+    run = layout.block_k if rows_form and problem.transpose_rhs else layout.block_n
+    run_bytes = run * width(problem.rhs)
+    moved = moved_bytes(problem) / (card.hbm * HBM) * (1 + RUN / run_bytes)
+    stall = STALL / together * result_bytes(problem) / (card.hbm * HBM)
+    return max(computed, moved) + OVERLAP * min(computed, moved) + stall + LAUNCH
 
 
 def moved_bytes(problem: Problem) -> float:
     """The bytes of operands and result, each moved once; weights of groups without rows are not."""
-    weights, some = problem.spans * problem.k * problem.n, 1 - math.exp(-problem.m / problem.groups)
     if problem.form is Form.ROWS:
-        read = problem.rows * problem.k * width(problem.lhs) + weights * some * width(problem.rhs)
-        return read + problem.rows * problem.n * width(problem.out)
+        some = 1 - math.exp(-problem.m / problem.groups)
+        weights = problem.spans * problem.k * problem.n * some
+        return problem.rows * problem.k * width(problem.lhs) + weights * width(problem.rhs) + result_bytes(problem)
     read = problem.rows * (problem.k * width(problem.lhs) + problem.n * width(problem.rhs))
-    return read + weights * width(problem.out)
+    return read + result_bytes(problem)
+
+
+def result_bytes(problem: Problem) -> float:
+    """The bytes of the result."""
+    return math.prod(problem.out_shape) * width(problem.out)
 
 
 def speed(problem: Problem, card: Card, layout: Layout) -> float:
@@ -265,7 +293,7 @@ def speed(problem: Problem, card: Card, layout: Layout) -> float:
     if dtype != problem.rhs or dtype != problem.lhs:  # one is converted in registers
         by_dtype *= 0.6
     area = min(1.0, (layout.block_m * layout.block_n / 32768) ** AREA)
-    if _from_shared(card, layout) or card.arch.split(".")[0] not in ("9", "10"):
+    if _from_shared(card, layout.block_m) or card.arch.split(".")[0] not in ("9", "10"):
         return by_dtype * area
     return (
         by_dtype * area * 0.6 * (9 if card.arch.startswith("9") else 4) / 10
