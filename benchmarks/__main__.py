@@ -106,6 +106,8 @@ def _quant(commands: Commands) -> None:
 
 def _ragged(commands: Commands) -> None:
     ask = _command(commands, "ragged", "race grouped_gemm against a numpy loop on groups that differ in m, k and n")
+    ask.add_argument("--device", choices=("cpu", "gpu"), default="cpu",
+                     help="gpu: bf16 with traced sizes alone, also of larger groups, by bursts")  # fmt: skip
     _pin(ask, 9)
 
 

@@ -44,9 +44,17 @@ FORMATS = {
     "w-int8": Operands(None, ("int8", "column")),
     "w-e4m3": Operands(None, (E4M3, "column")),
     "w-int4": Operands(None, ("int4", "column")),
+    # weights with scales along k
+    "w-int4-128": Operands(None, ("int4", (1, 128, 1))),
+    "w-int8-128": Operands(None, ("int8", (1, 128, 1))),
+    "w-e4m3-128x128": Operands(None, (E4M3, (1, 128, 128))),
+    "w-mxfp4": Operands(None, ("mxfp4", (1, 32, 1))),
+    "w-mxfp8": Operands(None, ("mxfp8", (1, 32, 1))),
+    "w-nvfp4": Operands(None, ("nvfp4", (1, 16, 1))),
 }
 BOTH = ("e4m3", "e5m2", "int8")  # formats of both operands with all three passes
-GPU = ("bf16", "e4m3", "int8", "deepseek", "w-int8", "w-e4m3", "w-int4")
+ALONG_K = ("w-int4-128", "w-int8-128", "w-e4m3-128x128", "w-mxfp4", "w-mxfp8", "w-nvfp4")
+GPU = ("bf16", "e4m3", "int8", "deepseek", "w-int8", "w-e4m3", "w-int4", *ALONG_K)
 CPU = ("bf16", "w-int8", "w-e4m3", "w-int4")
 TPU = ("bf16", "int8", "e4m3", "e5m2", "w-int8", "w-e4m3")
 

@@ -122,6 +122,7 @@ MORE = (
     _of("gpu-more", "switch-base", (16384, 768, 3072, 128), "zipf-empties"),
     _of("gpu-more", "alone", (8192, 4096, 4096, 1), "balanced"),
     _of("gpu-more", "mixtral-decode", (64, 4096, 14336, 8), "multinomial"),
+    _of("gpu-more", "gpt-oss-decode", (512, 2880, 5760, 128), "random"),
     _of("gpu-more", "chat-256", (4096, 7168, 2048, 256), "multinomial"),
 )
 TPU = (
@@ -181,6 +182,7 @@ class RaggedProblem:
 
 
 RAGGED = RaggedProblem(name="ragged-32", groups=32, least=64, most=512)
+RAGGED_LARGE = RaggedProblem(name="ragged-32-large", groups=32, least=512, most=4096)  # for a GPU
 
 
 def select(names: str | None, tag: str) -> list[BenchProblem]:

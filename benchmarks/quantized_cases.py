@@ -18,6 +18,10 @@ import trencadis as tr
 from benchmarks import oracle
 from trencadis.quant import Scaled, prepare, quantize
 
+ALONG_K = (
+    ("int4", 128), ("int4", 64), ("int8", 128), ("float8_e4m3fn", 128), ("float8_e5m2", 256),
+    ("mxfp4", 32), ("mxfp8", 32), ("nvfp4", 16),
+)  # fmt: skip
 FIRST, LOCAL = 1, 3  # the window: group 0 is not held here
 
 
@@ -51,8 +55,13 @@ def checks() -> dict[str, Check]:
             found[f"{name} x {name}, blocks"] = check("blocks", jnp.float32, name)
             found[f"{name}, contraction"] = check("contraction", jnp.bfloat16, name)
         if not interpret:
-            few = functools.partial(few_rows, name, jnp.bfloat16)
+            few = functools.partial(few_rows, name, None, jnp.bfloat16)
             found[f"bf16 x {name}, many groups of few rows"] = Check(few, jnp.bfloat16)
+    for name, length in ALONG_K:
+        found[f"bf16 x {name} per {length} of k"] = check("along_k", jnp.bfloat16, name, length)
+        if not interpret:
+            few = functools.partial(few_rows, name, length, jnp.bfloat16)
+            found[f"bf16 x {name} per {length} of k, many groups of few rows"] = Check(few, jnp.bfloat16)
     return found
 
 
@@ -75,6 +84,12 @@ class Data:
         """The error with bfloat16 rows, NaN in unowned ones, and weights of a format."""
         rows = jnp.where(self.owned[:, None], self.x, jnp.nan).astype(jnp.bfloat16)
         return self.rows(rows, quantize(self.w, name, "column"), last, out)
+
+    def along_k(self, name: str, length: int, out: Any) -> float:
+        """The error with bfloat16 rows, NaN in unowned ones, and weights with a scale for each block of k."""
+        rows = jnp.where(self.owned[:, None], self.x, jnp.nan).astype(jnp.bfloat16)
+        across = 128 if name == "float8_e4m3fn" else 1
+        return self.rows(rows, quantize(self.w, name, (1, length, across)), True, out)
 
     def both(self, name: str, out: Any) -> float:
         """The error with both operands quantized, by rows and columns."""
@@ -104,12 +119,15 @@ class Data:
         return oracle.error(got, oracle.contraction(a.mT, b.mT, self.sizes, first=FIRST, local=LOCAL))
 
 
-def few_rows(name: str, out: Any) -> float:
-    """The error of quantized weights with a few rows each: long sums, and one tile after the other without a pause."""
+def few_rows(name: str, length: int | None, out: Any) -> float:
+    """The error of quantized weights with a few rows each: long sums, and one tile after the other without a pause.
+
+    Scales are per column, or per column and block of k.
+    """
     g, k, n = 64, 2048, 1536
     sizes = np.arange(g) % 8
     x = jax.random.normal(jax.random.key(0), (int(sizes.sum()), k), jnp.bfloat16)
-    w = quantize(jax.random.normal(jax.random.key(1), (g, n, k), jnp.bfloat16), name, (1, 1, k))
+    w = quantize(jax.random.normal(jax.random.key(1), (g, n, k), jnp.bfloat16), name, (1, 1, length or k))
     call: Callable[..., Any] = jax.jit(
         lambda x, w: tr.grouped_matmul(x, w, sizes, out, transpose_rhs=True, backend="gpu")
     )

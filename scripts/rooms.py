@@ -28,6 +28,8 @@ PATH = {
     "gemm.forms": {"gemm"},
     "gemm.lowering": {"general_product"},
     "gemm.autodiff": {"run"},
+    "gemm.plan": {"plan", "run"},
+    "gemm.triton": {"plan", "run"},
     "gemm.xla": {"plan", "run"},
     "quant.product": {"rows_product", "with_scales"},
     "core.arguments": {"rows_problem"},
@@ -37,6 +39,7 @@ PATH = {
     "core.split": {"sum_of_parts"},
     "core.spans": {"spans"},
     "backends.xla": {"plan", "run"},
+    "backends.triton.bridge": {"call"},
     "backends.gpu": {"plan", "run"},
     "backends.gpu.kernel": {"call"},
     "backends.tpu": {"plan", "run"},
@@ -61,12 +64,19 @@ def gemm(x: Any, w: Any, s: Any) -> Any:
     return tr.grouped_gemm(rows, stack, contracting_dims=((1,), (1,))).data
 
 
+def scores(x: Any, w: Any, s: Any) -> Any:
+    """Every row with every other of its group: m and n are ragged."""
+    rows, room = tr.GroupedTensor.ragged_rows(x, s), tr.GroupedTensor.fully_ragged(jnp.zeros(4096, x.dtype), s, s)
+    return tr.grouped_gemm(rows, rows, contracting_dims=((1,), (1,)), out=room).data
+
+
 CASES: dict[str, tuple[str, Callable[..., Any]]] = {
     "CPU": ("cpu", tr.grouped_matmul),
     "GPU": ("h200", tr.grouped_matmul),
     "TPU": ("v6e", tr.grouped_matmul),
     "CPU, quantized with scales along k": ("cpu", quantized),
     "TPU, grouped_gemm": ("v6e", gemm),
+    "GPU, grouped_gemm with several ragged dimensions": ("h200", scores),
 }
 
 
@@ -82,7 +92,7 @@ def passed(fn: Callable[..., Any], device: str) -> list[str]:
         if event == "call":
             at[id(frame)] = len(seen)
             seen.append(f"{module}.{frame.f_code.co_name}")
-            if module.endswith(".kernel"):  # the end of the way; what follows is long
+            if module.endswith((".kernel", ".bridge")):  # the end of the way; what follows is long
                 sys.setprofile(None)
         elif event == "return" and isinstance(value, Refusal):  # a backend that refuses is not on the way
             del seen[at[id(frame)]]

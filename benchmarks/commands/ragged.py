@@ -1,6 +1,6 @@
 """`ragged`: groups that differ in m, k and n, against a loop over numpy, forward and both gradients by autodiff.
 
-`known`: the sizes are known when the program is compiled; `traced`: they are not.
+`known`: the sizes are known when the program is compiled; `traced`: they are not. On a GPU only `traced` is timed.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ import numpy as np
 import trencadis as tr
 from benchmarks import oracle, tables, timing
 from benchmarks.measure import ROOM
-from benchmarks.peers import DTYPES
-from benchmarks.problems import PASSES, RAGGED
+from benchmarks.peers import DTYPES, JaxCall
+from benchmarks.problems import PASSES, RAGGED, RAGGED_LARGE, RaggedProblem
 from benchmarks.report import Record, Results, Writer, cells, environment
 from tests.support import oracle as float64
 
 AXES = ((1,), (0,))
+CHECKED = 4  # groups whose values are compared on a GPU
 LIKE = {"forward": 2, "d_lhs": 0, "d_rhs": 1}  # which of lhs, rhs and ct the result of a pass is like
 
 
 def main(asked: argparse.Namespace) -> int:
     """Race each pass in each dtype, print and write."""
+    if asked.device == "gpu":
+        return main_gpu(asked)
     clock = timing.device_clock("cpu", pinned=asked.pin is not None)
     results = Results(command="ragged", environment=environment(asked.words, clock.name, pinned=asked.pin is not None))
     results.notes["problem"] = f"{RAGGED.groups} groups of {RAGGED.least} to {RAGGED.most} in m, k and n"
@@ -42,6 +45,46 @@ def main(asked: argparse.Namespace) -> int:
     return 1 if any(record.why for record in results.records) else 0
 
 
+def main_gpu(asked: argparse.Namespace) -> int:
+    """Time a burst of each pass with traced sizes, print and write."""
+    clock = timing.device_clock("gpu")
+    results = Results(command="ragged", environment=environment(asked.words, clock.name))
+    write = Writer(results, asked.json)
+    for problem in (RAGGED, RAGGED_LARGE):
+        results.notes[problem.name] = f"{problem.groups} groups of {problem.least} to {problem.most} in m, k and n"
+        for which in PASSES:
+            record = timed(problem, which, clock)
+            results.records.append(record)
+            said = f"{1e3 * record.seconds:.4f} ms, {record.details['TFLOP/s']:.0f} TFLOP/s" if record.seconds else ""
+            print(f"{problem.name:<16} {which:<8} {said}{record.why}", flush=True)
+            write()
+    write.close()
+    return 1 if any(record.why for record in results.records) else 0
+
+
+def timed(problem: RaggedProblem, which: str, clock: timing.HostClock | timing.CuptiClock) -> Record:
+    """The record of one pass in bf16 with traced sizes, whose first groups are compared with float64."""
+    _, sizes = problem.draw()
+    m, k, n = (x.astype(np.int64) for x in sizes)
+    keys = jax.random.split(jax.random.key(problem.seed), 3)
+    shapes = [int((x * y).sum()) for x, y in ((m, k), (k, n), (m, n))]
+    data = [jax.random.normal(key, (shape,), jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+    fn = jax.jit(lambda data, room, *sizes: ours(which, sizes, data, room))
+    call = JaxCall(fn, (data, jnp.zeros_like(data[2]), *map(jnp.asarray, sizes)))
+    few = [size[:CHECKED] for size in sizes]
+    first = [x[: int((a[:CHECKED] * b[:CHECKED]).sum())] for x, a, b in zip(data, (m, k, m), (k, n, n), strict=True)]
+    values = exact(which, few, first)
+    right = oracle.Answer(pick=lambda out: out[: len(values)], values=values)
+    limit, found = ROOM * oracle.limit(jnp.bfloat16, depth=problem.most), oracle.error(call(), right)
+    good = found <= limit
+    time = timing.burst(call, clock) if good else None
+    rate = {"TFLOP/s": float(2 * (m * k * n).sum()) / time.median / 1e12} if time else {}
+    return Record(
+        problem=problem.name, dtype="bf16", which=which, contender="traced", time=time, error=found, limit=limit,
+        why="" if good else f"wrong: relative error {found:.1e}", details=rate,
+    )  # fmt: skip
+
+
 def race(dtype: str, which: str, clock: timing.HostClock | timing.CuptiClock, rounds: int) -> list[Record]:
     """The records of numpy and of ours with known and with traced sizes, in turns."""
     rng, sizes = RAGGED.draw()
@@ -51,11 +94,12 @@ def race(dtype: str, which: str, clock: timing.HostClock | timing.CuptiClock, ro
         for x, y in ((m, k), (k, n), (m, n))
     ]
     known = jax.jit(functools.partial(ours, which, sizes))
-    traced = jax.jit(lambda data, *sizes: ours(which, sizes, data, room=data[2]))
+    traced = jax.jit(lambda data, room, *sizes: ours(which, sizes, data, room))
+    room = jnp.zeros_like(data[2])
     calls: dict[str, Callable[[], Any]] = {
         "numpy": functools.partial(numpy_loop, which, sizes, [np.asarray(x) for x in data]),
         "known": lambda: known(data).block_until_ready(),
-        "traced": lambda: traced(data, *sizes).block_until_ready(),
+        "traced": lambda: traced(data, room, *sizes).block_until_ready(),
     }
     limit = ROOM * oracle.limit(DTYPES[dtype], depth=RAGGED.most)
     right = oracle.Answer(pick=lambda out: out, values=exact(which, sizes, data))
@@ -72,9 +116,9 @@ def race(dtype: str, which: str, clock: timing.HostClock | timing.CuptiClock, ro
 
 
 def ours(which: str, sizes: Sequence[Any], data: Sequence[Any], room: Any = None) -> Any:
-    """One pass by `grouped_gemm`; room is the result's buffer where the sizes are traced."""
+    """One pass by `grouped_gemm`; room is zeros, as many as the result has, where the sizes are traced."""
     (m, k, n), (a, b, c) = sizes, data
-    out = None if room is None else tr.GroupedTensor.fully_ragged(room * 0, m, n)
+    out = None if room is None else tr.GroupedTensor.fully_ragged(room, m, n)
 
     def forward(a: Any, b: Any) -> Any:
         lhs, rhs = tr.GroupedTensor.fully_ragged(a, m, k), tr.GroupedTensor.fully_ragged(b, k, n)

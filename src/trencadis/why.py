@@ -28,7 +28,7 @@ from trencadis.core.problem import Problem
 from trencadis.core.split import part_of
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
-from trencadis.gemm import xla as gemm_xla
+from trencadis.gemm import plan as gemm_plan
 from trencadis.gemm.autodiff import gemm_p
 from trencadis.gemm.problem import GemmProblem
 from trencadis.quant.qarray import from_qarray, is_qarray
@@ -266,10 +266,8 @@ def _products(jaxpr: Any, partitioned: bool, manual: frozenset[Any] = frozenset(
     """The grouped products of a traced program, in order; inside `shard_map`, over which axes the program is manual."""
     for equation in jaxpr.eqns:
         params = equation.params
-        if equation.primitive is grouped_p:
+        if equation.primitive in (grouped_p, gemm_p):
             yield _Found(params["problem"], params["overrides"], partitioned)
-        elif equation.primitive is gemm_p:
-            yield _Found(params["problem"], Overrides(), partitioned)
         inside, axes = partitioned, manual
         if equation.primitive.name == "shard_map":
             axes = manual | newly_manual_axes(params)
@@ -304,7 +302,10 @@ def _pass(name: str, found: _Found, target: Target, sizes: list[int] | None = No
     """The explanation of a product."""
     target = dataclasses.replace(target, partitioned=target.partitioned or found.partitioned)
     if isinstance(found.problem, GemmProblem):
-        return Pass(name=name, plan=gemm_xla.plan(found.problem, target))
+        general = gemm_plan.answers(found.problem, target, found.overrides)
+        return Pass(
+            name=name, plan=gemm_plan.plan(found.problem, target, found.overrides), backends=tuple(general.values())
+        )
     chosen = plan(found.problem, target, found.overrides)
     if chosen.split:
         said = answers(part_of(found.problem), target, found.overrides.untiled)

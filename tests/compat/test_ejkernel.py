@@ -18,8 +18,6 @@ from trencadis.core.arguments import problem_of
 from trencadis.core.cost import cost
 from trencadis.core.problem import Form
 
-pytestmark = pytest.mark.core
-
 M, K, N = 37, 12, 7
 SIZES = [9, 0, 18, 10]  # every row has an owner
 SHORT = [9, 0, 13, 3]  # 12 rows at the end have none

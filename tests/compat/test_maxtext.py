@@ -19,8 +19,6 @@ from trencadis.compat import megablox
 from trencadis.compat.maxtext import gmm
 from trencadis.quant import Scaled, dequantize, quantize
 
-pytestmark = pytest.mark.core
-
 INT8 = {"lhs_quantize_dtype": jnp.int8, "rhs_quantize_dtype": jnp.int8}
 
 

@@ -18,8 +18,6 @@ import trencadis as tr
 from trencadis.compat.megablox import gmm, make_group_metadata, tgmm
 from trencadis.core import schedule
 
-pytestmark = pytest.mark.core
-
 M, K, N = 40, 12, 8
 SIZES = [7, 0, 21, 12]  # every row has an owner
 SHORT = [7, 0, 15, 3]  # 15 rows at the end have none

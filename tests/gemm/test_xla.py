@@ -175,7 +175,7 @@ def test_a_plan_says_what_it_decides_and_why():
     many = planned([1] * 65, "cpu")
     assert not many.layout.unrolled and "65 groups, more than the 64 that are unrolled" in many.because
     assert planned([0, 0], "cpu").problem.empty
-    assert str(few.problem) == "gemm m=ragged k=3 n=ragged g=3: float32 x float32 -> float32"
+    assert str(few.problem) == "gemm m=ragged k=3 n=ragged g=3: float32 x float32 -> float32 + out"
 
 
 @pytest.mark.parametrize("given", [list, np.asarray, jnp.asarray], ids=["ints", "numpy", "jax"])

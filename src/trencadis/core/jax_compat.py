@@ -162,7 +162,7 @@ def register(primitive: Primitive, rules: Rules) -> None:
     batching.primitive_batchers[primitive] = rules.batch
     for platform in ("cpu", "cuda", "rocm", "tpu", None):  # None: any other
         rule = functools.partial(_lower, rules.execute, platform=platform or "other")
-        mlir.register_lowering(primitive, rule, platform=platform)
+        mlir.register_lowering(primitive, rule, platform=platform, inline=False)
 
 
 def _lower(

@@ -21,6 +21,7 @@ from trencadis.core import arguments
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Activation
 from trencadis.core.plan import check_backend
+from trencadis.core.tiling import Overrides
 from trencadis.gemm.epilogue import GemmEpilogue, apply_epilogue, checked_epilogue, existing_data
 from trencadis.gemm.lowering import general_product
 from trencadis.gemm.operand import GemmOperand, as_matrices, contracted_axes, merged_sizes, result_tensor
@@ -64,7 +65,12 @@ def gemm(a: GemmOperand, b: GemmOperand, epilogue: GemmEpilogue, options: GemmOp
     elif ragged == "k":
         product = _contraction(a, b, kept, options, fused.existing_out)
     else:
-        product = general_product(a, b, kept, epilogue.out, precision=options.precision)
+        added = epilogue.given == ("out",) and len(a.free) == len(b.free) == 1
+        product = general_product(
+            a, b, dtype if added else kept, epilogue.out, accumulate=added, precision=options.precision,
+            overrides=Overrides(backend=options.backend, interpret=options.interpret),
+        )  # fmt: skip
+        epilogue = GemmEpilogue() if added else epilogue
     return apply_epilogue(product, epilogue, dtype)
 
 
@@ -120,12 +126,16 @@ def _check_groups(a: GemmOperand, b: GemmOperand, options: GemmOptions, ragged: 
 
 
 def _check_kernel(ragged: str, options: GemmOptions) -> None:
-    """Raise if a kernel is asked for, and not exactly one dimension is ragged."""
-    asked = check_backend(options.backend) not in (None, "xla")
-    if len(ragged) != 1 and (arguments.checked_flag("interpret", options.interpret) or asked):
-        name, got, want = ("backend", options.backend, "None or 'xla'") if asked else ("interpret", True, "False")
-        count = "more than one ragged dimension" if ragged else "stacks alone"
-        raise ValueError(f"{name}: {got!r} has no kernel for {count}; want {want}")
+    """Raise if a kernel is asked for that takes neither stacks alone nor several ragged dimensions."""
+    backend, interpret = check_backend(options.backend), arguments.checked_flag("interpret", options.interpret)
+    known = (None, "xla", "triton") if ragged else (None, "xla")
+    if len(ragged) == 1 or (backend in known and (backend == "triton" or not interpret)):
+        return
+    count, asked = "more than one ragged dimension" if ragged else "stacks alone", backend not in known
+    if asked:
+        raise ValueError(f"backend: {backend!r} has no kernel for {count}; want one of {', '.join(map(repr, known))}")
+    wanted = "False, or backend='triton'" if ragged else "False"
+    raise ValueError(f"interpret: True has no kernel for {count}; want {wanted}")
 
 
 def _fused(

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis.core import arguments
+from trencadis.core.tiling import Overrides
 from trencadis.gemm import autodiff
+from trencadis.gemm.epilogue import existing_data
 from trencadis.gemm.operand import (
     Axes,
     GemmOperand,
@@ -46,7 +48,10 @@ class Result(NamedTuple):
     tensor: Callable[[Array], GroupedTensor]
 
 
-def general_product(a: GemmOperand, b: GemmOperand, dtype: Any, out: Any, *, precision: Any) -> GroupedTensor:
+def general_product(
+    a: GemmOperand, b: GemmOperand, dtype: Any, out: Any, *,
+    precision: Any, overrides: Overrides = Overrides(), accumulate: bool = False,
+) -> GroupedTensor:  # fmt: skip
     """The product of each group, for operands in which at least two of m, k and n are ragged.
 
     Args:
@@ -55,6 +60,8 @@ def general_product(a: GemmOperand, b: GemmOperand, dtype: Any, out: Any, *, pre
       dtype: the dtype of the result.
       out: None, or a tensor that is as large as the result.
       precision: as in `jax.lax.dot`.
+      overrides: the backend that the caller asks for, if any, and whether it is interpreted.
+      accumulate: whether the product is added to `out`; both operands have one free axis.
     """
     a, b = dequantized(a), dequantized(b)
     left, right = contracted_axes(a, b)
@@ -73,9 +80,13 @@ def general_product(a: GemmOperand, b: GemmOperand, dtype: Any, out: Any, *, pre
         rhs=y.buffer,
         out=result.buffer,
         precision=arguments.checked_precision(precision),
+        accumulate=accumulate,
         known=_known(groups),
     )
-    return result.tensor(autodiff.run(problem, x.data, y.data, Groups(*map(jnp.asarray, groups))))
+    dims = a.ragged_sizes(a.free), b.ragged_sizes(b.free)
+    existing = [existing_data(out, result.buffer.shape, dims, problem.out.dtype)] if accumulate else []
+    arrays = Groups(*map(jnp.asarray, groups))
+    return result.tensor(autodiff.run(problem, overrides, x.data, y.data, arrays, *existing))
 
 
 def _known(groups: Groups) -> Groups | None:

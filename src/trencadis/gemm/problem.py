@@ -73,8 +73,8 @@ class Buffer:
 class Groups(NamedTuple):
     """Where each group starts in lhs, rhs and out, and its sizes m, k and n: arrays i32[g], or tuples of ints if known.
 
-    A start is the index in a stack, the first row or column of concatenated matrices, or the first entry in a flat
-    buffer.
+    Groups follow one another in each array, and there may be unowned entries between them. A start is the index in a
+    stack, the first row or column of concatenated matrices, or the first entry in a flat buffer.
     """
 
     lhs: Any
@@ -112,6 +112,7 @@ class GemmProblem:
     rhs: Buffer  # k by n
     out: Buffer  # m by n
     precision: Any = None
+    accumulate: bool = False  # the product is added to an array like the result, whose unowned entries stay
     known: Groups | None = dataclasses.field(default=None, repr=False)  # None if sizes are traced
 
     def __post_init__(self) -> None:
@@ -141,6 +142,11 @@ class GemmProblem:
         return accumulator(self.lhs.dtype, self.rhs.dtype)
 
     @property
+    def sum(self) -> np.dtype[Any]:
+        """The dtype in which products and existing values are added."""
+        return accumulator(self.acc, self.out.dtype) if self.accumulate else self.acc
+
+    @property
     def empty(self) -> bool:
         """Whether an array has no entries, so that there is nothing to compute."""
         return 0 in (self.groups, *self.lhs.shape, *self.rhs.shape, *self.out.shape)
@@ -152,12 +158,14 @@ class GemmProblem:
     def d_lhs(self) -> GemmProblem:
         """ct [m, n] x rhs [k, n] -> [m, k]: the gradient of lhs, which contracts n."""
         known = self.known and self.known.d_lhs()
-        return self.replace(k=self.n, n=self.k, lhs=self.out, rhs=self.rhs.flip(), out=self.lhs, known=known)
+        return self.replace(k=self.n, n=self.k, lhs=self.out, rhs=self.rhs.flip(), out=self.lhs, known=known,
+                            accumulate=False)  # fmt: skip
 
     def d_rhs(self) -> GemmProblem:
         """lhs [m, k] x ct [m, n] -> [k, n]: the gradient of rhs, which contracts m."""
         known = self.known and self.known.d_rhs()
-        return self.replace(m=self.k, k=self.m, lhs=self.lhs.flip(), rhs=self.out, out=self.rhs, known=known)
+        return self.replace(m=self.k, k=self.m, lhs=self.lhs.flip(), rhs=self.out, out=self.rhs, known=known,
+                            accumulate=False)  # fmt: skip
 
     def repeated(self, times: int) -> GemmProblem:
         """The problem of a batch: as many times the groups, in arrays that hold one entry after the other."""
@@ -168,4 +176,4 @@ class GemmProblem:
 
     def __str__(self) -> str:
         dtypes = f"{self.lhs.dtype.name} x {self.rhs.dtype.name} -> {self.out.dtype.name}"
-        return f"gemm m={self.m} k={self.k} n={self.n} g={self.groups}: {dtypes}"
+        return f"gemm m={self.m} k={self.k} n={self.n} g={self.groups}: {dtypes}{' + out' * self.accumulate}"

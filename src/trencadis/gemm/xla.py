@@ -66,24 +66,25 @@ def _tile_length(dim: Dim) -> int:
     return max(min(TILE, -(-dim.size // max(count, 1))), 1)
 
 
-def run(plan: Plan, lhs: Array, rhs: Array, *groups: Array) -> Array:
-    """The product of a plan's problem, from lhs, rhs and the six arrays i32[g] of `Groups`."""
+def run(plan: Plan, lhs: Array, rhs: Array, *rest: Array) -> Array:
+    """The product of a plan's problem, from lhs, rhs, the six arrays i32[g] of `Groups`, and what it is added to."""
     problem = plan.problem
     assert isinstance(problem, GemmProblem)
+    out = rest[6] if problem.accumulate else jnp.zeros(problem.out.shape, problem.out.dtype)
     if problem.empty:
-        return jnp.zeros(problem.out.shape, problem.out.dtype)
+        return out
     if plan.layout.unrolled:
-        return _unrolled(problem, lhs, rhs, serial=plan.layout.serial)
-    return _tiled(problem, plan.tiling, lhs, rhs, Groups(*groups))
+        return _unrolled(problem, lhs, rhs, out, serial=plan.layout.serial)
+    return _tiled(problem, plan.tiling, (lhs, rhs, out), Groups(*rest[:6]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Unrolled: one product for each group
 
 
-def _unrolled(problem: GemmProblem, lhs: Array, rhs: Array, *, serial: bool) -> Array:
+def _unrolled(problem: GemmProblem, lhs: Array, rhs: Array, out: Array, *, serial: bool) -> Array:
     assert problem.known is not None
-    lhs, rhs, out = (to_bits(x) for x in (lhs, rhs, jnp.zeros(problem.out.shape, problem.out.dtype)))
+    lhs, rhs, out = (to_bits(x) for x in (lhs, rhs, out))
     once = lax.optimization_barrier(jnp.int32(1))  # XLA would inline a loop that it knows to run once
     for group in map(Groups._make, zip(*problem.known, strict=True)):
         if 0 not in (group.m, group.k, group.n):
@@ -100,7 +101,12 @@ def _product(problem: GemmProblem, lhs: Array, rhs: Array, group: Groups, zero: 
     if x.dtype != y.dtype:
         x, y = x.astype(problem.acc), y.astype(problem.acc)
     acc = lax.dot_general(x, y, contract, precision=problem.precision, preferred_element_type=problem.acc)
-    new = to_bits(cast(acc.T if problem.out.transposed else acc, problem.out.dtype))
+    acc = acc.T if problem.out.transposed else acc
+    if problem.accumulate:
+        acc = cast(acc, problem.sum) + cast(
+            _matrix(problem.out, out, group.out + zero, (group.m, group.n)), problem.sum
+        )
+    new = to_bits(cast(acc, problem.out.dtype))
     start, shape = _region(problem.out, group.out + zero, (group.m, group.n))
     return lax.dynamic_update_slice(out, new.reshape(shape), start)
 
@@ -136,11 +142,10 @@ class Tiles(NamedTuple):
     starts: Array  # i32[g]
 
 
-def _tiled(problem: GemmProblem, tile: Tiling, lhs: Array, rhs: Array, groups: Groups) -> Array:
+def _tiled(problem: GemmProblem, tile: Tiling, arrays: tuple[Array, Array, Array], groups: Groups) -> Array:
     buffers, shapes = (problem.lhs, problem.rhs, problem.out), ((tile.m, tile.k), (tile.k, tile.n), (tile.m, tile.n))
     a, b, c = map(Tiles, buffers, problem.dims, shapes, groups[:3])
-    out = jnp.zeros(problem.out.shape, problem.out.dtype)
-    lhs, rhs, out = (to_bits(_padded(tiles, x)) for tiles, x in zip((a, b, c), (lhs, rhs, out), strict=True))
+    lhs, rhs, out = (to_bits(_padded(tiles, x)) for tiles, x in zip((a, b, c), arrays, strict=True))
 
     def group(i: Array, out: Array) -> Array:
         m, k, n = (sizes[i] for sizes in groups[3:])
@@ -160,6 +165,8 @@ def _tiled(problem: GemmProblem, tile: Tiling, lhs: Array, rhs: Array, groups: G
                     return acc + lax.dot(x, y, precision=problem.precision, preferred_element_type=problem.acc)
 
                 acc = lax.fori_loop(0, _count(k, tile.k), step, jnp.zeros((tile.m, tile.n), problem.acc))
+                if problem.accumulate:
+                    acc = cast(acc, problem.sum) + cast(_load(c, out, i, (down, across), (m, n)), problem.sum)
                 return _store(c, out, i, (down, across), (m, n), cast(acc, problem.out.dtype))
 
             return lax.fori_loop(0, _count(m, tile.m), row, out)

@@ -197,23 +197,38 @@ def _rows_scales(
         lhs = (lhs.dequantize() if isinstance(lhs, Scaled) else lhs) * each
         rhs = _values(rhs)
     epilogue, scales = problem.epilogue, []
+    total = None
+    if isinstance(rhs, Scaled) and rhs.total is not None and rhs.scale.shape[k_axis] > 1:
+        (values, scale, total, zeros), static = rhs.tree_flatten()  # the total is a factor of the sum
+        rhs = Scaled.tree_unflatten(static, (values, scale, None, zeros))
     if isinstance(lhs, Scaled):
         by_row, block = _along_k(lhs, 1)  # [m or 1, k / block or 1]
-        by_row = jnp.broadcast_to(by_row, (problem.m, by_row.shape[1]))
+        by_row = jnp.broadcast_to(by_row if total is None else by_row * total, (problem.m, by_row.shape[1]))
         scales.append(by_row if block else by_row[:, 0])
         epilogue = dataclasses.replace(epilogue, by_row=True, row_block=block)
+    elif total is not None:
+        scales.append(jnp.broadcast_to(total, (problem.m,)))
+        epilogue = dataclasses.replace(epilogue, by_row=True)
+    x, y = _values(lhs), _values(rhs)
     if isinstance(rhs, Scaled):
         by_column, block, across = _column_scales(rhs.mT if problem.transpose_rhs else rhs)
         groups = (problem.local_groups, *by_column.shape[1:])
         scales.append(jnp.broadcast_to(by_column, groups if block else (problem.local_groups, problem.n)))
         epilogue = dataclasses.replace(epilogue, by_column=True, column_block=(block, across) if block else (0, 1))
-    x, y = _values(lhs), _values(rhs)
+        if block:
+            y = jnp.asarray(rhs.values)
+            epilogue = dataclasses.replace(epilogue, column_scales=np.dtype(by_column.dtype))
     return problem.replace(lhs=np.dtype(x.dtype), rhs=np.dtype(y.dtype), epilogue=epilogue), (x, y), scales
 
 
 def _column_scales(rhs: Scaled) -> tuple[Array, int, int]:
-    """Scales of weights [g, k, n]: `[g or 1, k / block, n / across]`, or `[g or 1, n or 1]` if constant along k."""
+    """Scales of weights [g, k, n]: `[g or 1, k / block, n / across]`, or `[g or 1, n or 1]` if constant along k.
+
+    Those that change along k have the dtype in which they are stored, others float32.
+    """
     scale, block = _along_k(rhs, 1)
+    if block and rhs.total is None:  # in their own dtype, which may be a byte
+        scale = expanded(jnp.asarray(rhs.scale), (rhs.block[0], 1, 1), (rhs.shape[0], *rhs.scale.shape[1:]))
     if not block:
         return expanded(scale, (1, 1, rhs.block[2]), (*scale.shape[:2], rhs.shape[2]))[:, 0], 0, 1
     return scale, block, rhs.block[2]

@@ -16,6 +16,7 @@ from trencadis.core.epilogue import Epilogue
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 from trencadis.quant import Scaled
+from trencadis.quant.formats import FORMATS
 
 from .ahead import kernels, largest_result, lowered, structs
 
@@ -90,23 +91,69 @@ def contraction(dtype):
     return call, [((K, M), dtype), ((K, 1), "float32"), ((N, M), dtype), ((N, 1), "float32"), ((G,), "int32")]
 
 
+def along_k(format, length, k=K, n=192):
+    """Weights `[g, n, k]` with a scale for each block of k, of the dtype that the format has for scales."""
+    kind = FORMATS[format]
+
+    def call(x, values, scale, sizes):
+        weights = Scaled(values, scale, format, (1, 1, length), total=jnp.float32(2) if kind.total else None)
+        return tr.grouped_matmul(x, weights, sizes, jnp.bfloat16, transpose_rhs=True, backend="gpu")
+
+    return call, [((M, k), "bfloat16"), ((G, n, k), kind.values), ((G, n, k // length), kind.scales), ((G,), "int32")]
+
+
 LOWERED = {
     "e4m3, 64-byte swizzle": lambda: rows("float8_e4m3fn", "float8_e4m3fn", k=192),
     "int8, blocks": lambda: rows("int8", "int8", blocks=True),
     "int4, RS operand": lambda: rows("bfloat16", "int4"),
     "e5m2, upcast in shared memory": lambda: rows("bfloat16", "float8_e5m2", last=False),
     "e4m3, contraction": lambda: contraction("float8_e4m3fn"),
+    "mxfp4, RS operand times scales": lambda: along_k("mxfp4", 32),
+    "mxfp4, RS operand times scales, rows of an odd number of scales": lambda: along_k("mxfp4", 32, k=480),
+    "mxfp8, RS operand times scales": lambda: along_k("mxfp8", 32),
+    "nvfp4, RS operand times scales": lambda: along_k("nvfp4", 16),
+    "int4, RS operand, promoted": lambda: along_k("int4", 128),
+    "int8, RS operand, promoted": lambda: along_k("int8", 64),
 }
 
 
-@pytest.mark.parametrize("name", sweep(LOWERED, ["int8, blocks", "int4, RS operand"]))
+DEFAULT = [
+    "int8, blocks", "int4, RS operand", "nvfp4, RS operand times scales", "int4, RS operand, promoted",
+    "mxfp4, RS operand times scales, rows of an odd number of scales",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sweep(LOWERED, DEFAULT))
 def test_lowers_to_one_kernel(name):
     """Weights are upcast in the kernel; outside of it only scales are moved, and lhs if weights are an RS operand."""
     fn, shapes = LOWERED[name]()
     text = lowered(fn, *shapes)
     assert kernels(text) == 1
     size, operation = largest_result(text)
-    assert size <= (M * K if "RS" in name else G * max(K, N, M)), operation
+    assert size <= (2 * M * K if "RS" in name else G * max(K, N, M)), operation
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"out": np.dtype("float32")}, "stored [g, n, k]"),
+        ({"transpose_rhs": False}, "stored [g, n, k]"),
+        (
+            {"rhs": np.dtype("int8"), "epilogue": Epilogue(by_column=True, column_block=(32, 1))},
+            "64 and multiples of 128",
+        ),
+        ({"epilogue": Epilogue(by_column=True, column_block=(32, 3))}, "3 columns share one"),
+    ],
+)
+def test_scales_along_k_that_the_kernel_does_not_apply(changes, said):
+    """They are applied by splitting the product along k, with a warning that says how to store the weights."""
+    scales = Epilogue(by_column=True, column_block=(32, 1), column_scales=np.dtype(jnp.float8_e8m0fnu))
+    asked = problem_of((64, 256), (2, 256, 256), dtype="bfloat16").replace(
+        rhs=np.dtype(jnp.float4_e2m1fn), transpose_rhs=True, epilogue=scales
+    )
+    target = Target(platform="cuda", kind="NVIDIA H200")
+    assert refusal(asked, target) is None
+    assert said in refusal(asked.replace(**changes), target)
 
 
 def test_why_says_that_lhs_is_permuted_along_k():

@@ -17,6 +17,12 @@ def test_contenders_are_right(monkeypatch, which):
     assert not any(r.why for r in found) and max(r.error for r in found) < 1e-6
 
 
+@pytest.mark.parametrize("which", problems.PASSES)
+def test_the_burst_of_a_gpu_is_checked(which):
+    found = ragged.timed(SMALL, which, timing.wall_clock())
+    assert not found.why and found.error < found.limit and found.details["TFLOP/s"] > 0
+
+
 def test_matrices_lie_one_after_the_other():
     first, second = ragged.matrices(np.arange(10), np.array([2, 1]), np.array([3, 4]))
     np.testing.assert_array_equal(first, [[0, 1, 2], [3, 4, 5]])

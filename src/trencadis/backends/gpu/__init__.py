@@ -5,7 +5,7 @@ layout           what a layout holds
 kernel           the warpgroups of a CTA and their barriers
 rows             the mainloop of the rows form; contraction: that of the other form, with its mask
 consumer         the consumer warpgroups; mma_shapes: the products that they issue
-upcast           low-precision weights as a register (RS) operand
+upcast           low-precision weights as a register (RS) operand; block_scales: their scales, where they change along k
 store            the epilogue, and the stores to global memory
 tile_scheduler   the order of tiles; tile_queue: how the producer publishes them to the other warpgroups
 """
@@ -26,11 +26,12 @@ from trencadis.backends.gpu.choose import (
     choose_for_tile,
     hi_lo_operand,
     mma_dtype,
+    needs_promotion,
     needs_upcast,
     reason,
     tiling_of,
 )
-from trencadis.backends.gpu.layout import ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
+from trencadis.backends.gpu.layout import CONSUMERS, ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.prepare import flat_sizes, pad_to, round_up
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import card_for
@@ -63,6 +64,8 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     refusal = _arithmetic(inner) or _size(inner) or _missing()
     if refusal is not None:
         return refusal
+    if overrides.interpret and needs_upcast(inner) and inner.epilogue.along_k:
+        return _refusal("scales of weights change along k, and the interpreter has no register operands")
     tile = overrides.tilings.forward
     layout = choose(inner, card) if tile is None else choose_for_tile(inner, card, tile)
     return Plan(
@@ -177,9 +180,10 @@ def _weight_scales(problem: Problem) -> Refusal | None:
         )
     if across != 1 and across % WGMMA_M:
         return _refusal(f"scales of weights change along k, and {across} columns share one; it takes 1, 64, 128, ...")
-    unit = WGMMA_M if needs_promotion(problem) else 16
-    if length % unit or (needs_promotion(problem) and 128 % length and length % 256):
-        return _refusal(f"scales of weights change along k, each of {length} entries; it takes multiples of {unit}")
+    if needs_promotion(problem) and length != WGMMA_M and length % (2 * WGMMA_M):
+        return _refusal(f"float32 scales of weights change along k every {length}; it takes 64 and multiples of 128")
+    if length % 16:
+        return _refusal(f"scales of weights change along k every {length}; it takes multiples of 16")
     return None
 
 

@@ -12,6 +12,7 @@ Either way nothing is rounded but the result.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -26,11 +27,10 @@ from jaxlib.mlir.dialects import arith, memref, vector
 
 from trencadis.backends.gpu.layout import WGMMA_M, Layout
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
-from trencadis.backends.gpu.upcast import ROW
+from trencadis.backends.gpu.upcast import ROW, WORD_BYTES
 from trencadis.core.problem import Problem
 
 Value = Any  # an MLIR value: its type is generic or not, by the version of jaxlib
-WORD = 4  # bytes of scales in a word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,11 @@ class BlockScales:
         return self.problem.epilogue.column_block[0]
 
     @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the scales."""
+        return self.problem.epilogue.column_scales
+
+    @property
     def per_step(self) -> int:
         """The number of scales along k in one step of the mainloop."""
         return -(-self.layout.block_k // self.length)
@@ -53,21 +58,22 @@ class BlockScales:
     @property
     def packed(self) -> bool:
         """Whether scales are bytes, four to a word."""
-        return self.problem.epilogue.column_scales.itemsize == 1
+        return self.dtype.itemsize == 1
 
     def load(self, refs: Refs, tile: Tile, top: Scalar, step: Scalar) -> list[jax.Array]:
-        """The scales of a step for the 64 columns from `top` of a tile on: words or float32 numbers [64]."""
+        """The scales of a step for the 64 columns from `top` of a tile on: words or float32 numbers [64].
+
+        Global memory answers late: they are asked for well before they are used. Past the last step they repeat.
+        """
         weights, across = self.problem.weights, self.problem.epilogue.column_block[1]
         group = tile.group if weights == self.problem.spans else lax.rem(tile.group, i32(weights))
         ref, first = refs["by_column"], lax.div(tile.column + top, i32(across))
         rows = ref.at[group, pl.ds(first, WGMMA_M if across == 1 else 1)]
         start = lax.div(step * i32(self.layout.block_k), i32(self.length))
-        bytewise = self.packed and ref.dtype == jnp.uint8
         count = self.per_step
         if self.packed:
-            count = -(-count // WORD)
-            start = start if bytewise else lax.div(start, i32(WORD))
-        return _load(rows, start, count, bytewise, shared=across > 1)
+            count, start = -(-count // WORD_BYTES), lax.div(start, i32(ref.dtype.itemsize))
+        return _load(rows, start, count, shared=across > 1)
 
 
 def stored(problem: Problem, layout: Layout, scales: jax.Array) -> jax.Array:
@@ -78,17 +84,22 @@ def stored(problem: Problem, layout: Layout, scales: jax.Array) -> jax.Array:
     if scales.dtype.itemsize > 1:
         return scales
     scales = lax.bitcast_convert_type(scales, jnp.uint8)
-    if problem.k % layout.block_k or scales.shape[2] % WORD:
+    unit = math.gcd(scales.shape[2], WORD_BYTES)
+    if unit == 1:
         return scales
-    return lax.bitcast_convert_type(scales.reshape(*scales.shape[:2], -1, WORD), jnp.int32)
+    word = jnp.int16 if unit == 2 else jnp.int32
+    return lax.bitcast_convert_type(scales.reshape(*scales.shape[:2], -1, unit), word)
 
 
-def _load(ref: Ref, start: Scalar, count: int, bytewise: bool, shared: bool) -> list[jax.Array]:
+def _load(ref: Ref, start: Scalar, count: int, shared: bool) -> list[jax.Array]:
     """Words [64] from global memory [64, all], or [1, all] if rows share them: `count` of them, from `start` on.
+
+    A word is read at once, or in halves or bytes where rows are not aligned to words.
 
     Past the end the last one is repeated: values there are zero, and the scale of another column may be NaN.
     """
-    dtype = jnp.int32 if ref.dtype in (jnp.uint8, jnp.int32) else jnp.float32
+    dtype = jnp.float32 if ref.dtype == jnp.float32 else jnp.int32
+    unit = ref.dtype.itemsize
     struct = mgpu.ShapeDtypeStruct((WGMMA_M,), dtype, layout=ROW)
     last = ref.shape[-1] - 1
 
@@ -104,16 +115,18 @@ def _load(ref: Ref, start: Scalar, count: int, bytewise: bool, shared: bool) -> 
             return memref.load(scales, [row, arith.index_castui(index, column)])
 
         def gathered(row: Value, first: Value, which: int) -> Value:
-            if not bytewise:
+            if unit == WORD_BYTES:
                 return at(row, first, which)
-            parts = [arith.extui(word, at(row, first, WORD * which + i)) for i in range(WORD)]
+            pieces = WORD_BYTES // unit
+            parts = [arith.extui(word, at(row, first, pieces * which + i)) for i in range(pieces)]
             for i, part in enumerate(parts[1:], 1):
-                parts[0] = arith.ori(parts[0], arith.shli(part, utils.c(8 * i, word)))
+                parts[0] = arith.ori(parts[0], arith.shli(part, utils.c(8 * unit * i, word)))
             return parts[0]
 
         for (row,), place in zip(rows, np.ndindex(shape), strict=True):
             where = utils.c(0, index) if shared else row
-            first = vector.extract(start.registers[place], [], [0])
+            register: Value = start.registers[place]
+            first = vector.extract(register, [], [0])
             for which, each in enumerate(registers):
                 number = gathered(where, first, which)
                 each[place] = vector.broadcast(ir.VectorType.get((1,), number.type), number)

@@ -38,6 +38,7 @@ LARGE_M, LARGE_N = 256, 192  # the largest tile, exchanged in swap-AB: two consu
 MAX_N = {Form.ROWS: 256, Form.CONTRACTION: LARGE_N}  # of one wgmma; a mask warpgroup leaves fewer registers
 SCALE_BLOCK = 128  # columns of a tile whose scales change along k: those of one block of scales
 UPCAST_N = 128  # columns of a tile whose weights are upcast
+MORE_CONSUMERS = 4  # where unpacking weights takes the time, and there are few rows
 SMALL_GROUP = 64  # mean rows of a group up to which the product is bound by reading weights
 TINY_GROUP = 16  # mean rows of a group up to which the smallest tiles do
 LARGE_GROUP = 1024  # mean rows of a group from which on the padding of its last tile hardly matters
@@ -162,8 +163,19 @@ def _upcast_tile(problem: Problem, block_m: int) -> tuple[int, int]:
     if _swap_ab(problem):
         # less beside weights that are upcast in shared memory, and beside promoted sums
         most = LARGE_N if problem.transpose_rhs and not needs_promotion(problem) else 2 * WGMMA_M
-        return min(max(block_m // SWAP_AB_UNIT * SWAP_AB_UNIT, SWAP_AB_UNIT), most), UPCAST_N
+        block_m = min(max(block_m // SWAP_AB_UNIT * SWAP_AB_UNIT, SWAP_AB_UNIT), most)
+        return block_m, MORE_CONSUMERS * WGMMA_M if _more_consumers(problem, block_m) else UPCAST_N
     return CONSUMERS * WGMMA_M, UPCAST_N if problem.n > WGMMA_M else WGMMA_M
+
+
+def _more_consumers(problem: Problem, block_m: int) -> bool:
+    """Whether weights are 4-bit floats that are multiplied by their scales, for few rows.
+
+    Then unpacking takes the time, and four consumers still have registers for it.
+    """
+    if needs_promotion(problem) or not problem.epilogue.along_k or not problem.transpose_rhs:
+        return False
+    return problem.rhs.name == "float4_e2m1fn" and block_m <= 2 * SWAP_AB_UNIT and _swap_ab(problem)
 
 
 def _estimated_time(problem: Problem, cores: int, block_m: int, block_n: int) -> float:
@@ -196,10 +208,12 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
     swap_ab = _swap_ab(problem) and (upcast or block_n == MAX_N[Form.ROWS])
     # RS wgmma takes weights from registers only as operand A, K-major
     in_smem = upcast and not (swap_ab and problem.transpose_rhs)
-    block_k = _block_k(problem, swizzle, block_m > WGMMA_M or in_smem)
+    more = _more_consumers(problem, block_m)
+    consumers = MORE_CONSUMERS if more else CONSUMERS
+    block_k = _block_k(problem, swizzle, block_m > WGMMA_M or in_smem or more)
     stage = block_k * (block_m * bits(dtype) + block_n * bits(problem.rhs if upcast else dtype)) // 8
     buffers, rows = (1, block_m) if swap_ab else (_store_buffers(problem, block_n), WGMMA_M)
-    others = _shared_beside_stages(problem, block_n, buffers, rows)
+    others = _shared_beside_stages(problem, block_n, buffers, rows, consumers)
     others += in_smem * UPCAST_STAGES * block_k * block_n * dtype.itemsize
     flops = 2 * problem.rows * problem.k * problem.n
     return Layout(
@@ -209,6 +223,7 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
         stages=min((card.shared - others) // stage, MAX_STAGES),
         raster_group=8 if block_m > 128 else 16,
         num_ctas=card.cores,
+        consumers=consumers,
         swizzle=swizzle,
         store_buffers=buffers,
         hi_lo=hi_lo_operand(problem),
@@ -226,6 +241,8 @@ def _block_k(problem: Problem, swizzle: int, short: bool) -> int:
 
     Where weights are upcast it is two swizzle rows of lhs if steps are to be short, and otherwise one of the weights.
     """
+    if needs_promotion(problem) and problem.epilogue.column_block[0] == WGMMA_M:
+        return WGMMA_M
     if needs_upcast(problem):
         return 2 * swizzle_elements(problem.lhs) if short else swizzle_elements(problem.rhs)
     return swizzle_elements(mma_dtype(problem), SWIZZLE if problem.form is Form.ROWS else swizzle)
@@ -251,17 +268,17 @@ def _store_buffers(problem: Problem, block_n: int) -> int:
     return max(count for count in range(1, most + 1) if rows % count == 0 or count % rows == 0)
 
 
-def _shared_beside_stages(problem: Problem, block_n: int, buffers: int, rows: int) -> int:
+def _shared_beside_stages(problem: Problem, block_n: int, buffers: int, rows: int, consumers: int) -> int:
     """The bytes of shared memory beside the stages: store buffers of this many rows, vectors, queue and barriers.
 
     Mosaic places every array at a multiple of 1024.
     """
-    stored = CONSUMERS * buffers * rows * SWIZZLE
+    stored = consumers * buffers * rows * SWIZZLE
     epilogue = problem.epilogue
     vectors = [4 * LARGE_M] * epilogue.by_row + [4 * block_n] * (epilogue.by_column and not epilogue.along_k)
     if epilogue.blocks:  # the scales of the rows of each stage, and of the weights of all steps
-        vectors = [2 * WGMMA_M * MAX_STAGES * 4 // CONSUMERS, 4 * -(-problem.k // epilogue.blocks) + 128]
+        vectors = [2 * WGMMA_M * MAX_STAGES * 4 // consumers, 4 * -(-problem.k // epilogue.blocks) + 128]
     vectors += [] if epilogue.bias is None else [block_n * epilogue.bias.itemsize]
-    loaded = sum(-(-CONSUMERS * size // 1024) * 1024 for size in vectors)
-    barriers = 8 * (4 * MAX_STAGES + 2 * UPCAST_STAGES + 2 * QUEUE_SLOTS + (1 + buffers) * CONSUMERS + 1)
+    loaded = sum(-(-consumers * size // 1024) * 1024 for size in vectors)
+    barriers = 8 * (4 * MAX_STAGES + 2 * UPCAST_STAGES + 2 * QUEUE_SLOTS + (1 + buffers) * consumers + 1)
     return stored + loaded + 1024 + barriers

@@ -1,9 +1,10 @@
-"""The consumer warpgroups: each takes half of a tile's blocks, multiplies over all steps, and stores the result."""
+"""The consumer warpgroups: each takes a share of a tile's blocks, multiplies over all steps, and stores the result."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,15 +35,16 @@ class Consumer:
     mainloop: Mainloop
     refs: Refs
     scheduler: TileScheduler
-    warpgroup: Scalar  # 0 or 1
+    warpgroup: Scalar  # which of the consumers
 
     def consume(self, tile: Tile, done: Scalar) -> None:
-        """Compute and store its half of a tile, the upper blocks or the lower; `done` steps came before it."""
+        """Compute and store its share of the blocks of a tile; `done` steps came before it."""
         shapes = mma_shapes(self.layout, self.problem.n)
         blocks = shapes.blocks(tile)
-        half = lax.div(blocks + i32(1), i32(2))
-        top = pl.multiple_of(jnp.where(self.warpgroup == 0, i32(0), half) * i32(WGMMA_M), WGMMA_M)
-        mine = jnp.where(self.warpgroup == 0, half, blocks - half)
+        share = lax.div(blocks + i32(self.layout.consumers - 1), i32(self.layout.consumers))
+        first = self.warpgroup * share
+        top = pl.multiple_of(first * i32(WGMMA_M), WGMMA_M)
+        mine = jnp.minimum(blocks - first, share)
         skip = functools.partial(self._skip, tile, done)
         branches = [skip, *(functools.partial(self._compute, tile, done, top, shape) for shape in shapes.all)]
         lax.switch(jnp.where(mine > 0, shapes.branch(tile, mine) + i32(1), i32(0)), branches)
@@ -64,17 +66,22 @@ class Consumer:
 
     def _sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, acc: Ref) -> jax.Array:
         """The sums of a tile [blocks * 64, n], accumulated by wgmma over all steps."""
+        scaled = self.layout.upcast and self.problem.epilogue.along_k
+        source = BlockScales(self.problem, self.layout) if scaled else None
 
-        def step(i: Scalar, _: None) -> None:
-            scales = self._block_scales(tile, top, i)
+        def step(i: Scalar, words: list[jax.Array]) -> list[jax.Array]:
             at = self._wait(tile, done, i)
+            scales = None if source is None else Scales(words, source.dtype, source.length)
+            words = [] if source is None else source.load(self.refs, tile, top, i + i32(1))
             mgpu.wgmma(acc, *self._operands(at, top, shape.blocks, shape.n, scales))
             # The other consumer multiplies meanwhile: the sooner the stage is released, the better. And the compiler
             # does not know that a wgmma in flight still reads its register operand, and would reuse the registers.
             mgpu.wgmma_wait(0)
             self._release(done, i)
+            return words
 
-        lax.fori_loop(i32(0), tile.steps, step, None)
+        first = [] if source is None else source.load(self.refs, tile, top, i32(0))
+        lax.fori_loop(i32(0), tile.steps, step, first)
         return acc[...]
 
     def _promoted_sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, store: Store) -> list[jax.Array]:
@@ -108,39 +115,30 @@ class Consumer:
         return lax.fori_loop(i32(0), tile.steps, step, zeros)
 
     def _weight_promoted_sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape) -> jax.Array:
-        """The sums [64, n] of a tile whose weights, operand A, have scales per block of k, which rows of sums share."""
-        source = BlockScales(self.problem, self.layout)
+        """The sums [64, n] of a tile whose weights, operand A, have scales for each row of it and block of k."""
+        assert isinstance(self.mainloop, RowsMainloop)
+        mainloop, source = self.mainloop, BlockScales(self.problem, self.layout)
         length = min(source.length, self.layout.block_k)
 
-        def product(at: tuple[Scalar, Scalar], first: int) -> jax.Array:
-            def run(acc: Ref) -> jax.Array:
-                part = None if length == self.layout.block_k else pl.ds(first, length)
-                mine = pl.ds(top, WGMMA_M)
-                mgpu.wgmma(acc, *self.mainloop.operands(self.refs, at, mine, shape.n, None, part))
-                mgpu.wgmma_wait(0)
-                return acc[...]
-
-            return pl.run_scoped(run, mgpu.ACC((WGMMA_M, shape.n), self.problem.acc))
+        def product(a: Any, b: Ref, acc: Ref) -> jax.Array:
+            mgpu.wgmma(acc, a, b)
+            mgpu.wgmma_wait(0)
+            return acc[...]
 
         def step(i: Scalar, sums: jax.Array) -> jax.Array:
-            scales = source.load(self.refs, tile, top, i)  # before the wait, so that both take the same time
+            scales = source.load(self.refs, tile, top, i)  # they arrive before the product is there
             at = self._wait(tile, done, i)
+            weights, _ = self._operands(at, top, 1, shape.n)
             for part, scale in enumerate(scales):
-                acc = product(at, part * length)
-                if part == len(scales) - 1:
-                    self._release(done, i)
+                a = weights[:, part * length : (part + 1) * length] if len(scales) > 1 else weights
+                b = mainloop.lhs_part(self.refs, at[0], shape.n, pl.ds(part * length, length))
+                multiply = functools.partial(product, a, b)
+                acc = pl.run_scoped(multiply, mgpu.ACC((WGMMA_M, shape.n), self.problem.acc))
                 sums = sums + acc * lax.broadcast_in_dim(scale, acc.shape, (0,))
+            self._release(done, i)
             return sums
 
         return lax.fori_loop(i32(0), tile.steps, step, jnp.zeros((WGMMA_M, shape.n), jnp.float32))
-
-    def _block_scales(self, tile: Tile, top: Scalar, step: Scalar) -> Scales | None:
-        """The scales of a step that operand A is multiplied by, if there are such."""
-        epilogue = self.problem.epilogue
-        if not (self.layout.upcast and epilogue.along_k):
-            return None
-        source = BlockScales(self.problem, self.layout)
-        return Scales(source.load(self.refs, tile, top, step), epilogue.column_scales, source.length)
 
     def _skip(self, tile: Tile, done: Scalar) -> None:
         """Release all stages of a tile that has no blocks for this consumer."""

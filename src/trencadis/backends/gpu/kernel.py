@@ -1,10 +1,10 @@
-"""The persistent, warp-specialized kernel of both forms: a producer, two consumers, and at most one warpgroup between.
+"""The persistent, warp-specialized kernel of both forms: a producer, consumers, and at most one warpgroup between.
 
     producer    runs the tile scheduler and publishes its tiles; waits for an empty stage, starts the copies of a step
     mask        contraction: zeroes the rows of other groups in the first and the last step of a sum
     upcast      low-precision weights: upcasts them to the dtype of the rows, into buffers of their own
-    consumers   half the blocks of a tile each: wait for a full stage, issue wgmma, release it; then the epilogue, while
-                the copies of the next tile are in flight
+    consumers   two, or four for weights of low precision and few rows. A share of the blocks of a tile each: wait for a
+                full stage, issue wgmma, release it; then the epilogue, while the copies of the next tile are in flight
 
 Barriers of a stage: `full`, its copies have arrived; `masked`, other groups' rows are zero; `empty`, all have read it.
 Barriers of upcast weights: `upcast_full`, they are written; `upcast_empty`, the consumers have read them.
@@ -34,8 +34,9 @@ PARAMS = mgpu.CompilerParams(
     reduction_scratch_bytes=0,
     unsafe_no_auto_barriers=True,  # all threads arrive at a barrier, and `commit_smem` is called where they must meet
 )
-# registers of a thread: of consumers, producer, and the warpgroup between; 512 for all warpgroups together
+# registers of a thread: of consumers, producer, and the warpgroup between; 512 for all together, 480 for five
 REGISTERS = {"": (232, 40, 0), "mask": (224, 32, 32), "upcast": (168, 40, 136)}
+REGISTERS_OF_MORE_CONSUMERS = 112, 32, 0
 
 
 def call(
@@ -45,19 +46,19 @@ def call(
     existing = operands.pop("existing", None)
     mainloop = (RowsMainloop if problem.form is Form.ROWS else ContractionMainloop)(problem, layout)
     between = _between(mainloop)
-    warpgroups = CONSUMERS + 1 + bool(between)
+    warpgroups = layout.consumers + 1 + bool(between)
     shared = {
         **mainloop.scratch(),
         **store.scratch(problem, layout),
         **tile_queue.scratch(warpgroups - 1),
         "full": mgpu.Barrier(num_arrivals=2 + bool(problem.epilogue.blocks), num_barriers=layout.stages),
-        "empty": mgpu.Barrier(num_arrivals=CONSUMERS + bool(between), num_barriers=layout.stages),
+        "empty": mgpu.Barrier(num_arrivals=layout.consumers + bool(between), num_barriers=layout.stages),
     }
     if between == "mask":
         shared["masked"] = mgpu.Barrier(num_barriers=layout.stages)
     if between == "upcast":
         shared["upcast_full"] = mgpu.Barrier(num_barriers=UPCAST_STAGES)
-        shared["upcast_empty"] = mgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=UPCAST_STAGES)
+        shared["upcast_empty"] = mgpu.Barrier(num_arrivals=layout.consumers, num_barriers=UPCAST_STAGES)
     # what the kernel reads and writes is a reference; what it only writes is a result
     inout = {"counter": jnp.zeros((1,), jnp.int32)} if layout.dynamic else {}
     inout |= {} if existing is None else {"out": existing}
@@ -100,6 +101,8 @@ def _body(problem: Problem, layout: Layout, mainloop: Mainloop, refs: Refs) -> N
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     scheduler = TileScheduler(problem, layout, refs["sizes"], refs["first_group"])
     of_consumers, of_producer, of_between = REGISTERS[_between(mainloop)]
+    if layout.consumers > CONSUMERS:
+        of_consumers, of_producer, of_between = REGISTERS_OF_MORE_CONSUMERS
 
     def consume() -> None:
         mgpu.set_max_registers(of_consumers, action="increase")
@@ -124,13 +127,13 @@ def _body(problem: Problem, layout: Layout, mainloop: Mainloop, refs: Refs) -> N
     # one tree of branches: only then does the compiler give each role its own number of registers
     def others() -> None:
         if isinstance(mainloop, ContractionMainloop):
-            lax.cond(warpgroup == CONSUMERS, produce, functools.partial(mask, mainloop))
+            lax.cond(warpgroup == layout.consumers, produce, functools.partial(mask, mainloop))
         elif layout.upcast_in_smem:
-            lax.cond(warpgroup == CONSUMERS, produce, functools.partial(upcast, mainloop))
+            lax.cond(warpgroup == layout.consumers, produce, functools.partial(upcast, mainloop))
         else:
             produce()
 
-    lax.cond(warpgroup < CONSUMERS, consume, others)
+    lax.cond(warpgroup < layout.consumers, consume, others)
 
 
 def _load(layout: Layout, mainloop: Mainloop, refs: Refs, scheduler: TileScheduler, tile: Tile, done: Scalar) -> None:

@@ -18,7 +18,7 @@ WGMMA_M = 64  # rows of one wgmma instruction
 SWAP_AB_UNIT = 16  # rows by which swap-AB tiles grow: they are the N of wgmma, which takes any multiple of 8
 ROW_ALIGN = 8  # TMA copies start at a multiple of this many rows: those of a swizzle atom in shared memory
 SWIZZLE = 128  # bytes of a row of a swizzle atom, where nothing asks for a smaller one
-CONSUMERS = 2  # consumer warpgroups of a CTA, which issue wgmma
+CONSUMERS = 2  # consumer warpgroups of a CTA, which issue wgmma, where nothing asks for more
 UPCAST_STAGES = 2  # buffers of weights that the upcast warpgroup has written and consumers read
 QUEUE_SLOTS = 4  # tiles that the producer may publish before the other warpgroups have read them
 
@@ -33,6 +33,7 @@ class Layout:
     stages: int  # steps that are in shared memory at once
     raster_group: int  # tiles of a column that run before the next column: an L2 rasterization group
     num_ctas: int  # persistent CTAs: one for each SM
+    consumers: int = CONSUMERS  # consumer warpgroups
     swizzle: int = SWIZZLE  # bytes of a swizzle row of the operands in shared memory
     store_buffers: int = 2  # buffers of a consumer for subtiles on their way to global memory
     hi_lo: str = ""  # "lhs" or "rhs": the operand that comes as a bf16 hi/lo split of a float32 array

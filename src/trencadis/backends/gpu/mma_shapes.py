@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from trencadis.backends.gpu.layout import CONSUMERS, WGMMA_M, Layout
+from trencadis.backends.gpu.layout import WGMMA_M, Layout
 from trencadis.backends.gpu.tile_scheduler import Scalar, Tile, i32
 
 
@@ -40,12 +40,12 @@ class Normal:
 
     def __init__(self, layout: Layout, columns: int) -> None:
         self.last = columns - layout.block_n  # where the last column of tiles starts, if it is as wide as the others
-        self.most = layout.block_m // WGMMA_M // CONSUMERS
+        self.most = layout.block_m // WGMMA_M // layout.consumers
         heights = range(1, self.most + 1)
         self.all = [MmaShape(blocks, n) for n, blocks in itertools.product(layout.widths(columns), heights)]
 
     def blocks(self, tile: Tile) -> Scalar:
-        """The blocks of 64 in the products of a tile, for both consumers together."""
+        """The blocks of 64 in the products of a tile, for all consumers together."""
         return tile.units
 
     def branch(self, tile: Tile, blocks: Scalar) -> Scalar:
@@ -59,14 +59,14 @@ class SwapAB:
 
     def __init__(self, layout: Layout, columns: int) -> None:
         self.layout, self.columns = layout, columns
-        self.most = layout.block_n // WGMMA_M // CONSUMERS
+        self.most = layout.block_n // WGMMA_M // layout.consumers
         self.coarse = [rows for rows in layout.heights if rows % (2 * WGMMA_M) == 0 or rows == layout.block_m]
         fewer = range(1, self.most) if columns % layout.block_n else ()  # in the last column of tiles, by few branches
         self.all = [MmaShape(self.most, rows) for rows in layout.heights]
         self.all += [MmaShape(blocks, rows) for blocks in fewer for rows in self.coarse]
 
     def blocks(self, tile: Tile) -> Scalar:
-        """The blocks of 64 in the products of a tile, for both consumers together."""
+        """The blocks of 64 in the products of a tile, for all consumers together."""
         return lax.div(jnp.minimum(i32(self.columns) - tile.column, i32(self.layout.block_n)), i32(WGMMA_M))
 
     def branch(self, tile: Tile, blocks: Scalar) -> Scalar:

@@ -90,21 +90,23 @@ class RowsMainloop:
         lax.switch(fit(cut, tile, cut.heights), [rows(height) for height in cut.heights])
 
     def operands(
-        self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int, scales: Scales | None = None, k: Any = None
+        self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int, scales: Scales | None = None
     ) -> tuple[Any, Any]:
         """Operands A and B of a consumer: its rows by the columns of the tile; swap-AB, its columns by the rows.
 
-        Weights that are a register operand may be multiplied by scales, or multiplied in parts of k.
+        Weights that are a register operand may be multiplied by scales.
         """
         k_major = self.problem.transpose_rhs
         lhs, rhs = (refs[name].at[stage] for name, stage in zip(("smem_lhs", "smem_rhs"), stages, strict=True))
         if self.layout.upcast and not self.layout.upcast_in_smem:
-            if k is not None:
-                lhs, rhs = lhs.at[:, k], rhs.at[:, k]
             return rs_operand(rhs.at[mine], self.problem.lhs, scales), operand_b(lhs, n, True)
         if self.layout.swap_ab:
             return rhs.at[mine] if k_major else transpose_ref(rhs.at[:, mine]), operand_b(lhs, n, True)
         return lhs.at[mine], operand_b(rhs, n, k_major)
+
+    def lhs_part(self, refs: Refs, stage: Scalar, n: int, k: Any) -> Ref:
+        """Operand B of a product over a part of a step: the rows of a tile, K-major."""
+        return operand_b(refs["smem_lhs"].at[stage, :, k], n, True)
 
     def upcast(self, refs: Refs, stage: Scalar, to: Scalar) -> None:
         """Upcast the weights of a stage to the dtype of lhs, which holds their values exactly, into buffer `to`."""

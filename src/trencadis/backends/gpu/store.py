@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu.layout import CONSUMERS, ROW_ALIGN, SWIZZLE, WGMMA_M, Layout, swizzle_elements
+from trencadis.backends.gpu.layout import ROW_ALIGN, SWIZZLE, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.mma_shapes import MmaShape
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
 from trencadis.backends.prepare import round_up
@@ -36,14 +36,14 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
     # one row to a tile of shared memory, so that a copy may start at any row
     rows = (mgpu.TilingTransform((1, swizzle_elements(problem.out))), mgpu.SwizzleTransform(SWIZZLE))
     buffers, *shape = store_buffers(problem, layout)
-    memory: dict[str, Any] = {"smem_out": mgpu.SMEM((CONSUMERS, buffers, *shape), problem.out, transforms=rows)}
+    memory: dict[str, Any] = {"smem_out": mgpu.SMEM((layout.consumers, buffers, *shape), problem.out, transforms=rows)}
     wanted = vectors(problem, layout)
     for name, (length, dtype) in wanted.items():
-        memory[f"smem_{name}"] = mgpu.SMEM((CONSUMERS, round_up(length, THREADS)), dtype)
+        memory[f"smem_{name}"] = mgpu.SMEM((layout.consumers, round_up(length, THREADS)), dtype)
     if wanted:
-        memory["vectors_full"] = mgpu.Barrier(num_arrivals=len(wanted), num_barriers=CONSUMERS)
+        memory["vectors_full"] = mgpu.Barrier(num_arrivals=len(wanted), num_barriers=layout.consumers)
     if problem.epilogue.accumulate:
-        memory["existing_full"] = mgpu.Barrier(num_barriers=CONSUMERS * buffers)
+        memory["existing_full"] = mgpu.Barrier(num_barriers=layout.consumers * buffers)
     return memory
 
 
@@ -52,11 +52,10 @@ def vectors(problem: Problem, layout: Layout) -> dict[str, tuple[int, np.dtype[A
     epilogue = problem.epilogue
     if epilogue.blocks:  # scales of rows are loaded with each step; those of weights are here for all steps
         return {"by_column": (round_up(-(-problem.k // epilogue.blocks), 32), np.dtype(np.float32))}
+    by_column = epilogue.by_column and not epilogue.along_k  # scales along k are applied before
     return {
         **({"by_row": (layout.block_m, np.dtype(np.float32))} if epilogue.by_row else {}),
-        **(
-            {"by_column": (layout.block_n, np.dtype(np.float32))} if epilogue.by_column and not epilogue.along_k else {}
-        ),
+        **({"by_column": (layout.block_n, np.dtype(np.float32))} if by_column else {}),
         **({"bias": (layout.block_n, epilogue.bias)} if epilogue.bias is not None else {}),
     }
 
@@ -104,17 +103,18 @@ class Subtiles:
 
     def at(self, first: int, i: Any = 0) -> Subtile:
         """The subtile `first + i`, where `first` is a multiple of the number of buffers and i may be an i32[]."""
-        index, across = first + i, self.across
-        block, column = (index // across, index % across) if isinstance(i, int) else divided(index, across)
-        row, column = block * WGMMA_M, column * self.columns
+        row: Any
+        column: Any
+        if isinstance(i, int):
+            row, column = ((first + i) // self.across) * WGMMA_M, ((first + i) % self.across) * self.columns
+            down = self.top + i32(row)
+        else:
+            index, across = i32(first) + i, i32(self.across)
+            row, column = lax.div(index, across) * i32(WGMMA_M), lax.rem(index, across) * i32(self.columns)
+            down = self.top + row
         if self.swap_ab:
-            return Subtile(row, 0, 0, self.top + i32(row), self.shape.n, WGMMA_M, i)
-        return Subtile(row, column, self.top + i32(row), column, WGMMA_M, self.columns, i)
-
-
-def divided(x: Scalar, by: int) -> tuple[Scalar, Scalar]:
-    """Quotient and remainder of a number that is not negative."""
-    return lax.div(x, i32(by)), lax.rem(x, i32(by))
+            return Subtile(row, 0, 0, down, self.shape.n, WGMMA_M, i)
+        return Subtile(row, column, down, column, WGMMA_M, self.columns, i)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Store:
     problem: Problem
     layout: Layout
     refs: Refs
-    warpgroup: Scalar  # 0 or 1
+    warpgroup: Scalar  # which of the consumers
 
     def subtiles(self, top: Scalar, shape: MmaShape) -> Subtiles:
         """The subtiles of a consumer's product, which starts at row `top` of the products of the tile."""

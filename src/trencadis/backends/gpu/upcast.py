@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ Value = Any  # an MLIR value: its type is generic or not, by the version of jaxl
 ROW = mgpu.Layout.WGMMA.reduce(1)  # a number for each row of operand A or of the accumulators
 LANES = 4  # lanes of a warp that hold a row of operand A
 WORD = 32  # bits that a lane loads at once
+WORD_BYTES = 4
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -90,25 +91,25 @@ class Scales:
 
     def factors(self, words: Sequence[FragmentedArray], run: int) -> Callable[[int, Sequence[int]], Value]:
         """A function that gives the scale, twice in a word, of the `run` entries of k in a block of registers."""
-        word = ir.IntegerType.get_signless(32)
-        of_lane = None
-        if self.length < run:  # a lane's word has 1 / LANES of the run
-            lane = arith.remui(utils.thread_idx(), utils.c(LANES, word))
-            bytes_of_lane = arith.divui(lane, utils.c(LANES * self.length // run, word))
-            of_lane = arith.muli(bytes_of_lane, utils.c(8, word))
+        i32, convert = ir.IntegerType.get_signless(32), SCALE_TO_BF16[self.dtype.name]
+        of_lane = utils.c(0, i32)
+        if self.length < run:  # a lane has a part of the run, and its own scale
+            lane = arith.remui(utils.thread_idx(), utils.c(LANES, i32))
+            of_lane = arith.divui(lane, utils.c(LANES * self.length // run, i32))
         known: dict[Any, Value] = {}
+
+        def once(key: Any, make: Callable[[], Value]) -> Value:
+            if key not in known:
+                known[key] = make()
+            return known[key]
 
         def factor(block: int, rest: Sequence[int]) -> Value:
             at = block * run // self.length
-            key = (at, *rest)
-            if key not in known:
-                # of the 16 rows of a warp, a thread has one of the first 8 and one of the others
-                place = tuple(max(rest) if size == 2 else 0 for size in words[0].registers.shape)
-                held = vector.extract(words[at // 4].registers[place], [], [0])
-                held = held if of_lane is None else arith.shrui(held, of_lane)
-                byte = arith.andi(arith.shrui(held, utils.c(8 * (at % 4), word)), utils.c(255, word))
-                known[key] = (_e8m0_to_bf16 if self.dtype.name == "float8_e8m0fnu" else _e4m3_to_bf16)(byte)
-            return known[key]
+            # of the 16 rows of a warp, a thread has one of the first 8 and one of the others
+            place = tuple(max(rest) if size == 2 else 0 for size in words[0].registers.shape)
+            word = vector.extract(words[at // WORD_BYTES].registers[place], [], [0])
+            nan = once(("nan", at // WORD_BYTES, place), lambda: convert.nan(word))
+            return once((at, place), lambda: convert.number(word, at % WORD_BYTES, of_lane, nan))
 
         return factor
 
@@ -159,34 +160,81 @@ def _float4_to_bf16(word: Value, scale: Value) -> list[Value]:
     }"""
     whole = utils.bitcast(word, i32)
     shifted = [*(arith.shli(whole, utils.c(by, i32)) for by in (12, 8, 4)), whole]
-    return [utils.bitcast(llvm.inline_asm(i32, [each, scale], text, "=r,r,r"), pair) for each in shifted]
+
+    def convert(nibbles: Value) -> Value:
+        numbers: Value = llvm.inline_asm(i32, [nibbles, scale], text, "=r,r,r")
+        return utils.bitcast(numbers, pair)
+
+    return [convert(each) for each in shifted]
 
 
 def _times(pair: Value, scale: Value) -> Value:
     """A pair of bfloat16 times a scale that stands in both halves of a word."""
     i32 = ir.IntegerType.get_signless(32)
-    out = llvm.inline_asm(i32, [utils.bitcast(pair, i32), scale], "mul.bf16x2 $0, $1, $2;", "=r,r,r")
+    out: Value = llvm.inline_asm(i32, [utils.bitcast(pair, i32), scale], "mul.bf16x2 $0, $1, $2;", "=r,r,r")
     return utils.bitcast(out, pair.type)
 
 
-def _e8m0_to_bf16(byte: Value) -> Value:
-    """A power of two as bfloat16, twice in a word: its exponent is the byte; 0 is 2**-127, and 255 is NaN."""
-    i32 = ir.IntegerType.get_signless(32)
-    number = arith.shli(byte, utils.c(7, i32))
-    for special, value in ((0, 0x0040), (255, 0x7FC0)):
-        found = arith.cmpi(arith.CmpIPredicate.eq, byte, utils.c(special, i32))
-        number = arith.select(found, utils.c(value, i32), number)
-    return arith.muli(number, utils.c(0x00010001, i32))
+class _Convert(NamedTuple):
+    """How a scale, a byte of a word, becomes a bfloat16 number that stands in both halves of a word.
+
+    `nan` tells whether any byte of the word is NaN; then all four numbers are, since all are of one column of weights.
+    """
+
+    nan: Callable[[Value], Value]  # of a word
+    number: Callable[[Value, int, Value, Value], Value]  # of a word, a byte of it, the bytes to add for a lane, and nan
 
 
-def _e4m3_to_bf16(byte: Value) -> Value:
-    """A float8_e4m3fn as bfloat16, twice in a word: its bits in their places are too small by 2**120; 127 is NaN."""
+def _any_byte_is_255(word: Value) -> Value:
+    """Whether a byte of a word is 255: its complement then has a byte 0, from which 1 cannot be subtracted."""
     i32 = ir.IntegerType.get_signless(32)
-    magnitude = arith.andi(byte, utils.c(127, i32))
-    sign = arith.shli(arith.andi(byte, utils.c(128, i32)), utils.c(8, i32))
-    number = arith.ori(arith.shli(magnitude, utils.c(4, i32)), sign)
-    found = arith.cmpi(arith.CmpIPredicate.eq, magnitude, utils.c(127, i32))
-    number = arith.select(found, utils.c(0x7FC0, i32), number)
-    number = arith.muli(number, utils.c(0x00010001, i32))
-    text = "{ .reg .b32 power; mov.b32 power, 0x7B807B80; mul.bf16x2 $0, $1, power; }"
-    return llvm.inline_asm(i32, [number], text, "=r,r")
+    less = arith.subi(arith.xori(word, utils.c(0xFFFFFFFF, i32)), utils.c(0x01010101, i32))
+    found = arith.andi(arith.andi(less, word), utils.c(0x80808080, i32))
+    return arith.cmpi(arith.CmpIPredicate.ne, found, utils.c(0, i32))
+
+
+def _permuted(word: Value, selector: Value) -> Value:
+    """The bytes of a word, or 0, that the nibbles of a selector name: 0 to 3, or 4."""
+    i32 = ir.IntegerType.get_signless(32)
+    out: Value = llvm.inline_asm(i32, [word, selector], "prmt.b32 $0, $1, 0, $2;", "=r,r,r")
+    return out
+
+
+def _e8m0_nan(word: Value) -> Value:
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.select(_any_byte_is_255(word), utils.c(0x00400040, i32), utils.c(0, i32))
+
+
+def _e8m0_to_bf16(word: Value, byte: int, of_lane: Value, nan: Value) -> Value:
+    """A power of two: its byte is the exponent; 255 is NaN, and 2**-127, which float32 has no normal number for, 0."""
+    i32 = ir.IntegerType.get_signless(32)
+    selector = arith.addi(utils.c(0x4040 + 0x0101 * byte, i32), arith.muli(of_lane, utils.c(0x0101, i32)))
+    return arith.addi(arith.muli(_permuted(word, selector), utils.c(128, i32)), nan)
+
+
+def _e4m3_nan(word: Value) -> Value:
+    i32 = ir.IntegerType.get_signless(32)
+    found = _any_byte_is_255(arith.ori(word, utils.c(0x80808080, i32)))
+    return arith.select(found, utils.c(0x7FC07FC0, i32), utils.c(0, i32))
+
+
+def _e4m3_to_bf16(word: Value, byte: int, of_lane: Value, nan: Value) -> Value:
+    """A float8_e4m3fn: its bits, moved to their places, make a number that is too small by 2**120; 127 is NaN."""
+    i32 = ir.IntegerType.get_signless(32)
+    selector = arith.addi(utils.c(0x0404 + 0x1010 * byte, i32), arith.muli(of_lane, utils.c(0x1010, i32)))
+    text = """{
+        .reg .b32 sign, number, power;
+        and.b32 sign, $1, 0x80008000;
+        shr.b32 number, $1, 4;
+        lop3.b32 number, number, 0x07F007F0, sign, 0xEA;
+        mov.b32 power, 0x7B807B80;
+        mul.bf16x2 $0, number, power;
+    }"""
+    number: Value = llvm.inline_asm(i32, [_permuted(word, selector)], text, "=r,r")
+    return arith.ori(number, nan)
+
+
+SCALE_TO_BF16 = {
+    "float8_e8m0fnu": _Convert(_e8m0_nan, _e8m0_to_bf16),
+    "float8_e4m3fn": _Convert(_e4m3_nan, _e4m3_to_bf16),
+}

@@ -24,18 +24,9 @@ _one_at_a_time = threading.Lock()  # the interpreter replaces functions of trito
 
 
 @functools.cache
-def _interpreted() -> ModuleType:
-    """The module of the kernels once more, with the interpreter in place of the compiler."""
-    products, kernels = _loaded("products"), _loaded("kernels")
-    for key, value in vars(products).items():
-        if not key.startswith("__"):
-            setattr(kernels, key, value)
-    return kernels
-
-
-def _loaded(name: str) -> ModuleType:
-    """A module of functions for kernels, loaded for the interpreter."""
-    spec = importlib.util.find_spec(f"trencadis.backends.triton.{name}")
+def _interpreted(name: str) -> ModuleType:
+    """A module of kernels once more, with the interpreter in place of the compiler."""
+    spec = importlib.util.find_spec(name)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     compiles = triton.knobs.runtime.interpret
@@ -47,6 +38,8 @@ def _loaded(name: str) -> ModuleType:
     for key, value in list(vars(module).items()):
         if isinstance(value, interpreter.InterpretedFunction):
             setattr(module, key, _plain(value))
+        elif isinstance(value, triton.JITFunction):  # of another module
+            setattr(module, key, getattr(_interpreted(value.__module__), key))
     return module
 
 
@@ -85,7 +78,7 @@ def _garbage(dtype: Any) -> Any:
 
 def _run(kernel: Kernel, grid: int, arrays: list[np.ndarray]) -> None:
     """Run all programs of a kernel, one after the other."""
-    function = getattr(_interpreted(), kernel.function.__name__)
+    function = getattr(_interpreted(kernel.function.__module__), kernel.function.__name__)
     arguments: dict[str, Any] = dict.fromkeys(kernel.function.arg_names) | {
         name: value.value if isinstance(value, tl.constexpr) else value for name, value in kernel.constants
     }

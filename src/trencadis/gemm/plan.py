@@ -1,0 +1,65 @@
+"""How a general grouped GEMM will run: as a kernel where there is one, else in XLA's operations."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from trencadis.backends import INTERPRETED, KERNELS
+from trencadis.core.decision import Plan, Refusal
+from trencadis.core.plan import warn_slow
+from trencadis.core.target import Target
+from trencadis.core.tiling import Overrides
+from trencadis.gemm import triton, xla
+from trencadis.gemm.problem import GemmProblem
+
+Array = jax.Array
+
+NAMES = ("triton", "xla")  # the backends, in the order of preference
+
+
+def answers(problem: GemmProblem, target: Target, overrides: Overrides = Overrides()) -> dict[str, Plan | Refusal]:
+    """What each backend says of a problem, in the order of preference: its plan, or why it refuses."""
+    return {name: _answer(name, problem, target, overrides) for name in NAMES}
+
+
+def _answer(name: str, problem: GemmProblem, target: Target, overrides: Overrides) -> Plan | Refusal:
+    if name == "xla":
+        return xla.plan(problem, target)
+    if overrides.interpret and target.platform != "cuda":  # interpreted kernels are planned for their own device
+        target = INTERPRETED[name]
+    return triton.plan(problem, target, overrides)
+
+
+def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides()) -> Plan:
+    """The plan of the first backend that takes the problem, or of the one that the caller asked for."""
+    asked = overrides.backend
+    for name in NAMES if asked is None else (asked,):
+        answer = _answer(name, problem, target, overrides)
+        if isinstance(answer, Plan):
+            more = "" if asked is None else "; backend as asked for"
+            return dataclasses.replace(answer, because=answer.because + more)
+    raise ValueError(f"backend: {asked!r} cannot run {problem} on {target} ({answer})")
+
+
+def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
+    """Issue a `PerformanceWarning` if loops over tiles run on an accelerator, and the caller did not ask for them."""
+    problem, platform = chosen.problem, chosen.target.platform
+    assert isinstance(problem, GemmProblem)
+    looped = chosen.backend == "xla" and not chosen.layout.unrolled and not problem.empty
+    if not looped or platform not in KERNELS or overrides.backend is not None:
+        return
+    if platform == "tpu":
+        *some, last = (name for name in "mkn" if getattr(problem, name).ragged)
+        ragged = f"{', '.join(some)} and {last}"
+        warn_slow(f"a grouped GEMM runs as XLA loops: {ragged} are ragged, and kernels take one ragged dimension")
+        return
+    refusal = triton.plan(problem, chosen.target)
+    if isinstance(refusal, Refusal) and refusal.costly:
+        warn_slow(f"a grouped GEMM runs as XLA loops instead of a kernel: {refusal.reason}", refusal.advice)
+
+
+def run(plan: Plan, *operands: Array) -> Array:
+    """The product of a plan's problem, from lhs, rhs and the six arrays i32[g] of `Groups`."""
+    return (triton if plan.backend == "triton" else xla).run(plan, *operands)
