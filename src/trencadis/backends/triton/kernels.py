@@ -10,7 +10,7 @@ a tile repeat one that belongs to it, and are not stored; entries past the end o
 import triton
 import triton.language as tl
 
-from trencadis.backends.triton.products import CHUNK, both, multiply, six_products
+from trencadis.backends.triton.products import both, multiply, six_products
 
 
 @triton.jit
@@ -102,16 +102,11 @@ def swapped_sum(
 ):  # fmt: skip
     """The sums of a tile by six products, [n, k] @ [k, m]: weights are the left factor, which is split in registers."""
     k = tl.arange(0, BLOCK_K)
-    total = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
+    acc = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
     rest = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
-    for chunk in range(0, K, CHUNK):
-        acc = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
-        for done in range(chunk, tl.minimum(chunk + CHUNK, K), BLOCK_K):
-            acc, rest = six_products(
-                acc, rest, weights + done * stride, x + done, ROWS * K, k < K - done, K % BLOCK_K != 0
-            )
-        total += acc
-    return both(total, rest)
+    for done in range(0, K, BLOCK_K):
+        acc, rest = six_products(acc, rest, weights + done * stride, x + done, ROWS * K, k < K - done, K % BLOCK_K != 0)
+    return both(acc, rest)
 
 
 @triton.jit
@@ -296,15 +291,11 @@ def contraction_sum(
     row = start // ALIGN * ALIGN
     if PRECISION == "bf16x6":
         rest = acc
-        total = acc
-        for chunk in range(row, end, CHUNK):
-            acc = tl.full((BLOCK_M, BLOCK_N), 0, ACC)
-            for here in range(chunk, tl.minimum(chunk + CHUNK, end), BLOCK_K):
-                left, right = contraction_pointers(lhs, rhs, here, k, n, ROWS, K, N, TRANSPOSED, BLOCK_K)
-                inside = (r >= start - here) & (r < end - here)
-                acc, rest = six_products(acc, rest, left, right, ROWS * N, inside, True)
-            total += acc
-        acc = both(total, rest)
+        for here in range(row, end, BLOCK_K):
+            left, right = contraction_pointers(lhs, rhs, here, k, n, ROWS, K, N, TRANSPOSED, BLOCK_K)
+            inside = (r >= start - here) & (r < end - here)
+            acc, rest = six_products(acc, rest, left, right, ROWS * N, inside, True)
+        acc = both(acc, rest)
     else:
         for here in range(row, end, BLOCK_K):
             left, right = contraction_pointers(lhs, rhs, here, k, n, ROWS, K, N, TRANSPOSED, BLOCK_K)

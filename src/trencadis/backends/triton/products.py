@@ -7,8 +7,6 @@ the nine products of two such sums, six are not below the precision of float32.
 import triton
 import triton.language as tl
 
-CHUNK = tl.constexpr(512)  # of a sum by six products: tensor cores round sums toward zero, and such errors add up
-
 
 @triton.jit
 def high(x):
@@ -34,7 +32,9 @@ def six_products(acc, rest, left, right, part, inside, MASKED: tl.constexpr):
     """Sums plus a float32 block by one of three bfloat16 parts: of the first parts, and of the five products below.
 
     Products of the last parts with the last two are below float32's precision. The left block is split here, in
-    registers, from which the tensor cores take a left factor.
+    registers, from which the tensor cores take a left factor. The sum of the first parts in one step is added outside
+    of the tensor cores, for two reasons: they round sums toward zero, and such errors add up; and they have read their
+    registers then, before the next block is split into the same ones.
     """
     if MASKED:
         x = tl.load(left, mask=inside[None, :], other=0.0)
@@ -57,7 +57,8 @@ def six_products(acc, rest, left, right, part, inside, MASKED: tl.constexpr):
     rest = tl.dot(x1, y1, rest)
     rest = tl.dot(x1, y0, rest)
     rest = tl.dot(x0, y1, rest)
-    return tl.dot(x0, y0, acc), rest
+    step = tl.dot(x0, y0)
+    return tl.fma(step, tl.full(step.shape, 1.0, tl.float32), acc), rest  # the compiler makes a product of a plain sum
 
 
 @triton.jit
