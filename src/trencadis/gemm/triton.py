@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis.backends import triton as backend
-from trencadis.backends.triton.choose import mma_dtype, programs_per_sm, tiling_of
+from trencadis.backends.triton.choose import mma_dtype, precision, programs_per_sm, split_operand, tiling_of
 from trencadis.backends.triton.layout import Layout
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import card_for
@@ -172,7 +172,7 @@ def gemm_kernel(problem: GemmProblem, layout: GemmLayout, arch: str) -> Any:
         "LHS_ALIGN": _align(lhs), "RHS_ALIGN": _align(rhs),
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "SLOW_K": min(tile.block_k, 32),
         "DOT": TYPES[mma_dtype(like).name], "ACC": TYPES[problem.acc.name], "SUM": TYPES[problem.sum.name],
-        "PRECISION": "tf32x3" if backend.split_operand(like, arch) else backend.precision(like, arch) or "tf32",
+        "PRECISION": "tf32x3" if split_operand(like, arch) else precision(like, arch) or "tf32",
         "HALVES": tile.block_m * tile.block_n > HALVED * tile.warps,
         "GAP_STEPS": _search(problem.groups + 1)["STEPS"], "GAP_ROWS": gap_rows, "GAP_STRIDE": gap_stride,
         "GAP_BLOCK_ROWS": gap_block[0], "GAP_BLOCK_COLUMNS": gap_block[1],

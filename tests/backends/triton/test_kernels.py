@@ -117,3 +117,19 @@ def test_equals_the_oracle_with_poison_elsewhere(name):
             rest = [at for at, span in enumerate(mine) if not span]
         kept = extras[-1] if problem.epilogue.accumulate else np.zeros_like(got)
         assert got[rest].tobytes() == kept[rest].tobytes()
+
+
+@pytest.mark.parametrize("form", ["rows", "contraction"])
+def test_six_products_keep_infinities(form):
+    """The parts of an Inf are Inf and NaN, but its sums are those of float32: Inf, and NaN with a zero."""
+    make = rows_problem if form == "rows" else sum_problem
+    problem = make(40, 33, 40, 2, precision="highest")
+    lhs, rhs = numbers(problem, 0)
+    lhs[3, 5], lhs[20, 7], rhs[0, 0] = np.inf, 3e38, 0  # the largest numbers have parts too
+    rhs.reshape(-1)[-1] = -np.inf
+    sizes, first = np.array([[30, 10]], np.int32), np.zeros(1, np.int32)
+    got = np.asarray(kernel(problem, SMALL)(lhs, rhs, sizes, first))
+    with np.errstate(invalid="ignore", over="ignore"):
+        want = meaning(problem, lhs, rhs, sizes, first).astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    np.testing.assert_allclose(got[~np.isnan(want)], want[~np.isnan(want)], rtol=1e-5, atol=1e-5)

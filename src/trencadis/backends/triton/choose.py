@@ -30,7 +30,7 @@ TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmP
 FULL = ("float32", lax.DotAlgorithmPreset.F32_F32_F32, lax.DotAlgorithmPreset.TF32_TF32_F32_X3)
 # block_m, block_n and warps of the tiles that are considered, for operands of 16 bits
 TILES = (
-    (128, 256, 8), (128, 128, 4), (64, 256, 8), (64, 256, 4), (64, 128, 4), (32, 128, 4),
+    (128, 256, 8), (128, 128, 4), (64, 256, 8), (64, 256, 4), (64, 128, 8), (64, 128, 4), (32, 128, 4),
     (16, 256, 4), (16, 128, 4), (128, 64, 4), (64, 64, 4), (16, 64, 4),
 )  # fmt: skip
 STEP_BYTES = (32, 64, 128, 256)  # bytes of a row of an operand in one step of the mainloop
@@ -47,13 +47,11 @@ RATE = 0.91  # of the peak of the tensor cores that a mainloop reaches
 HBM = 0.96  # of the bandwidth of memory that kernels reach
 RUN = 6  # bytes in whose time memory turns from one run of neighbours to another
 OVERLAP = 0.25  # of the shorter one of computing and moving that the longer one does not hide
-STALL = (
-    0.39  # of the time to write the result that a program spends waiting for memory; n programs of an SM n times less
-)
+STALL = 0.39  # of the time to write the result that a program waits for memory; n programs of an SM n times less
 LAUNCH = 4e-6  # seconds for the list of tiles and the launch
 SHORT = 0.88  # the time of a tile of half the height, relative to the whole
 AREA = 0.14  # exponent of the speed of smaller tiles
-IN_TURN = 2.5  # the time of six products that wait for one another, relative to their own
+IN_TURN = 2.0  # the time of six products that wait for one another, relative to their own
 SIX_SUMS = 32  # entries of a tile by six products that a thread holds, three sums for each
 SWIZZLE = 128  # bytes of a row that TMA copies at once
 FEW_STEPS = 8  # a sum of fewer steps than this does not take its last one apart
@@ -61,8 +59,12 @@ FEW_STEPS = 8  # a sum of fewer steps than this does not take its last one apart
 
 @functools.lru_cache(maxsize=1024)
 def choose(problem: Problem, card: Card) -> Layout:
-    """The layout that is expected to be the fastest for a problem on a GPU; of equal ones, that with more stages."""
-    return min(candidates(problem, card), key=lambda one: (estimated_time(problem, card, one), -one.stages))
+    """The layout that is expected to be the fastest for a problem on a GPU.
+
+    Of equal ones it is that with more stages, but not of six products, which do not wait for copies.
+    """
+    sign = 1 if split_operand(problem, card.arch) else -1
+    return min(candidates(problem, card), key=lambda one: (estimated_time(problem, card, one), sign * one.stages))
 
 
 def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
@@ -170,9 +172,10 @@ def tiling_of(problem: Problem, layout: Layout) -> Tiling:
 def reason(problem: Problem, layout: Layout, card: Card) -> str:
     """The figures behind a layout: its tiles, how many waves of them there are, and its steps."""
     waves = tile_count(problem, layout) / (card.cores * programs_per_sm(problem, card, layout))
+    how = "; float32 as six products of its bfloat16 parts" if split_operand(problem, card.arch) else ""
     return (
         f"{layout.block_m} x {layout.block_n} tiles of {layout.warps} warps, {waves:.2f} waves over {card.cores} SMs, "
-        f"{layout.stages} stages of {layout.block_k} along the sum; "
+        f"{layout.stages} stages of {layout.block_k} along the sum{how}; "
         f"{1e3 * estimated_time(problem, card, layout):.3g} ms by the model of the card"
     )
 
@@ -237,8 +240,8 @@ def programs_per_sm(problem: Problem, card: Card, layout: Layout) -> int:
     whole = card.shared + 1024
     by_memory = whole // max(shared_memory(problem, card, layout), 1)
     threads = 32 * layout.warps
-    sums = layout.block_m * layout.block_n // threads * (3 if split_operand(problem, card.arch) else 1)
-    each = min(255, sums + 40)  # registers of a thread: its sums, and the rest
+    sums = layout.block_m * layout.block_n // threads
+    each = min(255, 3 * sums + 30 if split_operand(problem, card.arch) else sums + 40)  # registers of a thread
     return max(1, min(by_memory, REGISTERS // (threads * each), 4))
 
 
