@@ -41,7 +41,7 @@ def test_selection_and_its_errors():
 def test_decode_problems_have_few_rows_in_a_group():
     chosen = [*problems.GPU, *problems.MORE, problems.TPU_DECODE]
     names = {p.name for p in chosen if problems.is_decode(p.shape())}
-    assert names == {"decode-128", "mixtral-decode", "chat-256", "dsv3-decode-tpu"}
+    assert names == {"decode-128", "mixtral-decode", "gpt-oss-decode", "chat-256", "dsv3-decode-tpu"}
 
 
 def test_ragged_sizes_lie_in_their_range():

@@ -150,7 +150,7 @@ def test_s0_09_there_is_a_registry(data):
     for name, backend in BACKENDS.items():
         assert callable(backend.plan) and callable(backend.run), name
     with pytest.raises(ValueError, match=", ".join(map(repr, BACKENDS))):
-        tr.grouped_matmul(data["x"], data["w"], sizes_of(SIZES), backend="triton")
+        tr.grouped_matmul(data["x"], data["w"], sizes_of(SIZES), backend="cutlass")
 
 
 def test_s0_13_the_documented_example():

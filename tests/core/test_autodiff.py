@@ -263,7 +263,11 @@ def test_export_for_other_platforms(xwy):
     x, w, _ = xwy
     f = jax.jit(jax.value_and_grad(lambda x, w, s: jnp.sum(jnp.sin(tr.grouped_matmul(x, w, s))), (0, 1)))
     for platforms in (["tpu"], ["cuda"], ["cpu", "cuda", "tpu"]):
-        with contextlib.nullcontext() if platforms == ["tpu"] else pytest.warns(tr.PerformanceWarning, match="Hopper"):
+        with (
+            contextlib.nullcontext()
+            if platforms == ["tpu"]
+            else pytest.warns(tr.PerformanceWarning, match="not known here")
+        ):
             exported = jax.export.export(f, platforms=platforms)(x, w, SIZES)
         assert exported.platforms == tuple(platforms)
     again = jax.export.deserialize(exported.serialize())

@@ -125,7 +125,7 @@ def _partitioned(target):
 
 def test_groups_that_differ_in_several_dimensions():
     with pytest.warns(tr.PerformanceWarning, match="m and n are ragged") as seen:
-        lower("h200", fn=ragged)
+        lower("v6e", fn=ragged)
     assert len(seen) == 1
 
 

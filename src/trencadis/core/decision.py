@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.problem import Problem
@@ -70,3 +73,36 @@ class Refusal:
 
     def __str__(self) -> str:
         return self.reason
+
+
+@functools.cache
+def missing(backend: str, module: str, what: str, advice: str) -> Refusal | None:
+    """The refusal if a module of a backend does not import, since a package is missing; None if it does."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return Refusal(backend, f"{what} does not import: {error}", advice)
+    return None
+
+
+class Dtypes(NamedTuple):
+    """The names of the dtypes that a backend takes."""
+
+    lhs: Sequence[str]
+    rhs: Sequence[str]
+    result: Sequence[str]
+    bias: Sequence[str]
+
+
+def unknown_dtype(backend: str, problem: Problem, known: Dtypes) -> Refusal | None:
+    """The refusal of the first operand, result or bias whose dtype is not one of those that the backend takes."""
+    found = [
+        ("lhs", problem.lhs, known.lhs),
+        ("rhs", problem.rhs, known.rhs),
+        ("the result", problem.out, known.result),
+    ]
+    found += [] if problem.epilogue.bias is None else [("bias", problem.epilogue.bias, known.bias)]
+    for name, dtype, names in found:
+        if dtype.name not in names:
+            return Refusal(backend, f"{name} is {dtype.name}; it takes {', '.join(names)}", "cast it to one of these")
+    return None

@@ -18,7 +18,7 @@ from trencadis.backends.triton.choose import (
     shared_memory,
     tiling_of,
 )
-from trencadis.core.decision import Plan, Refusal
+from trencadis.core.decision import Plan, Refusal, missing
 from trencadis.core.devices import CARDS, target_of
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import plan
@@ -77,11 +77,11 @@ def test_an_unknown_card_is_taken_by_its_compute_capability():
 
 def test_without_triton_it_says_what_to_install(monkeypatch):
     monkeypatch.undo()
-    triton._missing.cache_clear()
+    missing.cache_clear()
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "trencadis.backends.triton.bridge", raising=False)
     answer = triton.plan(ROWS, A100, Overrides())
-    triton._missing.cache_clear()
+    missing.cache_clear()
     assert isinstance(answer, Refusal) and "trencadis[cuda]" in answer.advice
 
 

@@ -13,7 +13,6 @@ tile_scheduler   the order of tiles; tile_queue: how the producer publishes them
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 import jax
@@ -30,10 +29,11 @@ from trencadis.backends.gpu.choose import (
     needs_upcast,
     reason,
     tiling_of,
+    upcast_as_stored,
 )
 from trencadis.backends.gpu.layout import CONSUMERS, ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.prepare import flat_sizes, pad_to, round_up
-from trencadis.core.decision import Plan, Refusal
+from trencadis.core.decision import Dtypes, Plan, Refusal, missing, unknown_dtype
 from trencadis.core.devices import card_for
 from trencadis.core.dtypes import accumulator, bits
 from trencadis.core.epilogue import elementwise, inlined
@@ -56,10 +56,12 @@ _refusal = functools.partial(Refusal, "gpu")
 
 def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """The plan of a kernel for a product that the tensor cores of a Hopper GPU can multiply, or why there is none."""
-    elsewhere = _elsewhere(target)
-    if elsewhere is not None:
-        return elsewhere
-    card, inner = card_for(target), _peeled(problem)
+    return _elsewhere(target) or _plan_here(problem, target, overrides)
+
+
+def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
+    """The plan for a Hopper GPU, or why there is none."""
+    card, inner = card_for(target), upcast_as_stored(_peeled(problem))
     assert card is not None  # or `_elsewhere` had refused
     refusal = _arithmetic(inner) or _size(inner) or _missing()
     if refusal is not None:
@@ -125,27 +127,18 @@ def _peeled(problem: Problem) -> Problem:
     return problem if kept == epilogue else problem.replace(epilogue=kept, out=problem.sum)
 
 
-@functools.cache
 def _missing() -> Refusal | None:
     """The refusal if Pallas for GPUs does not import: with jax < 0.11 it needs a package that jax does not install."""
-    try:
-        importlib.import_module("trencadis.backends.gpu.kernel")
-    except ImportError as error:
-        return _refusal(
-            f"Pallas for GPUs does not import: {error}", "pip install 'trencadis[cuda]' brings what it needs"
-        )
-    return None
+    advice = "pip install 'trencadis[cuda]' brings what it needs"
+    return missing("gpu", "trencadis.backends.gpu.kernel", "Pallas for GPUs", advice)
 
 
 def _arithmetic(problem: Problem) -> Refusal | None:
     """The refusal of dtypes, scales or a precision that the kernels do not have; None if they can compute it."""
     weights = (*OPERANDS, "int4", "float4_e2m1fn") if needs_upcast(problem) else OPERANDS
-    dtypes = [("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, weights), ("the result", problem.out, RESULTS)]
-    if problem.epilogue.bias is not None:
-        dtypes.append(("bias", problem.epilogue.bias, RESULTS))
-    for name, dtype, known in dtypes:
-        if dtype.name not in known:
-            return _refusal(f"{name} is {dtype.name}; it takes {', '.join(known)}", "cast it to one of these")
+    unknown = unknown_dtype("gpu", problem, Dtypes(OPERANDS, weights, RESULTS, bias=RESULTS))
+    if unknown is not None:
+        return unknown
     length = problem.epilogue.blocks
     if problem.epilogue.along_k and needs_upcast(problem):
         return _weight_scales(problem)

@@ -41,6 +41,7 @@ UPCAST_N = 128  # columns of a tile whose weights are upcast
 MORE_CONSUMERS = 4  # where unpacking weights takes the time, and there are few rows
 SMALL_GROUP = 64  # mean rows of a group up to which the product is bound by reading weights
 TINY_GROUP = 16  # mean rows of a group up to which the smallest tiles do
+TRANSPOSE_ROWS = 512  # mean rows of a group from which on transposing its float8 weights pays
 LARGE_GROUP = 1024  # mean rows of a group from which on the padding of its last tile hardly matters
 HOT_SHARE = 2  # contraction: prepare for a group that has 1/2 of all rows, which one CTA must sum up for each tile
 DYNAMIC_FLOPS = 10**11  # from here on dynamic scheduling pays for its counter, which one small kernel clears
@@ -118,6 +119,19 @@ def needs_upcast(problem: Problem) -> bool:
     """Whether the kernel upcasts the weights: no wgmma multiplies weights of 8 or 4 bits with bfloat16 rows."""
     low_precision = problem.rhs.name in ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
     return problem.form is Form.ROWS and problem.lhs == jnp.bfloat16 and low_precision
+
+
+def upcast_as_stored(problem: Problem) -> Problem:
+    """The problem with bfloat16 rows, if it has float8 operands and weights `[g, k, n]` for few rows each.
+
+    Tensor cores take float8 weights with k last. Transposing them moves three times their bytes, which is worth it only
+    for many rows; otherwise they are upcast as bfloat16 rows have them, which is exact.
+    """
+    float8 = all(dtype.name.startswith("float8") for dtype in (problem.lhs, problem.rhs))
+    if problem.form is not Form.ROWS or problem.transpose_rhs or problem.epilogue.along_k or not float8:
+        return problem
+    few = problem.m < TRANSPOSE_ROWS * problem.groups
+    return problem.replace(lhs=np.dtype(jnp.bfloat16)) if few else problem
 
 
 def needs_promotion(problem: Problem) -> bool:

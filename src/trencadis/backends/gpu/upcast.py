@@ -149,23 +149,28 @@ def _float4_to_bf16(word: Value, scale: Value) -> list[Value]:
     Sign, exponent and mantissa are moved to their places in a bfloat16 number, which is too small by 2**126.
     """
     i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
-    text = """{
-        .reg .b32 sign, number, power;
-        and.b32 sign, $1, 0x80008000;
-        shr.b32 number, $1, 6;
-        lop3.b32 number, number, 0x01C001C0, sign, 0xEA;
-        mov.b32 power, 0x7E807E80;
-        mul.bf16x2 number, number, power;
-        mul.bf16x2 $0, number, $2;
-    }"""
     whole = utils.bitcast(word, i32)
     shifted = [*(arith.shli(whole, utils.c(by, i32)) for by in (12, 8, 4)), whole]
+    return [_times(utils.bitcast(_moved(each, 6, 0x01C001C0, 0x7E807E80), pair), scale) for each in shifted]
 
-    def convert(nibbles: Value) -> Value:
-        numbers: Value = llvm.inline_asm(i32, [nibbles, scale], text, "=r,r,r")
-        return utils.bitcast(numbers, pair)
 
-    return [convert(each) for each in shifted]
+def _moved(word: Value, down: int, magnitude: int, power: int) -> Value:
+    """Two small floats at the top of both halves of a word as bfloat16 numbers.
+
+    Their signs stay where they are, the bits below move down to where `magnitude` is set, and a product by a `power` of
+    two, in both halves, corrects the exponent.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    text = f"""{{
+        .reg .b32 sign, number, power;
+        and.b32 sign, $1, 0x80008000;
+        shr.b32 number, $1, {down};
+        lop3.b32 number, number, {magnitude:#x}, sign, 0xEA;
+        mov.b32 power, {power:#x};
+        mul.bf16x2 $0, number, power;
+    }}"""
+    out: Value = llvm.inline_asm(i32, [word], text, "=r,r")
+    return out
 
 
 def _times(pair: Value, scale: Value) -> Value:
@@ -222,16 +227,7 @@ def _e4m3_to_bf16(word: Value, byte: int, of_lane: Value, nan: Value) -> Value:
     """A float8_e4m3fn: its bits, moved to their places, make a number that is too small by 2**120; 127 is NaN."""
     i32 = ir.IntegerType.get_signless(32)
     selector = arith.addi(utils.c(0x0404 + 0x1010 * byte, i32), arith.muli(of_lane, utils.c(0x1010, i32)))
-    text = """{
-        .reg .b32 sign, number, power;
-        and.b32 sign, $1, 0x80008000;
-        shr.b32 number, $1, 4;
-        lop3.b32 number, number, 0x07F007F0, sign, 0xEA;
-        mov.b32 power, 0x7B807B80;
-        mul.bf16x2 $0, number, power;
-    }"""
-    number: Value = llvm.inline_asm(i32, [_permuted(word, selector)], text, "=r,r")
-    return arith.ori(number, nan)
+    return arith.ori(_moved(_permuted(word, selector), 4, 0x07F007F0, 0x7B807B80), nan)
 
 
 SCALE_TO_BF16 = {

@@ -30,7 +30,7 @@ from trencadis.backends.tpu.indexing import Ref
 from trencadis.backends.tpu.kernel import call
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.products import conversion_note
-from trencadis.core.decision import Plan, Refusal
+from trencadis.core.decision import Dtypes, Plan, Refusal, unknown_dtype
 from trencadis.core.devices import CHIPS, Chip
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import ALONG_K, Activation, elementwise
@@ -107,13 +107,9 @@ def _peeled(problem: Problem) -> Problem:
 def _arithmetic(problem: Problem) -> Refusal | None:
     """The refusal of a problem whose dtypes, scales or precision the kernels do not have; None if they have them."""
     weights = (*OPERANDS, "int4") if problem.form is Form.ROWS else OPERANDS
-    dtypes: list[tuple[str, np.dtype[Any], tuple[str, ...]]]
-    dtypes = [("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, weights), ("the result", problem.out, RESULTS)]
-    if problem.epilogue.bias is not None:
-        dtypes.append(("bias", problem.epilogue.bias, ("bfloat16", "float32")))
-    for name, dtype, known in dtypes:
-        if dtype.name not in known:
-            return _refusal(f"{name} is {dtype.name}; it takes {', '.join(known)}", "cast it to one of these")
+    unknown = unknown_dtype("tpu", problem, Dtypes(OPERANDS, weights, RESULTS, bias=("bfloat16", "float32")))
+    if unknown is not None:
+        return unknown
     if problem.epilogue.along_k:
         return _refusal(ALONG_K)
     if _precision(problem) is None:

@@ -11,7 +11,6 @@ interpreter      the same kernels in numpy, on any machine
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 import jax
@@ -30,7 +29,7 @@ from trencadis.backends.triton.choose import (
 )
 from trencadis.backends.triton.layout import Layout
 from trencadis.backends.triton.tile_scheduler import align_of, most_tiles, tiles
-from trencadis.core.decision import Plan, Refusal
+from trencadis.core.decision import Dtypes, Plan, Refusal, missing, unknown_dtype
 from trencadis.core.devices import Card, card_for
 from trencadis.core.epilogue import ALONG_K
 from trencadis.core.problem import Form, Problem
@@ -105,16 +104,10 @@ def _peeled(problem: Problem) -> Problem:
     return problem.replace(epilogue=problem.epilogue.without_activation, out=problem.sum)
 
 
-@functools.cache
 def _missing() -> Refusal | None:
     """The refusal if Triton does not import: jax does not install it."""
-    try:
-        importlib.import_module("trencadis.backends.triton.bridge")
-    except ImportError as error:
-        return _refusal(
-            f"Triton does not import: {error}", "pip install 'trencadis[cuda]' or 'trencadis[rocm]' brings it"
-        )
-    return None
+    advice = "pip install 'trencadis[cuda]' or 'trencadis[rocm]' brings it"
+    return missing("triton", "trencadis.backends.triton.bridge", "Triton", advice)
 
 
 def _arithmetic(problem: Problem, card: Card) -> Refusal | None:
@@ -122,12 +115,10 @@ def _arithmetic(problem: Problem, card: Card) -> Refusal | None:
     if problem.epilogue.along_k:
         return _refusal(ALONG_K)
     results = (*FLOATS, "int32") if problem.acc == np.int32 else FLOATS
-    dtypes = [("lhs", problem.lhs, OPERANDS), ("rhs", problem.rhs, OPERANDS), ("the result", problem.out, results)]
-    if problem.epilogue.bias is not None:
-        dtypes.append(("bias", problem.epilogue.bias, FLOATS))
-    for name, dtype, known in dtypes:
-        if dtype.name not in known:
-            return _refusal(f"{name} is {dtype.name}; it takes {', '.join(known)}", "cast it to one of these")
+    unknown = unknown_dtype("triton", problem, Dtypes(OPERANDS, OPERANDS, results, bias=FLOATS))
+    if unknown is not None:
+        return unknown
+    for name, dtype in (("lhs", problem.lhs), ("rhs", problem.rhs)):
         if dtype.name.startswith("float8") and not card.float8:
             return _refusal(f"{name} is {dtype.name}, which {card.kind} does not have", "cast it to bfloat16")
     if mma_dtype(problem) == jnp.float32 and precision(problem, card.arch) is None:
