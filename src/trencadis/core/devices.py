@@ -138,6 +138,11 @@ class Card:
         return self.arch == "9.0"
 
     @property
+    def tma(self) -> bool:
+        """Whether kernels use its tensor memory accelerator, and tensor cores that read shared memory."""
+        return self.arch.split(".")[0] in ("9", "10")
+
+    @property
     def tensor_cores(self) -> bool:
         """Whether the tensor cores multiply bfloat16, as those of NVIDIA do since Ampere, and all of CDNA."""
         return not self.arch.startswith(("3.", "5.", "6.", "7."))
@@ -166,11 +171,11 @@ CARDS: dict[str, Card] = {
     ),
     "h100": Card(kind="NVIDIA H100 80GB HBM3", cores=132),
     "h200": Card(kind="NVIDIA H200", cores=132, hbm=4.8e12),
-    "h20": Card(kind="NVIDIA H20", cores=78, mma_rate=1024, hbm=4.0e12),
-    "b200": Card(kind="NVIDIA B200", cores=148, arch="10.0", clock=1.85e9, mma_rate=8192, hbm=8e12),
-    "gb200": Card(kind="NVIDIA GB200", cores=152, arch="10.0", clock=1.98e9, mma_rate=8192, hbm=8e12),
+    "h20": Card(kind="NVIDIA H20", cores=78, clock=1.853e9, mma_rate=1024, hbm=4.0e12),
+    "b200": Card(kind="NVIDIA B200", cores=148, arch="10.0", clock=1.856e9, mma_rate=8192, hbm=7.7e12),
+    "gb200": Card(kind="NVIDIA GB200", cores=152, arch="10.0", clock=2.008e9, mma_rate=8192, hbm=8e12),
     "rtx5090": _ampere(
-        "NVIDIA GeForce RTX 5090", 170, arch="12.0", clock=2.41e9, mma_rate=512, hbm=1.79e12, float8=True
+        "NVIDIA GeForce RTX 5090", 170, arch="12.0", clock=2.407e9, mma_rate=512, hbm=1.79e12, float8=True
     ),
     # CDNA 3 multiplies only its own variants of float8 (fnuz)
     "mi300x": Card(
