@@ -63,6 +63,8 @@ def _vmatmul_cycles(bf16: int, f32: int, f8: int) -> Mapping[str, int]:
     return MappingProxyType({"bf16": bf16, "f32": f32, "s8": bf16, "u8": bf16, "f8": f8, "s4": bf16})
 
 
+MXU_8BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
+
 # The DMA latencies of v4 and v7x are round figures near v5p's.
 CHIPS: dict[str, Chip] = {
     "v4": Chip(
@@ -74,22 +76,19 @@ CHIPS: dict[str, Chip] = {
     "v5e": Chip(
         name="v5e", kind="TPU v5 lite", aliases=("TPU v5e",), topology="v5e:2x2",
         hbm=819e9, peak_bf16=197e12, vmem=128 * MIB, cores=1, mxus=4, clock=1.503e9,
-        mxu_8bit_dtypes=("int8", "float8_e4m3fn", "float8_e5m2"),
-        vmatmul_cycles=_vmatmul_cycles(16, 8, 32), vpop_latency=123, vpop_interval=8, vpops=2,
+        mxu_8bit_dtypes=MXU_8BIT, vmatmul_cycles=_vmatmul_cycles(16, 8, 32), vpop_latency=123, vpop_interval=8, vpops=2,
         dma_in=1130, dma_out=436,
     ),
     "v5p": Chip(
         name="v5p", kind="TPU v5", aliases=("TPU v5p",), topology="v5p:2x2x1",
         hbm=2765e9, peak_bf16=459e12 / 2, vmem=64 * MIB, cores=2, mxus=4, clock=1.751e9,
-        mxu_8bit_dtypes=("int8", "float8_e4m3fn", "float8_e5m2"),
-        vmatmul_cycles=_vmatmul_cycles(16, 8, 32), vpop_latency=123, vpop_interval=8, vpops=2,
+        mxu_8bit_dtypes=MXU_8BIT, vmatmul_cycles=_vmatmul_cycles(16, 8, 32), vpop_latency=123, vpop_interval=8, vpops=2,
         dma_in=672, dma_out=630,
     ),
     "v6e": Chip(
         name="v6e", kind="TPU v6 lite", aliases=("TPU v6e",), topology="v6e:2x2",
         hbm=1640e9, peak_bf16=918e12, vmem=128 * MIB, cores=1, mxus=2, clock=1.751e9,
-        mxu_8bit_dtypes=("int8", "float8_e4m3fn", "float8_e5m2"),
-        vmatmul_cycles=_vmatmul_cycles(8, 4, 16), vpop_latency=192, vpop_interval=2, vpops=4,
+        mxu_8bit_dtypes=MXU_8BIT, vmatmul_cycles=_vmatmul_cycles(8, 4, 16), vpop_latency=192, vpop_interval=2, vpops=4,
         dma_in=545, dma_out=453,
     ),
     "v7x": Chip(
