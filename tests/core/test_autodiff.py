@@ -1,4 +1,4 @@
-"""Derivatives and transformations against a dense einsum: every derivative, every transformation, both forms, every backend."""
+"""Derivatives and transformations against a dense einsum: every one, both forms, every backend."""
 
 import contextlib
 import functools
