@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CORES ?= 2
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: setup demo test test-core test-sweep lint docs bench clean
 
@@ -11,11 +13,17 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(PIP) --upgrade pip
+	$(PIP) --editable '.[dev]'
+	touch $@ $(DEMO_STAMP)
+
+# the demo needs jax and little else: no compilers, no tools
+$(DEMO_STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable '.[cli]'
 	touch $@
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python examples/demo.py
 
 test: $(STAMP)

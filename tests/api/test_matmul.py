@@ -1,4 +1,4 @@
-"""The doors: every argument means what it says, and bad input is told what is wrong with it."""
+"""`grouped_matmul` and `transposed_grouped_matmul`: every argument means what it says."""
 
 import dataclasses
 import functools

@@ -235,7 +235,7 @@ def test_python_m_trencadis(monkeypatch, capsys):
      ("show 3 --tile 4", True), ("show-gemm 3", True), ("inspect", True)],
 )  # fmt: skip
 def test_which_commands_ask_for_the_devices_of_this_machine(line, alone, monkeypatch):
-    """A named target needs no device: nobody waits for an accelerator, or has its memory taken."""
+    """A named target needs no device: no accelerator is waited for, and none of its memory is taken."""
     asked = {}
     monkeypatch.setattr(jax.config, "update", lambda name, value: asked.update({name: value}))
     monkeypatch.setattr("trencadis.cli.commands.app", lambda prog_name: None)

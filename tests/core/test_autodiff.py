@@ -1,4 +1,4 @@
-"""The calculus against a dense einsum: every derivative, every transformation, both forms, every backend."""
+"""Derivatives and transformations against a dense einsum: every one, both forms, every backend."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ from trencadis.core.autodiff import grouped_p
 pytestmark = pytest.mark.core
 
 M, K, N, G = 11, 3, 5, 4
-SIZES = np.array([3, 0, 4, 2], np.int32)  # an empty group, and two rows that nobody owns
+SIZES = np.array([3, 0, 4, 2], np.int32)  # an empty group, and two unowned rows
 
 
 def onehot(sizes):
@@ -122,7 +122,7 @@ def test_epilogue_derivatives(backend, rng, activation, x64):
 
 
 def test_gradient_dtypes_and_bias_in_float32(backend):
-    """bf16 bias: the sum of many rows of cotangent is not rounded on the way; unowned rows are credited to nobody."""
+    """bf16 bias: the sum of many rows of cotangent is not rounded on the way; unowned rows count for no group."""
     m = 600
     x, w = np.ones((m, 2), jnp.bfloat16), np.ones((2, 2, 3), np.float32)
     b = np.zeros((2, 3), jnp.bfloat16)
@@ -208,7 +208,7 @@ def test_vmap_of_everything_else(rng):
     got = np.asarray(
         jax.jit(jax.vmap(lambda b: tr.grouped_matmul(x, w, SIZES, bias=b, activation=jnp.exp, group_offset=0)))(b)
     )
-    for i in range(2):  # exp(0) is 1: rows nobody owns are 0 all the same
+    for i in range(2):  # exp(0) is 1: unowned rows are 0 all the same
         oracle.check(got[i], oracle.rows(x, w, SIZES, bias=b[i], activation=np.exp))
 
 
@@ -323,7 +323,7 @@ def test_linear_transpose(backend, xwy):
 
 
 def test_explicitly_sharded_operands(xwy):
-    """They are gathered: right, and a door left open for rules that shard."""
+    """They are gathered, which is right; rules that shard may come later."""
     x, w, _ = xwy
     mesh = jax.make_mesh((2,), ("e",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):

@@ -159,7 +159,7 @@ def test_adjoints_agree(sizes, seed):
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @hypothesis.given(sizes=strategies.sizes(M, G), seed=strategies.seeds, bad=st.integers(0, G - 1))
 def test_poison_stays_in_its_group(poison, sizes, seed, bad):
-    """NaN in one group's rows and weights, and in rows nobody owns, in the operands and the cotangent."""
+    """NaN in one group's rows and weights, and in unowned rows, in the operands and the cotangent."""
     x, w, c = operands(seed)
     clean = oracle.rows(x, w, sizes), oracle.rows(c, w, sizes, transpose_rhs=True), oracle.contraction(x, c, sizes)
     ranges = oracle.bounds(sizes, M)

@@ -84,7 +84,7 @@ def first_tiles(sizes, x):
 
 
 def led_by_data(x):
-    """Halves a block until its sum is small: how often, nobody knows before the numbers are there."""
+    """Halves a block until its sum is small: how often is not known before the numbers are there."""
 
     def body(x, y):
         y[...] = x[...]

@@ -16,14 +16,14 @@ from trencadis.quant import FORMATS, Recipe, dequantize, quantize
 
 pytestmark = pytest.mark.core
 
-M, K, N, SIZES = 12, 64, 8, np.array([4, 0, 5])  # three rows are nobody's
+M, K, N, SIZES = 12, 64, 8, np.array([4, 0, 5])  # three rows are unowned
 G, OWNED = len(SIZES), 9
 INT8 = Recipe("int8", "int8")
 
 
 @pytest.fixture
 def xwy(rng):
-    """Rows whose sizes differ, weights whose groups do, and a cotangent; NaN in rows that are nobody's."""
+    """Rows whose sizes differ, weights whose groups do, and a cotangent; NaN in unowned rows."""
     x = rng.normal(size=(M, K)) * np.exp(rng.normal(size=(M, 1)))
     w = rng.normal(size=(G, K, N)) * np.array([1, 100, 0.01])[:, None, None]
     y = rng.normal(size=(M, N))

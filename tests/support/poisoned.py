@@ -85,7 +85,7 @@ def spans(problem, sizes, first):
 
 
 def spoil(problem, sizes, first, operands, bad, poison):
-    """Poison in all rows that nobody owns, in those of span `bad`, and in the weights, bias and scales of its group."""
+    """Poison in all unowned rows, in those of span `bad`, and in the weights, bias and scales of its group."""
     lhs, rhs, *extras = (np.array(x) for x in operands)
     mine = spans(problem, sizes, first)
     rows = np.setdiff1d(np.arange(problem.rows), [row for i, span in enumerate(mine) if i != bad for row in span])

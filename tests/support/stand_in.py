@@ -9,7 +9,7 @@ import numpy as np
 
 from trencadis.quant import FORMATS
 
-M, K, N, SIZES = 20, 12, 8, np.array([7, 0, 6, 3])  # a small problem; four rows are nobody's
+M, K, N, SIZES = 20, 12, 8, np.array([7, 0, 6, 3])  # a small problem; four rows are unowned
 
 
 @jax.tree_util.register_dataclass

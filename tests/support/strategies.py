@@ -1,4 +1,4 @@
-"""Group sizes as they come: empty groups, one group with everything, rows that nobody owns."""
+"""Group sizes as they come: empty groups, one group with everything, unowned rows."""
 
 import numpy as np
 from hypothesis import strategies as st

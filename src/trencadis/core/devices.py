@@ -63,6 +63,8 @@ def _vmatmul_cycles(bf16: int, f32: int, f8: int) -> Mapping[str, int]:
     return MappingProxyType({"bf16": bf16, "f32": f32, "s8": bf16, "u8": bf16, "f8": f8, "s4": bf16})
 
 
+MXU_8BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
+
 # The DMA latencies of v4 and v7x are round figures near v5p's.
 CHIPS: dict[str, Chip] = {
     "v4": Chip(
@@ -74,22 +76,19 @@ CHIPS: dict[str, Chip] = {
     "v5e": Chip(
         name="v5e", kind="TPU v5 lite", aliases=("TPU v5e",), topology="v5e:2x2",
         hbm=819e9, peak_bf16=197e12, vmem=128 * MIB, cores=1, mxus=4, clock=1.503e9,
-        mxu_8bit_dtypes=("int8", "float8_e4m3fn", "float8_e5m2"),
-        vmatmul_cycles=_vmatmul_cycles(16, 8, 32), vpop_latency=123, vpop_interval=8, vpops=2,
+        mxu_8bit_dtypes=MXU_8BIT, vmatmul_cycles=_vmatmul_cycles(16, 8, 32), vpop_latency=123, vpop_interval=8, vpops=2,
         dma_in=1130, dma_out=436,
     ),
     "v5p": Chip(
         name="v5p", kind="TPU v5", aliases=("TPU v5p",), topology="v5p:2x2x1",
         hbm=2765e9, peak_bf16=459e12 / 2, vmem=64 * MIB, cores=2, mxus=4, clock=1.751e9,
-        mxu_8bit_dtypes=("int8", "float8_e4m3fn", "float8_e5m2"),
-        vmatmul_cycles=_vmatmul_cycles(16, 8, 32), vpop_latency=123, vpop_interval=8, vpops=2,
+        mxu_8bit_dtypes=MXU_8BIT, vmatmul_cycles=_vmatmul_cycles(16, 8, 32), vpop_latency=123, vpop_interval=8, vpops=2,
         dma_in=672, dma_out=630,
     ),
     "v6e": Chip(
         name="v6e", kind="TPU v6 lite", aliases=("TPU v6e",), topology="v6e:2x2",
         hbm=1640e9, peak_bf16=918e12, vmem=128 * MIB, cores=1, mxus=2, clock=1.751e9,
-        mxu_8bit_dtypes=("int8", "float8_e4m3fn", "float8_e5m2"),
-        vmatmul_cycles=_vmatmul_cycles(8, 4, 16), vpop_latency=192, vpop_interval=2, vpops=4,
+        mxu_8bit_dtypes=MXU_8BIT, vmatmul_cycles=_vmatmul_cycles(8, 4, 16), vpop_latency=192, vpop_interval=2, vpops=4,
         dma_in=545, dma_out=453,
     ),
     "v7x": Chip(
@@ -138,6 +137,11 @@ class Card:
         return self.arch == "9.0"
 
     @property
+    def tma(self) -> bool:
+        """Whether kernels use its tensor memory accelerator, and tensor cores that read shared memory."""
+        return self.arch.split(".")[0] in ("9", "10")
+
+    @property
     def tensor_cores(self) -> bool:
         """Whether the tensor cores multiply bfloat16, as those of NVIDIA do since Ampere, and all of CDNA."""
         return not self.arch.startswith(("3.", "5.", "6.", "7."))
@@ -166,11 +170,11 @@ CARDS: dict[str, Card] = {
     ),
     "h100": Card(kind="NVIDIA H100 80GB HBM3", cores=132),
     "h200": Card(kind="NVIDIA H200", cores=132, hbm=4.8e12),
-    "h20": Card(kind="NVIDIA H20", cores=78, mma_rate=1024, hbm=4.0e12),
-    "b200": Card(kind="NVIDIA B200", cores=148, arch="10.0", clock=1.85e9, mma_rate=8192, hbm=8e12),
-    "gb200": Card(kind="NVIDIA GB200", cores=152, arch="10.0", clock=1.98e9, mma_rate=8192, hbm=8e12),
+    "h20": Card(kind="NVIDIA H20", cores=78, clock=1.853e9, mma_rate=1024, hbm=4.0e12),
+    "b200": Card(kind="NVIDIA B200", cores=148, arch="10.0", clock=1.856e9, mma_rate=8192, hbm=7.7e12),
+    "gb200": Card(kind="NVIDIA GB200", cores=152, arch="10.0", clock=2.008e9, mma_rate=8192, hbm=8e12),
     "rtx5090": _ampere(
-        "NVIDIA GeForce RTX 5090", 170, arch="12.0", clock=2.41e9, mma_rate=512, hbm=1.79e12, float8=True
+        "NVIDIA GeForce RTX 5090", 170, arch="12.0", clock=2.407e9, mma_rate=512, hbm=1.79e12, float8=True
     ),
     # CDNA 3 multiplies only its own variants of float8 (fnuz)
     "mi300x": Card(

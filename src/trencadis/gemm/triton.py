@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis.backends import triton as backend
-from trencadis.backends.triton.choose import mma_dtype, programs_per_sm, tiling_of
+from trencadis.backends.triton.choose import mma_dtype, precision, programs_per_sm, split_operand, tiling_of
 from trencadis.backends.triton.layout import Layout
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import card_for
@@ -61,10 +61,8 @@ def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides(
     card = card_for(target)
     assert card is not None  # or the backend had refused
     chosen: Layout = answer.layout
-    if chosen.block_m == 256 and chosen.block_n == 128 <= like.n // 2:  # as large a tile, and faster here
-        chosen = chosen.replace(block_m=128, block_n=256)
-    programs = card.cores * programs_per_sm(like, card, chosen)
-    tile = chosen.replace(programs=programs, flatten=False, peeled=False)
+    plain = chosen.replace(programs=0, peeled=False, short_m=0, tma=False)
+    tile = plain.replace(programs=card.cores * programs_per_sm(like, card, plain))
     return Plan(
         asked=asked, problem=asked, target=target, backend="triton", interpret=overrides.interpret,
         tiling=tiling_of(like, tile), layout=GemmLayout(tile=tile, copy_programs=card.cores * COPIES_PER_SM),
@@ -174,7 +172,7 @@ def gemm_kernel(problem: GemmProblem, layout: GemmLayout, arch: str) -> Any:
         "LHS_ALIGN": _align(lhs), "RHS_ALIGN": _align(rhs),
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "SLOW_K": min(tile.block_k, 32),
         "DOT": TYPES[mma_dtype(like).name], "ACC": TYPES[problem.acc.name], "SUM": TYPES[problem.sum.name],
-        "PRECISION": backend.precision(like, arch) or "tf32",
+        "PRECISION": "tf32x3" if split_operand(like, arch) else precision(like, arch) or "tf32",
         "HALVES": tile.block_m * tile.block_n > HALVED * tile.warps,
         "GAP_STEPS": _search(problem.groups + 1)["STEPS"], "GAP_ROWS": gap_rows, "GAP_STRIDE": gap_stride,
         "GAP_BLOCK_ROWS": gap_block[0], "GAP_BLOCK_COLUMNS": gap_block[1],

@@ -189,6 +189,8 @@ def _rows_scales(
     k_axis = 2 if problem.transpose_rhs else 1
     if isinstance(lhs, Scaled) and (_short(lhs, 1) or _misaligned(lhs, rhs, k_axis)):
         lhs = lhs.dequantize()
+    if isinstance(lhs, Scaled) and _powers_of_two(lhs) and isinstance(rhs, Scaled) and rhs.scale.shape[k_axis] > 1:
+        lhs = lhs.dequantize(jnp.bfloat16)  # exact, and one kernel can apply the scales of the weights
     if isinstance(rhs, Scaled) and _short(rhs, k_axis) and rhs.scale.shape[3 - k_axis] == 1:
         each = jnp.squeeze(rhs.scales(), 3 - k_axis)  # [g or 1, k]
         if each.shape[0] > 1:
@@ -286,6 +288,12 @@ def _split(x: Array | Scaled, axis: int) -> _Split:
 def _short(x: Scaled, axis: int) -> bool:
     """Whether scales change along an axis more often than it is worth to split a product."""
     return x.scale.shape[axis] > 1 and x.block[axis] < SHORT
+
+
+def _powers_of_two(lhs: Scaled) -> bool:
+    """Whether rows have scales along k that are powers of two: bfloat16 holds their products with the values."""
+    exact = lhs.scale.dtype == jnp.float8_e8m0fnu and lhs.total is None and lhs.zeros is None
+    return exact and lhs.scale.shape[1] > 1
 
 
 def _misaligned(lhs: Scaled, rhs: Array | Scaled, k_axis: int) -> bool:

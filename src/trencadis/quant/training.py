@@ -58,18 +58,10 @@ class Rows(NamedTuple):
 
 
 def trained(
-    recipe: Recipe,
-    x: Array,
-    w: Array,
-    group_sizes: Any,
-    dtype: Any,
-    options: Options = Options(),
-    steps: Steps = Steps(),
-    *,
-    transpose_rhs: bool = False,
-    group_offset: Any = None,
-    weights: Operand = None,
-) -> Array:
+    recipe: Recipe, x: Array, w: Array, group_sizes: Any, dtype: Any,
+    options: Options = Options(), steps: Steps = Steps(), *,
+    transpose_rhs: bool = False, group_offset: Any = None, weights: Operand = None,
+) -> Array:  # fmt: skip
     """`grouped_matmul` of rows `[m, k]` and weights, both quantized by a recipe first, differentiable in both.
 
     Weights that are quantized already are passed as `weights`, beside the array that gets their gradient.

@@ -156,6 +156,32 @@ def test_scales_along_k_that_the_kernel_does_not_apply(changes, said):
     assert said in refusal(asked.replace(**changes), target)
 
 
+@pytest.mark.parametrize(("rows", "upcast"), [(4, True), (1024, False)])
+def test_float8_weights_as_they_lie(rows, upcast):
+    """Few rows: float8 weights `[g, k, n]` are upcast in the kernel; many: they are transposed before it."""
+    asked = problem_of((8 * rows, 256), (8, 256, 256), dtype="float8_e4m3fn", out=np.dtype(jnp.bfloat16))
+    plan = gpu.plan(asked, Target(platform="cuda", kind="NVIDIA H200"), Overrides())
+    assert plan.layout.upcast == upcast and plan.layout.k_major != upcast
+    assert plan.problem.lhs == (jnp.bfloat16 if upcast else jnp.float8_e4m3fn) and plan.asked == asked
+    assert ("converts them in shared memory" if upcast else "transposed before") in plan.slow
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [(("mxfp8", (1, 32)), ("mxfp8", (1, 32, 1))), (("float8_e4m3fn", "row"), ("nvfp4", (1, 16, 1))),
+     (("int8", "row"), ("int4", (1, 128, 1)))],
+)  # fmt: skip
+def test_rows_of_8_bits_beside_weights_with_scales_along_k(left, right):
+    """One kernel: rows are bfloat16 in it, which is exact."""
+
+    def call(x, w, sizes):
+        return tr.grouped_matmul(tr.quant.quantize(x, *left), tr.quant.quantize(w, *right), sizes, jnp.bfloat16)
+
+    args = structs(((M, K), "float32"), ((G, K, 192), "float32"), ((G,), "int32"))
+    product = tr.why(call, *args, target="h200").passes[0]
+    assert product.plan.backend == "gpu" and not product.plan.split and product.plan.problem.lhs == jnp.bfloat16
+
+
 def test_why_says_that_lhs_is_permuted_along_k():
     x, sizes = structs(((M, K), "bfloat16"), ((G,), "int32"))
     values, scale = structs(((G, N, K), "int4"), ((G, N, 1), "float32"))

@@ -1,5 +1,7 @@
 """The kernels compile on a machine without a GPU for every architecture, to the instruction of its tensor cores."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ pytest.importorskip("triton")
 
 import jax
 from poisoned import rows_problem, sum_problem
+from sweep import sweep
 
 from trencadis.backends.triton import kernel_of
 from trencadis.backends.triton.bridge import compiled
@@ -32,8 +35,14 @@ def assembly(problem, card):
     return binary.text
 
 
-@pytest.mark.parametrize("form", PROBLEMS)
-@pytest.mark.parametrize("name", INSTRUCTIONS)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    sweep(
+        itertools.product(INSTRUCTIONS, PROBLEMS),
+        [("a100", "rows"), ("h200", "rows"), ("h200", "contraction"), ("b200", "contraction"),
+         ("rtx5090", "contraction"), ("mi300x", "rows")],
+    ),
+)  # fmt: skip
 def test_tensor_cores_of_every_architecture(name, form):
     assert INSTRUCTIONS[name] in assembly(PROBLEMS[form], CARDS[name])
 
@@ -43,7 +52,7 @@ def test_tensor_cores_of_every_architecture(name, form):
     [
         ("f16 f16 f16", {}, "f32.f16.f16.f32"),
         ("f32 f32 f32", {}, "f32.tf32.tf32.f32"),
-        ("f32 f32 f32", {"precision": "highest"}, "f32.tf32.tf32.f32"),
+        ("f32 f32 f32", {"precision": "highest"}, "f32.bf16.bf16.f32"),
         ("s8 s8 s32", {"transpose_rhs": True}, "s32.s8.s8.s32"),
         ("bf16 s8 bf16", {"transpose_rhs": True}, "f32.bf16.bf16.f32"),
     ],
@@ -59,10 +68,16 @@ def test_float8_where_the_card_has_it():
     assert "v_mfma" in assembly(problem, CARDS["mi355x"])
 
 
-def test_highest_has_more_products_than_the_default():
-    """Only a GPU can tell their values: the interpreter multiplies float32 as such, whatever the precision."""
-    counts = [
-        assembly(rows_problem(512, 256, 256, 8, precision=precision), CARDS["a100"]).count("mma.sync")
-        for precision in (None, "highest")
-    ]
-    assert counts[1] > counts[0]
+def test_persistent_programs_copy_by_tma():
+    problem, card = rows_problem(4096, 1024, 1024, 8, "bf16 bf16 bf16"), CARDS["h200"]
+    layout = choose(problem, card)
+    assert layout.programs == card.cores and layout.tma
+    assert "cp.async.bulk.tensor" in assembly(problem, card)
+
+
+def test_six_products_wait_for_the_tensor_cores_in_each_step():
+    """They read registers late, into which the next step would split its weights."""
+    text = assembly(rows_problem(8192, 256, 256, 8, precision="highest"), CARDS["h200"])
+    loop = text[text.index("wgmma.mma_async") :]
+    loop = loop[: loop.index("bra")]
+    assert loop.rindex("wgmma.wait_group.sync.aligned 0") > loop.rindex("wgmma.mma_async")

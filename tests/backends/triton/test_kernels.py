@@ -32,9 +32,16 @@ CASES = {
     "rows": (rows_problem(103, 40, 72, 6, "bf16 bf16 bf16", local=4), {}),
     "rows, masked": (rows_problem(103, 41, 72, 6, "bf16 bf16 f32", local=4), {"peeled": False}),
     "rows, stored [n, k]": (rows_problem(103, 41, 40, 6, "f16 f16 f32", transpose_rhs=True), {"raster_group": 1}),
-    "rows, persistent": (rows_problem(103, 40, 72, 6, "bf16 bf16 bf16"), {"programs": 3}),
+    "rows, persistent": (rows_problem(103, 40, 72, 6, "bf16 bf16 bf16", local=4), {"programs": 3, "tma": True}),
+    "rows, persistent, stored [n, k]": (
+        rows_problem(103, 40, 72, 6, "bf16 bf16 bf16", transpose_rhs=True), {"programs": 5, "tma": True},
+    ),
+    "rows, short tiles": (rows_problem(103, 40, 72, 6, "bf16 bf16 bf16", local=4), {"short_m": 16}),
     "rows, float32": (rows_problem(103, 33, 40, 6, local=5), {}),
-    "rows, float32, three products": (rows_problem(103, 33, 40, 6, precision="highest"), {}),
+    "rows, float32, six products": (rows_problem(103, 33, 40, 6, precision="highest"), {}),
+    "rows, float32 by bfloat16, six products": (
+        rows_problem(75, 33, 40, 6, "f32 bf16 f32", precision="highest", transpose_rhs=True), {},
+    ),
     "rows, mixed": (rows_problem(75, 33, 32, 6, "bf16 f16 f16", transpose_rhs=True), {}),
     "rows, float32 by bfloat16": (rows_problem(75, 33, 40, 6, "f32 bf16 bf16", local=4), {}),
     "rows, bias": (rows_problem(75, 33, 72, 6, "bf16 bf16 bf16", epilogue=BIAS), {}),
@@ -48,14 +55,18 @@ CASES = {
     "rows, batch": (rows_problem(45, 33, 40, 5, "bf16 bf16 bf16", local=4, batch=2, rhs_batch=2), {}),
     "rows, batch that shares weights": (rows_problem(45, 33, 32, 5, "f16 f16 f32", local=3, batch=2), {}),
     "contraction": (sum_problem(103, 40, 72, 4, "bf16 bf16 bf16", local=3), {}),
-    "contraction, masked": (sum_problem(103, 40, 72, 4, "bf16 bf16 f32", local=3), {"peeled": False}),
     "contraction, stored [k, m]": (sum_problem(103, 40, 33, 3, "bf16 bf16 f32", transpose_lhs=True), {}),
-    "contraction, stored [k, m], masked": (
-        sum_problem(103, 40, 33, 3, "bf16 bf16 f32", transpose_lhs=True), {"peeled": False, "programs": 2},
+    "contraction, persistent": (sum_problem(103, 40, 72, 5, "bf16 bf16 f32", local=4), {"programs": 5}),
+    "contraction, persistent, TMA": (
+        sum_problem(103, 40, 72, 5, "bf16 bf16 bf16", epilogue=SCALES), {"programs": 4, "tma": True},
     ),
-    "contraction, longest first": (
-        sum_problem(103, 40, 40, 5, "bf16 bf16 f32"), {"longest_first": True, "programs": 3},
+    "contraction, persistent, stored [k, m]": (
+        sum_problem(103, 40, 33, 3, "bf16 bf16 f32", transpose_lhs=True), {"programs": 2},
     ),
+    "contraction, persistent, existing_out": (
+        sum_problem(75, 40, 40, 5, "bf16 bf16 bf16", local=4, epilogue=MORE), {"programs": 3},
+    ),
+    "contraction, float32, six products": (sum_problem(103, 40, 40, 4, precision="highest"), {}),
     "contraction, float32": (sum_problem(103, 40, 40, 4, "f32 f32 bf16"), {}),
     "contraction, scales": (sum_problem(75, 40, 33, 4, "bf16 bf16 f32", epilogue=SCALES), {}),
     "contraction, existing_out": (sum_problem(75, 40, 40, 5, "bf16 bf16 bf16", local=4, epilogue=MORE), {}),
@@ -106,3 +117,19 @@ def test_equals_the_oracle_with_poison_elsewhere(name):
             rest = [at for at, span in enumerate(mine) if not span]
         kept = extras[-1] if problem.epilogue.accumulate else np.zeros_like(got)
         assert got[rest].tobytes() == kept[rest].tobytes()
+
+
+@pytest.mark.parametrize("form", ["rows", "contraction"])
+def test_six_products_keep_infinities(form):
+    """The parts of an Inf are Inf and NaN, but its sums are those of float32: Inf, and NaN with a zero."""
+    make = rows_problem if form == "rows" else sum_problem
+    problem = make(40, 33, 40, 2, precision="highest")
+    lhs, rhs = numbers(problem, 0)
+    lhs[3, 5], lhs[20, 7], rhs[0, 0] = np.inf, 3e38, 0  # the largest numbers have parts too
+    rhs.reshape(-1)[-1] = -np.inf
+    sizes, first = np.array([[30, 10]], np.int32), np.zeros(1, np.int32)
+    got = np.asarray(kernel(problem, SMALL)(lhs, rhs, sizes, first))
+    with np.errstate(invalid="ignore", over="ignore"):
+        want = meaning(problem, lhs, rhs, sizes, first).astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    np.testing.assert_allclose(got[~np.isnan(want)], want[~np.isnan(want)], rtol=1e-5, atol=1e-5)

@@ -95,6 +95,27 @@ def test_layouts_fit_and_the_chosen_is_the_fastest(problem, name):
     assert estimated_time(problem, card, best) == min(estimated_time(problem, card, one) for one in some)
 
 
+@pytest.mark.parametrize(
+    ("problem", "layout"),
+    [
+        (rows_problem(16384, 4096, 14336, 8, "bf16 bf16 bf16"), "128 x 256 x 64, 8 warps, 4 stages, 132 persistent"),
+        (rows_problem(32768, 1536, 2048, 128, "bf16 bf16 bf16", transpose_rhs=True), "128 x 256 x 64, 8 warps, 4"),
+        (rows_problem(512, 2048, 1536, 128, "bf16 bf16 bf16"), "16 x "),
+        (sum_problem(32768, 4096, 4096, 64, "bf16 bf16 bf16"), "128 x 256 x 64, 8 warps, 3 stages, 132 persistent"),
+        (sum_problem(16384, 2880, 5760, 128, "bf16 bf16 bf16"), "128 x 128 x 32, 4 warps, 5 stages, 264 persistent"),
+        (rows_problem(8192, 2048, 1536, 32, precision="highest"), "64 x 128 x 32, 8 warps, 3 stages"),
+    ],
+    ids=str,
+)
+def test_the_model_finds_what_was_the_fastest_on_an_h200(problem, layout):
+    assert str(choose(problem, CARDS["h200"])).startswith(layout)
+
+
+def test_float32_says_how_it_is_multiplied():
+    answer = triton.plan(rows_problem(64, 64, 64, 2, precision="highest"), A100, Overrides())
+    assert isinstance(answer, Plan) and "six products" in answer.because
+
+
 def test_few_rows_have_small_tiles_and_many_have_large_ones():
     for name in ("a100", "h200", "mi300x"):
         decode = choose(rows_problem(512, 2048, 1536, 128, "bf16 bf16 bf16"), CARDS[name])

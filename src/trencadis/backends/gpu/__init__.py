@@ -29,6 +29,7 @@ from trencadis.backends.gpu.choose import (
     needs_upcast,
     reason,
     tiling_of,
+    with_bfloat16_rows,
 )
 from trencadis.backends.gpu.layout import CONSUMERS, ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.prepare import flat_sizes, pad_to, round_up
@@ -60,7 +61,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
 
 def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """The plan for a Hopper GPU, or why there is none."""
-    card, inner = card_for(target), _peeled(problem)
+    card, inner = card_for(target), with_bfloat16_rows(_peeled(problem))
     assert card is not None  # or `_elsewhere` had refused
     refusal = _arithmetic(inner) or _size(inner) or _missing()
     if refusal is not None:

@@ -41,6 +41,7 @@ UPCAST_N = 128  # columns of a tile whose weights are upcast
 MORE_CONSUMERS = 4  # where unpacking weights takes the time, and there are few rows
 SMALL_GROUP = 64  # mean rows of a group up to which the product is bound by reading weights
 TINY_GROUP = 16  # mean rows of a group up to which the smallest tiles do
+TRANSPOSE_ROWS = 512  # mean rows of a group from which on transposing its float8 weights pays
 LARGE_GROUP = 1024  # mean rows of a group from which on the padding of its last tile hardly matters
 HOT_SHARE = 2  # contraction: prepare for a group that has 1/2 of all rows, which one CTA must sum up for each tile
 DYNAMIC_FLOPS = 10**11  # from here on dynamic scheduling pays for its counter, which one small kernel clears
@@ -118,6 +119,22 @@ def needs_upcast(problem: Problem) -> bool:
     """Whether the kernel upcasts the weights: no wgmma multiplies weights of 8 or 4 bits with bfloat16 rows."""
     low_precision = problem.rhs.name in ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
     return problem.form is Form.ROWS and problem.lhs == jnp.bfloat16 and low_precision
+
+
+def with_bfloat16_rows(problem: Problem) -> Problem:
+    """The problem with 8-bit rows as bfloat16, which is exact, where weights are better upcast.
+
+    These are weights whose scales change along k. And float8 weights `[g, k, n]` for few rows each: tensor cores take
+    them with k last, and transposing them moves three times their bytes, which is worth it only for many rows.
+    """
+    epilogue = problem.epilogue
+    if problem.form is not Form.ROWS or problem.lhs.itemsize > 1 or epilogue.row_block:
+        return problem
+    float8 = all(dtype.name.startswith("float8") for dtype in (problem.lhs, problem.rhs))
+    few = problem.m < TRANSPOSE_ROWS * problem.groups
+    if epilogue.along_k or (float8 and few and not problem.transpose_rhs):
+        return problem.replace(lhs=np.dtype(jnp.bfloat16))
+    return problem
 
 
 def needs_promotion(problem: Problem) -> bool:

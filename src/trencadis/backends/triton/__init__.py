@@ -3,7 +3,7 @@
 choose           the layout (tile, warps, stages) for a problem, by a cost model
 layout           what a layout holds
 tile_scheduler   the list of tiles, which XLA computes before the kernel
-kernels          the kernels of both forms; activation: activations in them
+kernels          the kernels of both forms; products: the product of two blocks; activation: activations in them
 weights          the kernel that unpacks low-precision weights; weights_layout: its layouts and its call
 bridge           from JAX to Triton: compilation, and jaxlib's custom call
 interpreter      the same kernels in numpy, on any machine
@@ -12,19 +12,25 @@ interpreter      the same kernels in numpy, on any machine
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from trencadis.backends.triton import weights_layout
 from trencadis.backends.triton.activation import source
-from trencadis.backends.triton.choose import choose, choose_for_tile, mma_dtype, reason, tiling_of
+from trencadis.backends.triton.choose import (
+    choose,
+    choose_for_tile,
+    mma_dtype,
+    precision,
+    reason,
+    split_operand,
+    tiling_of,
+)
 from trencadis.backends.triton.layout import Layout
-from trencadis.backends.triton.tile_scheduler import most_tiles, tiles
+from trencadis.backends.triton.tile_scheduler import align_of, most_tiles, tiles
 from trencadis.core.decision import Dtypes, Plan, Refusal, missing, unknown_dtype
 from trencadis.core.devices import Card, card_for
 from trencadis.core.dtypes import bits
@@ -37,8 +43,9 @@ Array = jax.Array
 
 FLOATS = ("bfloat16", "float16", "float32")
 OPERANDS = (*FLOATS, "int8", "float8_e4m3fn", "float8_e5m2")
-TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
-FULL = ("float32", lax.DotAlgorithmPreset.F32_F32_F32, lax.DotAlgorithmPreset.TF32_TF32_F32_X3)
+
+DESCRIPTORS = 2 * 128  # bytes of the descriptors of copies that a program writes, at most
+SPLIT_BLOCK = 2048  # numbers that one program splits into three parts
 
 _refusal = functools.partial(Refusal, "triton")
 
@@ -128,7 +135,7 @@ def _arithmetic(problem: Problem, card: Card) -> Refusal | None:
         if dtype.name.startswith("float8") and not card.float8:
             return _refusal(f"{name} is {dtype.name}, which {card.kind} does not have", "cast it to bfloat16")
     if mma_dtype(problem) == jnp.float32 and precision(problem, card.arch) is None:
-        return _refusal(f"precision is {problem.asked}; it multiplies float32 as tf32, or as three products of it")
+        return _refusal(f"precision is {problem.asked}; it multiplies float32 as tf32, or with its full precision")
     return None
 
 
@@ -141,18 +148,16 @@ def _size(problem: Problem) -> Refusal | None:
     return None if tiles < 2**31 else _refusal(f"{tiles} tiles are too many to count in 32 bits")
 
 
-def precision(problem: Problem, arch: str) -> str | None:
-    """How float32 factors are multiplied, in Triton's words; None if the precision asked for is none of these.
+def in_three(x: Array, arch: str, interpret: bool = False) -> Array:
+    """The three bfloat16 parts of a float32 array, `[3, ...]`; XLA takes twice the time for it."""
+    from trencadis.backends.triton import bridge, interpreter, products
 
-    Three tf32 products have the error of float32. AMD has products of float32 itself.
-    """
-    asked, several = problem.asked, problem.precisions
-    full = asked in FULL or bool(several & {lax.Precision.HIGHEST, lax.Precision.HIGH})
-    if not full and asked not in TF32 and several != {lax.Precision.DEFAULT}:
-        return None
-    if arch.startswith("gfx"):
-        return "ieee"
-    return "tf32x3" if full else "tf32"
+    kernel = bridge.Kernel(
+        function=products.split, pointers=(("x", x.dtype.name), ("out", "bfloat16")),
+        constants=(("SIZE", x.size), ("BLOCK", SPLIT_BLOCK)), arch=arch, warps=4, stages=1,
+    )  # fmt: skip
+    call = interpreter.call if interpret else bridge.call
+    return call(kernel, -(-x.size // SPLIT_BLOCK), [x], jax.ShapeDtypeStruct((3, *x.shape), jnp.bfloat16))
 
 
 def _grid(problem: Problem, layout: Layout) -> int:
@@ -169,6 +174,10 @@ def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, inter
     from trencadis.backends.triton import bridge, interpreter
 
     lhs, rhs, sizes, first, *extras = operands
+    split = split_operand(problem, arch)
+    if split:
+        parts = in_three(lhs if split == "lhs" else rhs, arch, interpret)
+        lhs, rhs = (parts, rhs) if split == "lhs" else (lhs, parts)
     listed = tiles(problem, layout, sizes, first)
     alias = 5 + len(extras) if problem.epilogue.accumulate else None
     out = jax.ShapeDtypeStruct(problem.out_shape, problem.out)
@@ -192,10 +201,13 @@ def kernel_of(problem: Problem, layout: Layout, arch: str, *, interpret: bool = 
     names = ["lhs", "rhs", *(name for name, given in there.items() if given)]
     _, _, _, _, *extras = problem.operands  # the two between are sizes and the first group
     dtypes = [problem.lhs, problem.rhs, *(dtype for _, dtype in extras)]
+    if split := split_operand(problem, arch):
+        dtypes[names.index(split)] = jnp.dtype(jnp.bfloat16)
     arrays = [(name, np.dtype(dtype).name) for name, dtype in zip(names, dtypes, strict=True)]
     return Kernel(
         function=_function(problem.form), pointers=(*lists, *arrays, ("out", problem.out.name)),
         constants=constants(problem, layout, arch, interpret), arch=arch, warps=layout.warps, stages=layout.stages,
+        scratch=DESCRIPTORS if layout.tma else 0,
     )  # fmt: skip
 
 
@@ -218,8 +230,7 @@ def constants(problem: Problem, layout: Layout, arch: str, interpret: bool = Fal
     common = {
         "K": problem.k, "N": problem.n, "TRANSPOSED": problem.transpose_rhs if rows_form else problem.transpose_lhs,
         "BLOCK_M": layout.block_m, "BLOCK_N": layout.block_n, "BLOCK_K": layout.block_k,
-        "RASTER": layout.raster_group, "PEELED": layout.peeled, "PROGRAMS": layout.programs,
-        "FLATTEN": layout.flatten,
+        "RASTER": layout.raster_group, "PROGRAMS": layout.programs, "ROWS": problem.rows,
         "DOT": TYPES[mma_dtype(problem).name], "ACC": TYPES[problem.acc.name],
         "PRECISION": precision(problem, arch) or "tf32",
         "FLOAT": any((epilogue.scaled, epilogue.bias is not None, epilogue.activation is not None)),
@@ -228,9 +239,10 @@ def constants(problem: Problem, layout: Layout, arch: str, interpret: bool = Fal
         text = source(epilogue.activation) if epilogue.activation is not None else None
         decorate = rewritten if interpret else triton.jit
         common |= {
-            "WEIGHTS": problem.weights, "GROUPS": problem.local_groups,
+            "WEIGHTS": problem.weights, "GROUPS": problem.local_groups, "SHORT_M": layout.short_m,
+            "PEELED": layout.peeled,
             "ACTIVATION": None if text is None else function(text, decorate),
         }  # fmt: skip
     else:
-        common |= {"ROWS": problem.rows, "ALIGN": math.gcd(layout.block_k, 16)}
+        common |= {"ALIGN": align_of(problem, layout), "SPANS": problem.spans, "TMA": layout.tma}
     return tuple(common.items())

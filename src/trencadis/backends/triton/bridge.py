@@ -45,6 +45,7 @@ class Kernel:
     arch: str  # "9.0", a compute capability of CUDA, or "gfx942"
     warps: int
     stages: int
+    scratch: int = 0  # bytes of memory for each program beside the arrays, in which it writes descriptors of copies
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ def _compiled(kernel: Kernel) -> Binary:
     source = ASTSource(kernel.function, signature, absent, aligned)
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
     done = triton.compile(source, target=gpu_target(kernel.arch), options=options)
-    if getattr(done.metadata, "global_scratch_size", 0):
+    if getattr(done.metadata, "global_scratch_size", 0) > kernel.scratch:
         raise NotImplementedError(f"{done.metadata.name} needs memory that this call does not give it")
     text = done.asm["amdgcn" if "gfx" in kernel.arch else "ptx"]
     image = _on_disk(done.asm["hsaco"]) if "gfx" in kernel.arch else text
@@ -146,21 +147,27 @@ def call(
     """The array that a kernel writes, from its operands; it has the memory of operand `alias` if there is one."""
     if not 0 < grid < 2**31:
         raise ValueError(f"a kernel has 1 to 2**31 - 1 programs; got {grid}")
-    return triton_call_p.bind(*operands, kernel=kernel, grid=grid, out=out, alias=alias)
+    result, *_ = triton_call_p.bind(*operands, kernel=kernel, grid=grid, out=out, alias=alias)
+    return result
 
 
-def _type(*_: Any, out: jax.ShapeDtypeStruct, **__: Any) -> Any:
-    return jax.core.ShapedArray(out.shape, out.dtype)
+def _types(*_: Any, kernel: Kernel, grid: int, out: jax.ShapeDtypeStruct, **__: Any) -> list[Any]:
+    """The result, and the memory for descriptors: Triton's parameter for it comes after those of the arrays."""
+    types = [jax.core.ShapedArray(out.shape, out.dtype)]
+    if kernel.scratch:
+        types.append(jax.core.ShapedArray((grid * kernel.scratch,), jax.numpy.uint8))
+    return types
 
 
-triton_call_p.def_abstract_eval(_type)
+triton_call_p.multiple_results = True
+triton_call_p.def_abstract_eval(_types)
 
 
 def _lower(
     context: mlir.LoweringRuleContext, *operands: IrValue, kernel: Kernel, grid: int, alias: int | None, **_: Any
 ) -> Sequence[IrValue]:
     """The custom call of a kernel, which is compiled here."""
-    packed = zlib.compress(message(kernel, compiled(kernel), grid, len(operands) + 1))
+    packed = zlib.compress(message(kernel, compiled(kernel), grid, len(operands) + len(context.avals_out)))
     aliases = {} if alias is None else {alias: 0}
     rule: Any
     if JAX >= (0, 11):

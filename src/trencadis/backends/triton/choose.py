@@ -2,19 +2,23 @@
 
 The model of one program: its mainloop runs at the rate of the tensor cores, or as fast as L2 brings operands, whatever
 takes longer, and each step costs some cycles more. Before its first step it waits for memory, and after the last it
-stores its tile. Programs that share an SM fill each other's gaps. The model of a kernel: waves of programs over all
-SMs, but never faster than memory moves operands and result. Its constants are estimates that no measurement has fitted.
+stores its tile; a persistent program has the copies of its next tile on their way meanwhile, and does not wait.
+Programs that share an SM fill each other's gaps. The model of a kernel: waves of programs over all SMs, but never
+faster than memory moves operands and result. Its constants are fitted to measurements on an H200
+(docs/performance.md), as fractions of that card's figures, and are taken to be the same on others.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from trencadis.backends.triton.layout import Layout
 from trencadis.core.devices import Card
@@ -22,28 +26,45 @@ from trencadis.core.dtypes import width
 from trencadis.core.problem import Form, Problem
 from trencadis.core.tiling import Tiling
 
+TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
+FULL = ("float32", lax.DotAlgorithmPreset.F32_F32_F32, lax.DotAlgorithmPreset.TF32_TF32_F32_X3)
 # block_m, block_n and warps of the tiles that are considered, for operands of 16 bits
 TILES = (
-    (256, 128, 8), (128, 256, 8), (128, 128, 8), (128, 128, 4), (64, 256, 8), (64, 256, 4), (64, 128, 4), (32, 128, 4),
+    (128, 256, 8), (128, 128, 4), (64, 256, 8), (64, 256, 4), (64, 128, 8), (64, 128, 4), (32, 128, 4),
     (16, 256, 4), (16, 128, 4), (128, 64, 4), (64, 64, 4), (16, 64, 4),
 )  # fmt: skip
-STEP_BYTES = (64, 128, 256)  # bytes of a row of an operand in one step of the mainloop
-STAGES = (2, 3, 4, 5)
+STEP_BYTES = (32, 64, 128, 256)  # bytes of a row of an operand in one step of the mainloop
+STAGES = (1, 2, 3, 4, 5)
 REGISTERS = 65536  # of an SM, and 2048 threads
-LATENCY = 0.8e-6  # seconds from the start of a copy to its end
-L2 = 48  # bytes that an SM gets from L2 in a cycle
-STEP_CYCLES = 40  # beside the products of a step: waiting for its copies, and starting those of a later one
-RATE = 0.88  # of the peak of the tensor cores that a mainloop reaches
-HBM = 0.85  # of the bandwidth of memory that kernels reach
-OVERLAP = 0.1  # of the shorter one of computing and moving that the longer one does not hide
+FILL = 0.33e-6  # seconds from the start of a program to its first step: two latencies of memory
+LATENCY = 0.51e-6  # seconds from the start of a copy to its end
+L2 = 57  # bytes that an SM gets from L2 in a cycle
+STEP_CYCLES = 78  # beside the products of a step: waiting for its copies, and starting those of a later one
+TMA_CYCLES = 20  # the same, if the tensor memory accelerator copies
+STORED = 21  # bytes of a tile that are stored in a cycle
+TMA_STORED = 65  # bytes of a tile that are handed over to the tensor memory accelerator in a cycle
+RATE = 0.91  # of the peak of the tensor cores that a mainloop reaches
+HBM = 0.96  # of the bandwidth of memory that kernels reach
+RUN = 6  # bytes in whose time memory turns from one run of neighbours to another
+OVERLAP = 0.25  # of the shorter one of computing and moving that the longer one does not hide
+STALL = 0.39  # of the time to write the result that a program waits for memory; n programs of an SM n times less
 LAUNCH = 4e-6  # seconds for the list of tiles and the launch
+SHORT = 0.88  # the time of a tile of half the height, relative to the whole
+AREA = 0.14  # exponent of the speed of smaller tiles
+IN_TURN = 2.0  # the time of six products that wait for one another, relative to their own
+SIX_SUMS = 32  # entries of a tile by six products that a thread holds, three sums for each
+SWIZZLE = 128  # bytes of a row that TMA copies at once
 FEW_STEPS = 8  # a sum of fewer steps than this does not take its last one apart
 
 
 @functools.lru_cache(maxsize=1024)
 def choose(problem: Problem, card: Card) -> Layout:
-    """The layout that is expected to be the fastest for a problem on a GPU."""
-    return min(candidates(problem, card), key=lambda layout: estimated_time(problem, card, layout))
+    """The layout that is expected to be the fastest for a problem on a GPU.
+
+    Of equal ones it is that with more stages, but not of six products, which do not wait for copies.
+    """
+    sign = 1 if split_operand(problem, card.arch) else -1
+    return min(candidates(problem, card), key=lambda one: (estimated_time(problem, card, one), sign * one.stages))
 
 
 def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
@@ -59,21 +80,54 @@ def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
 def candidates(problem: Problem, card: Card) -> Iterator[Layout]:
     """All layouts of a problem whose stages fit into shared memory, and whose tile is not larger than it needs."""
     down = problem.m if problem.form is Form.ROWS else problem.k
-    widest = max(width(problem.lhs), width(problem.rhs), mma_dtype(problem).itemsize)
     for block_m, block_n, warps in TILES:
         if (block_n > 64 and block_n >= 2 * problem.n) or (block_m > 16 and block_m >= 2 * down):
             continue
         if problem.form is Form.CONTRACTION and block_m < 64 <= down:
             continue
-        for step in STEP_BYTES:
-            block_k = int(step / widest)
-            for stages in STAGES if card.platform == "cuda" else (2, 3):
-                layout = Layout(
-                    block_m=block_m, block_n=block_n, block_k=block_k, warps=warps, stages=stages,
-                    peeled=_peeled(problem, block_k), longest_first=problem.form is Form.CONTRACTION,
-                )  # fmt: skip
-                if block_k >= _least_k(problem) and shared_memory(problem, card, layout) <= card.shared:
+        if split_operand(problem, card.arch) and block_m * block_n > SIX_SUMS * 32 * warps:
+            continue
+        for step, stages in itertools.product(STEP_BYTES, STAGES if card.platform == "cuda" else (2, 3)):
+            block_k = int(step / max(width(problem.lhs), width(problem.rhs), mma_dtype(problem).itemsize))
+            if block_k < _least_k(problem) or not _deep(problem, card, block_m, block_k, stages):
+                continue
+            plain = Layout(
+                block_m=block_m, block_n=block_n, block_k=block_k, warps=warps, stages=stages,
+                peeled=_peeled(problem, block_k),
+            )  # fmt: skip
+            for layout in (plain, *_variants(problem, card, plain)):
+                if shared_memory(problem, card, layout) <= card.shared:
                     yield layout
+
+
+def _deep(problem: Problem, card: Card, block_m: int, block_k: int, stages: int) -> bool:
+    """Whether a pipeline has enough stages to copy while it multiplies, but none that its few steps do not fill."""
+    steps = math.ceil((problem.k if problem.form is Form.ROWS else problem.m / problem.groups) / block_k)
+    return min(2 + _from_shared(card, block_m), steps) <= stages <= max(steps + 1, 2)
+
+
+def _variants(problem: Problem, card: Card, plain: Layout) -> Iterator[Layout]:
+    """A layout with short tiles for the last rows of a group, and the same as persistent programs."""
+    if problem.form is Form.ROWS and plain.block_m >= (128 if _from_shared(card, plain.block_m) else 32):
+        yield plain.replace(short_m=plain.block_m // 2)
+    if _from_shared(card, plain.block_m) and not split_operand(problem, card.arch) and plain.stages > 2:
+        persistent = plain.replace(peeled=False, tma=_tma(problem))
+        long = plain.block_k * problem.lhs.itemsize >= SWIZZLE
+        if problem.form is Form.CONTRACTION or (persistent.tma and long):
+            together = programs_per_sm(problem, card, persistent.replace(programs=1))
+            yield persistent.replace(programs=card.cores * together)
+
+
+def _tma(problem: Problem) -> bool:
+    """Whether the tensor memory accelerator copies operands of the rows form, or the result of a contraction.
+
+    Rows of its arrays start at multiples of 16 bytes. An empty group with existing_out has a result that is not stored.
+    """
+    if problem.form is Form.CONTRACTION:
+        return not problem.epilogue.accumulate and problem.n * problem.out.itemsize % 16 == 0
+    n = problem.k if problem.transpose_rhs else problem.n
+    sixteen = problem.lhs == problem.rhs and problem.lhs.itemsize == 2  # others were not measured
+    return sixteen and problem.k % 8 == 0 and n % 8 == 0
 
 
 def _least_k(problem: Problem) -> int:
@@ -83,20 +137,29 @@ def _least_k(problem: Problem) -> int:
 
 def _peeled(problem: Problem, block_k: int) -> bool:
     """Whether the last step of a sum stands apart: not where it would be one of few, since it cannot be overlapped."""
-    if problem.form is Form.ROWS:
-        return problem.k % block_k == 0 or problem.k >= FEW_STEPS * block_k
-    return problem.m / problem.groups >= FEW_STEPS * block_k
+    return problem.form is Form.ROWS and (problem.k % block_k == 0 or problem.k >= FEW_STEPS * block_k)
 
 
 def shared_memory(problem: Problem, card: Card, layout: Layout) -> int:
-    """The bytes of shared memory for the steps of a layout that are on their way."""
-    bytes_ = layout.block_k * (layout.block_m * width(problem.lhs) + layout.block_n * width(problem.rhs))
-    return int(bytes_ * max(layout.stages - (not _from_shared(card, layout)), 1)) + 1024
+    """The bytes of shared memory: for steps that are on their way, and in persistent programs for a tile of results."""
+    bytes_ = step_bytes(problem, card, layout) * max(layout.stages - (not _from_shared(card, layout.block_m)), 1)
+    tile = layout.block_m * layout.block_n * problem.out.itemsize
+    if layout.programs and not (problem.form is Form.CONTRACTION and layout.tma):
+        tile = tile if problem.out.itemsize > 2 else min(tile, 32768)  # what Triton 3.6 was seen to take
+    return int(bytes_) + (tile if layout.programs else 0) + 1024
 
 
-def _from_shared(card: Card, layout: Layout) -> bool:
+def step_bytes(problem: Problem, card: Card, layout: Layout) -> float:
+    """The bytes of both operands in one step of the mainloop."""
+    split, three = split_operand(problem, card.arch), 6.0  # three parts of 2 bytes
+    lhs, rhs = width(problem.lhs), width(problem.rhs)
+    lhs, rhs = three if split == "lhs" else lhs, three if split == "rhs" else rhs
+    return layout.block_k * (layout.block_m * lhs + layout.block_n * rhs)
+
+
+def _from_shared(card: Card, block_m: int) -> bool:
     """Whether the tensor cores read operands from shared memory (wgmma, tcgen05), and not from registers."""
-    return card.platform == "cuda" and card.arch.split(".")[0] in ("9", "10") and layout.block_m >= 64
+    return card.tma and block_m >= 64
 
 
 def tiling_of(problem: Problem, layout: Layout) -> Tiling:
@@ -109,9 +172,10 @@ def tiling_of(problem: Problem, layout: Layout) -> Tiling:
 def reason(problem: Problem, layout: Layout, card: Card) -> str:
     """The figures behind a layout: its tiles, how many waves of them there are, and its steps."""
     waves = tile_count(problem, layout) / (card.cores * programs_per_sm(problem, card, layout))
+    how = "; float32 as six products of its bfloat16 parts" if split_operand(problem, card.arch) else ""
     return (
         f"{layout.block_m} x {layout.block_n} tiles of {layout.warps} warps, {waves:.2f} waves over {card.cores} SMs, "
-        f"{layout.stages} stages of {layout.block_k} along the sum; "
+        f"{layout.stages} stages of {layout.block_k} along the sum{how}; "
         f"{1e3 * estimated_time(problem, card, layout):.3g} ms by the model of the card"
     )
 
@@ -126,18 +190,49 @@ def mma_dtype(problem: Problem) -> np.dtype[Any]:
     return np.dtype(np.float16 if "float16" in kinds else jnp.bfloat16)  # either holds every 8-bit number
 
 
+def precision(problem: Problem, arch: str) -> str | None:
+    """How float32 factors are multiplied, in Triton's words; None if the precision asked for is none of these.
+
+    Six bfloat16 products of three parts each have the error of float32. AMD has products of float32 itself.
+    """
+    asked, several = problem.asked, problem.precisions
+    full = asked in FULL or bool(several & {lax.Precision.HIGHEST, lax.Precision.HIGH})
+    if not full and asked not in TF32 and several != {lax.Precision.DEFAULT}:
+        return None
+    if arch.startswith("gfx"):
+        return "ieee"
+    return "bf16x6" if full else "tf32"
+
+
+def split_operand(problem: Problem, arch: str) -> str:
+    """The operand that XLA splits in three for six products, "lhs" or "rhs"; "" if there are no such products.
+
+    It is the right factor of the tensor cores: a kernel splits the left one in registers, but would have to write a
+    right one back to shared memory. In the rows form weights are the left factor, since there are more of them.
+    """
+    if mma_dtype(problem) != jnp.float32 or precision(problem, arch) != "bf16x6":
+        return ""
+    return "lhs" if problem.form is Form.ROWS else "rhs"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The model
 
 
 def tile_count(problem: Problem, layout: Layout) -> float:
-    """The tiles that a kernel is expected to compute: the sizes of groups are not known here, but their mean is."""
+    """The tiles that a kernel is expected to compute: the sizes of groups are not known here, but their mean is.
+
+    A short tile counts as SHORT tiles. Half of the last tiles of groups are short, or all if a group has few rows.
+    """
     across = math.ceil(problem.n / layout.block_n)
     if problem.form is Form.CONTRACTION:
         return problem.spans * math.ceil(problem.k / layout.block_m) * across
     mean = problem.m / problem.groups
     some = 1 - math.exp(-mean)  # the share of groups that have a row
-    return problem.spans * max(some, mean / layout.block_m + some / 2) * across
+    count = max(some, mean / layout.block_m + some / 2)
+    if layout.short_m:
+        count -= some * (1 - SHORT) * (1 if mean < layout.short_m / 2 else 0.5)
+    return problem.spans * count * across
 
 
 def programs_per_sm(problem: Problem, card: Card, layout: Layout) -> int:
@@ -145,57 +240,64 @@ def programs_per_sm(problem: Problem, card: Card, layout: Layout) -> int:
     whole = card.shared + 1024
     by_memory = whole // max(shared_memory(problem, card, layout), 1)
     threads = 32 * layout.warps
-    each = min(255, layout.block_m * layout.block_n // threads + 64)  # registers of a thread: its sums, and the rest
+    sums = layout.block_m * layout.block_n // threads
+    each = min(255, 3 * sums + 30 if split_operand(problem, card.arch) else sums + 40)  # registers of a thread
     return max(1, min(by_memory, REGISTERS // (threads * each), 4))
 
 
 def estimated_time(problem: Problem, card: Card, layout: Layout) -> float:
     """The seconds that a kernel is expected to take."""
-    length = problem.k if problem.form is Form.ROWS else problem.m / problem.groups
-    steps = max(math.ceil(length / layout.block_k), 1)
+    rows_form = problem.form is Form.ROWS
+    length = problem.k if rows_form else problem.m / problem.groups + layout.block_k / 2
+    steps = max(math.ceil(length / layout.block_k) if rows_form else length / layout.block_k, 1)
     products = 2 * layout.block_m * layout.block_n * layout.block_k
-    sm_rate = card.mma_rate * card.clock * RATE * speed(problem, card, layout)
-    loaded = layout.block_k * (layout.block_m * width(problem.lhs) + layout.block_n * width(problem.rhs))
-    busy = max(products / sm_rate, loaded / (L2 * card.clock)) + STEP_CYCLES / card.clock
-    stored = layout.block_m * layout.block_n * width(problem.out) / (L2 * card.clock)
-    in_flight = max(
-        layout.stages - 1 - _from_shared(card, layout), 0.5
-    )  # copies of later steps while one is multiplied
-    alone = LATENCY + steps * max(busy, LATENCY / in_flight) + stored
-    together = programs_per_sm(problem, card, layout)
+    sm_rate = card.mma_rate * RATE * speed(problem, card, layout)
+    beside = TMA_CYCLES if layout.tma and rows_form else STEP_CYCLES
+    busy = (max(products / sm_rate, step_bytes(problem, card, layout) / L2) + beside) / card.clock
+    tile = layout.block_m * layout.block_n * width(problem.out)
+    stored = tile / (TMA_STORED if layout.tma and not rows_form else STORED) / card.clock
+    in_flight = layout.stages - 1 - _from_shared(card, layout.block_m)  # copies of later steps during one
+    one = busy * IN_TURN if split_operand(problem, card.arch) else busy
+    step = max(one, LATENCY / in_flight) if in_flight > 0 else one + LATENCY
+    together = layout.programs // card.cores or programs_per_sm(problem, card, layout)
+    alone = steps * step + stored + (0 if layout.programs else FILL)
     wave = max(alone, together * (steps * busy + stored))
     count = tile_count(problem, layout) / (card.cores * together)
     waves = math.ceil(count) if count < 4 else count + 0.5
-    computed, moved = waves * wave, moved_bytes(problem) / (card.hbm * HBM)
-    return max(computed, moved) + OVERLAP * min(computed, moved) + LAUNCH
+    computed = waves * wave + (2 * FILL if layout.programs else 0)  # it writes descriptors of its copies first
+    run = layout.block_k if rows_form and problem.transpose_rhs else layout.block_n
+    run_bytes = run * width(problem.rhs)
+    moved = moved_bytes(problem) / (card.hbm * HBM) * (1 + RUN / run_bytes)
+    stall = STALL / together * result_bytes(problem) / (card.hbm * HBM)
+    return max(computed, moved) + OVERLAP * min(computed, moved) + stall + LAUNCH
 
 
 def moved_bytes(problem: Problem) -> float:
     """The bytes of operands and result, each moved once; weights of groups without rows are not."""
-    weights, some = problem.spans * problem.k * problem.n, 1 - math.exp(-problem.m / problem.groups)
     if problem.form is Form.ROWS:
-        read = problem.rows * problem.k * width(problem.lhs) + weights * some * width(problem.rhs)
-        return read + problem.rows * problem.n * width(problem.out)
+        some = 1 - math.exp(-problem.m / problem.groups)
+        weights = problem.spans * problem.k * problem.n * some
+        return problem.rows * problem.k * width(problem.lhs) + weights * width(problem.rhs) + result_bytes(problem)
     read = problem.rows * (problem.k * width(problem.lhs) + problem.n * width(problem.rhs))
-    return read + weights * width(problem.out)
+    return read + result_bytes(problem)
+
+
+def result_bytes(problem: Problem) -> float:
+    """The bytes of the result."""
+    return math.prod(problem.out_shape) * width(problem.out)
 
 
 def speed(problem: Problem, card: Card, layout: Layout) -> float:
     """The speed of a tile's products, relative to the largest tiles' in bfloat16."""
     dtype = mma_dtype(problem)
     by_dtype = {1: 2.0, 2: 1.0, 4: 0.5}[dtype.itemsize]
-    if dtype.itemsize == 4 and _full_float32(problem):
+    if dtype.itemsize == 4 and precision(problem, card.arch) != "tf32":
         by_dtype /= 3
     if dtype != problem.rhs or dtype != problem.lhs:  # one is converted in registers
         by_dtype *= 0.6
-    area = min(1.0, (layout.block_m * layout.block_n / 32768) ** 0.15)
-    if _from_shared(card, layout) or card.arch.split(".")[0] not in ("9", "10"):
+    area = min(1.0, (layout.block_m * layout.block_n / 32768) ** AREA)
+    if _from_shared(card, layout.block_m) or card.arch.split(".")[0] not in ("9", "10"):
         return by_dtype * area
     return (
         by_dtype * area * 0.6 * (9 if card.arch.startswith("9") else 4) / 10
     )  # mma.sync on tensor cores made for more
-
-
-def _full_float32(problem: Problem) -> bool:
-    """Whether float32 is multiplied as such, or as several products."""
-    return any(one.value for one in problem.precisions) or problem.asked == "float32"

@@ -38,7 +38,7 @@ def _interpreted(name: str) -> ModuleType:
     for key, value in list(vars(module).items()):
         if isinstance(value, interpreter.InterpretedFunction):
             setattr(module, key, _plain(value))
-        elif isinstance(value, triton.JITFunction):  # of another module of kernels
+        elif isinstance(value, triton.JITFunction):  # of another module
             setattr(module, key, getattr(_interpreted(value.__module__), key))
     return module
 

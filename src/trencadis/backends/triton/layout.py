@@ -21,15 +21,17 @@ class Layout:
     warps: int
     stages: int  # steps that are on their way at once
     raster_group: int = 8  # tiles of a column that run before the next column: an L2 rasterization group
-    programs: int = 0  # persistent programs; 0: one for each tile
-    flatten: bool = False  # the loops over tiles and over steps of a persistent program are pipelined as one
-    peeled: bool = True  # the last step of a sum stands apart, so that the others need no mask
-    longest_first: bool = False  # contraction: groups with more rows run first
+    programs: int = 0  # persistent programs, whose loops over tiles and over steps are one; 0: one for each tile
+    peeled: bool = True  # rows: the last step of a sum stands apart, so that the others need no mask
+    short_m: int = 0  # rows: the height of tiles that have no more rows than this; 0: all are block_m high
+    tma: bool = False  # by the tensor memory accelerator: operands in the rows form, the result in a contraction
 
     def replace(self, **changes: Any) -> Layout:
         """The same layout with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
-        order = f", {self.programs} persistent programs" if self.programs else ""
-        return f"{self.block_m} x {self.block_n} x {self.block_k}, {self.warps} warps, {self.stages} stages{order}"
+        more = f", {self.programs} persistent programs" if self.programs else ""
+        more += f", short tiles of {self.short_m}" if self.short_m else ""
+        more += ", TMA" if self.tma else ""
+        return f"{self.block_m} x {self.block_n} x {self.block_k}, {self.warps} warps, {self.stages} stages{more}"

@@ -6,7 +6,7 @@
     end       3 3 8 8 8                                3 3 8
 
 Tiles start at the first row of their group, so that none of them holds rows of two groups. Unowned rows are spans of
-their own, with the group -1; with existing_out they have no tiles, since their values stay.
+their own at the end of the list, with the group -1; with existing_out they have no tiles, since their values stay.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from trencadis.core.spans import First, Sizes, spans
 
 
 class Tiles(NamedTuple):
-    """The tiles of a kernel, of which the first `number` are there and the rest is arbitrary."""
+    """The tiles of a kernel; in the rows form the first of these are there, and the rest is arbitrary."""
 
-    number: Int32[Array, " one"]  # of the tiles that are there
+    number: Int32[Array, " numbers"]  # rows: of tiles with a group, and of all; contraction: of steps of each program
     group: Int32[Array, " tiles"]  # the local group, counted over all batch entries; -1 for unowned rows
     row: Int32[Array, " tiles"]  # the first row
     end: Int32[Array, " tiles"]  # the last row of the group, exclusive
@@ -46,8 +46,7 @@ def tiles(problem: Problem, layout: Layout, sizes: Sizes, first: First) -> Tiles
     starts, ends = spans(problem, sizes, first)
     groups = np.arange(problem.spans, dtype=np.int32)
     if problem.form is Form.CONTRACTION:
-        count = jnp.full((1,), problem.spans, jnp.int32)
-        return Tiles(count, *(_longest_first(starts, ends) if layout.longest_first else (groups, starts, ends)))
+        return Tiles(_steps(problem, layout, starts, ends), jnp.asarray(groups), starts, ends)
     if not problem.epilogue.accumulate:
         groups, starts, ends = _with_unowned(problem, starts, ends)
     rows = ends - starts
@@ -58,29 +57,36 @@ def tiles(problem: Problem, layout: Layout, sizes: Sizes, first: First) -> Tiles
     span = jnp.sum(past[None, :] <= index[:, None], axis=1, dtype=jnp.int32)  # [tiles]
     span = jnp.minimum(span, len(groups) - 1)
     nth = index - (past - here)[span]
-    return Tiles(past[-1:], jnp.asarray(groups)[span], starts[span] + nth * layout.block_m, ends[span])
+    number = jnp.stack([past[problem.spans - 1], past[-1]])
+    return Tiles(number, jnp.asarray(groups)[span], starts[span] + nth * layout.block_m, ends[span])
 
 
 def _with_unowned(problem: Problem, starts: Array, ends: Array) -> tuple[np.ndarray, Array, Array]:
-    """The spans of each batch entry between those of the unowned rows before and after its window."""
+    """The spans of all groups, and after them those of the unowned rows before and after each window."""
     batch, local = problem.batch, problem.local_groups
-    entry = (np.arange(batch, dtype=np.int32) * problem.m)[:, None]  # [batch, 1]
-    starts, ends = starts.reshape(batch, local), ends.reshape(batch, local)
-    before, after = starts.min(axis=1, keepdims=True), ends.max(axis=1, keepdims=True)  # [batch, 1]
-    starts = jnp.concatenate([jnp.broadcast_to(entry, before.shape), starts, after], axis=1)
-    ends = jnp.concatenate([before, ends, jnp.broadcast_to(entry + problem.m, after.shape)], axis=1)
-    groups = np.full((batch, local + 2), -1, np.int32)
-    groups[:, 1:-1] = np.arange(batch * local).reshape(batch, local)
-    return groups.reshape(-1), starts.reshape(-1), ends.reshape(-1)
+    entry = np.arange(batch, dtype=np.int32) * problem.m  # [batch]
+    before = starts.reshape(batch, local).min(axis=1)  # [batch]
+    after = ends.reshape(batch, local).max(axis=1)
+    groups = np.concatenate([np.arange(batch * local), np.full(2 * batch, -1)]).astype(np.int32)
+    return groups, jnp.concatenate([starts, entry, after]), jnp.concatenate([ends, before, entry + problem.m])
 
 
-def _longest_first(starts: Array, ends: Array) -> tuple[Array, Array, Array]:
-    """Groups with their rows, from the most rows to the fewest; by comparisons, since a sort is slow for so few."""
-    rows, index = ends - starts, np.arange(starts.shape[0], dtype=np.int32)
-    ahead = (rows[None, :] > rows[:, None]) | ((rows[None, :] == rows[:, None]) & (index[None, :] < index[:, None]))
-    rank = jnp.sum(ahead, axis=1, dtype=jnp.int32)
-    order = jnp.sum(jnp.where(rank[None, :] == index[:, None], index[None, :], 0), axis=1, dtype=jnp.int32)
-    return order, starts[order], ends[order]
+def _steps(problem: Problem, layout: Layout, starts: Array, ends: Array) -> Array:
+    """The steps of all tiles of each persistent program in a contraction, int32[programs]; without programs, [1]."""
+    if not layout.programs:
+        return jnp.zeros((1,), jnp.int32)
+    align = align_of(problem, layout)
+    rows = ends - starts // align * align
+    steps = jnp.maximum((rows + layout.block_k - 1) // layout.block_k, 1)  # an empty group is zero in one step
+    tiles = math.ceil(problem.k / layout.block_m) * math.ceil(problem.n / layout.block_n)  # of a group
+    programs, edges = np.arange(layout.programs)[:, None], np.arange(problem.spans + 1)[None, :] * tiles
+    before = (edges + layout.programs - 1 - programs) // layout.programs  # tiles of a program before a group
+    return jnp.sum(np.diff(before, axis=1).astype(np.int32) * steps[None, :], axis=1, dtype=jnp.int32)
+
+
+def align_of(problem: Problem, layout: Layout) -> int:
+    """Rows at multiples of this many start the steps of a contraction."""
+    return math.gcd(layout.block_k, 16) if problem.transpose_lhs else 1
 
 
 def row_tiles(problem: Problem, layout: Layout, start: int, end: int) -> list[RowTile]:
@@ -92,6 +98,6 @@ def row_tiles(problem: Problem, layout: Layout, start: int, end: int) -> list[Ro
     [range(3, 19), range(19, 35)]
     """
     height = layout.block_m if problem.form is Form.ROWS else layout.block_k
-    align = math.gcd(height, 16) if problem.form is Form.CONTRACTION and problem.transpose_lhs else 1
+    align = align_of(problem, layout) if problem.form is Form.CONTRACTION else 1
     tops = range(start - start % align, end, height) if end > start else range(0)
     return [RowTile(range(top, top + height), range(max(top, start), min(top + height, end))) for top in tops]

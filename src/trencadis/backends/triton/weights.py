@@ -183,7 +183,7 @@ def weights(
 
     LENGTH and ACROSS are the entries of k and of n that share a scale, and PER the scales of a step along k.
     """
-    total = tl.load(count)  # row tiles
+    total = tl.load(count + 1)  # row tiles, those of unowned rows among them
     DOWN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     if tl.program_id(0) < total * DOWN:
         tile, column = raster(tl.program_id(0), total, DOWN, RASTER)
@@ -212,7 +212,8 @@ def weights(
         if existing is not None:
             kept = existing + at
         z = finish(
-            tl.trans(acc), group >= 0, by_row, by_column, bias, kept, row + m, local * N + column * BLOCK_N + n,
+            tl.trans(acc), by_row, by_column, bias, kept, row + m, local * N + column * BLOCK_N + n,
             offsets, stored, ACTIVATION, True,
         )  # fmt: skip
+        z = tl.where(group >= 0, z, 0.0)  # unowned rows are zero, whatever their scales are
         tl.store(out + at + offsets, z.to(out.dtype.element_ty), mask=stored)
