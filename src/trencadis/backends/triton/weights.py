@@ -96,7 +96,7 @@ def step(
 ):  # fmt: skip
     """The sums [block_n, block_m] after one step along k; `rows` is the mask of rows, `inside` that of k, or None.
 
-    Rows of no one are not read: where groups are small, they would be most of what a tile reads beside weights.
+    Unowned rows are not read: where groups are small, they would be most of what a tile reads beside weights.
     """
     there = rows[None, :]
     if inside is None:
@@ -123,7 +123,7 @@ def sums(
     UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr,
     SCALES: tl.constexpr, LENGTH: tl.constexpr, ACROSS: tl.constexpr, PER: tl.constexpr, IN_FACTORS: tl.constexpr,
 ):  # fmt: skip
-    """The sums [block_n, block_m] of a tile along k; zero if nobody owns it."""
+    """The sums [block_n, block_m] of a tile along k; zero if it is unowned."""
     STEP: tl.constexpr = BLOCK_K // PACK  # bytes of weights along k
     k = tl.arange(0, STEP)
     x_at = lhs + row.to(tl.int64) * K_LHS + m[None, :] * K_LHS + k[:, None]  # [step, block_m]
