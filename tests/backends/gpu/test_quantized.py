@@ -10,6 +10,7 @@ from sweep import sweep
 import trencadis as tr
 from benchmarks.quantized_cases import checks
 from trencadis.backends import gpu
+from trencadis.backends.gpu import block_scales
 from trencadis.core.arguments import problem_of
 from trencadis.core.decision import Refusal
 from trencadis.core.epilogue import Epilogue
@@ -154,6 +155,21 @@ def test_scales_along_k_that_the_kernel_does_not_apply(changes, said):
     target = Target(platform="cuda", kind="NVIDIA H200")
     assert refusal(asked, target) is None
     assert said in refusal(asked.replace(**changes), target)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2"])
+def test_scales_along_k_of_other_dtypes_are_float32_in_the_kernel(dtype):
+    """Checkpoints of AWQ and GPTQ have float16 scales."""
+    scales = Epilogue(by_column=True, column_block=(128, 1), column_scales=np.dtype(getattr(jnp, dtype)))
+    asked = problem_of((64, 256), (2, 256, 256), dtype="bfloat16").replace(
+        rhs=np.dtype(jnp.int4), transpose_rhs=True, epilogue=scales
+    )
+    plan = gpu.plan(asked, Target(platform="cuda", kind="NVIDIA H200"), Overrides())
+    assert plan.layout.promoted
+    given = jnp.arange(1, 2 * 2 * 256 + 1, dtype=jnp.float32).reshape(2, 2, 256).astype(dtype)
+    held = block_scales.stored(plan.problem, plan.layout, given)
+    assert held.dtype == jnp.float32
+    np.testing.assert_array_equal(held, given.mT.astype(jnp.float32))
 
 
 @pytest.mark.parametrize(("rows", "upcast"), [(4, True), (1024, False)])

@@ -212,7 +212,7 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
     if by_row is not None and by_column is not None and problem.epilogue.blocks:
         # a copy reads the scales of one step, which are to be neighbours
         length, _ = vectors(inner, layout)["by_column"]
-        named["by_column"] = pad_to(by_column.mT, (*by_column.mT.shape[:2], length))
+        named["by_column"] = pad_to(by_column.mT.astype(jnp.float32), (*by_column.mT.shape[:2], length))
         given = given._replace(by_row=by_row.mT, by_column=None)
     if layout.upcast and problem.epilogue.along_k and by_column is not None:
         named["by_column"] = stored(inner.replace(n=problem.n, k=problem.k), layout, by_column)

@@ -57,8 +57,8 @@ class BlockScales:
 
     @property
     def packed(self) -> bool:
-        """Whether scales are bytes, four to a word."""
-        return self.dtype.itemsize == 1
+        """Whether scales are bytes, four to a word, that operand A is multiplied by; promotion has float32."""
+        return not self.layout.promoted
 
     def load(self, refs: Refs, tile: Tile, top: Scalar, step: Scalar) -> list[jax.Array]:
         """The scales of a step for the 64 columns from `top` of a tile on: words or float32 numbers [64].
@@ -77,12 +77,12 @@ class BlockScales:
 
 
 def stored(problem: Problem, layout: Layout, scales: jax.Array) -> jax.Array:
-    """Scales [g, k / length, n / across] as the kernel reads them: [g, n / across, k / length], bytes as words."""
+    """Scales [g, k / length, n / across] as the kernel reads them: [g, n / across, k / length], float32 or words."""
     scales, pad = scales.mT, -problem.n % WGMMA_M if problem.epilogue.column_block[1] == 1 else 0
     if pad:
         scales = jnp.concatenate([scales, jnp.ones((scales.shape[0], pad, scales.shape[2]), scales.dtype)], axis=1)
-    if scales.dtype.itemsize > 1:
-        return scales
+    if layout.promoted:
+        return scales.astype(jnp.float32)
     scales = lax.bitcast_convert_type(scales, jnp.uint8)
     unit = math.gcd(scales.shape[2], WORD_BYTES)
     if unit == 1:
