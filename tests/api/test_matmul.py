@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from sweep import marked
 
 import trencadis as tr
 
@@ -66,6 +67,7 @@ def test_signatures_are_those_of_the_design():
     ]
 
 
+@pytest.mark.parametrize("backend", ["xla", marked("reference")])
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
 def test_group_sizes_of_any_integer_dtype(backend, xwy, dtype):
     x, w, y = xwy
@@ -80,6 +82,7 @@ def test_numpy_and_lists_are_arrays_too(xwy):
     oracle.check(tr.grouped_matmul(x.tolist(), w.tolist(), (10, 0, 20, 3)), oracle.rows(x, w, SIZES))
 
 
+@pytest.mark.parametrize("backend", ["xla", marked("reference")])
 @pytest.mark.parametrize(
     "spelling", [2, np.int64(2), np.array(2), np.array([2]), jnp.array(2), jnp.array([2], jnp.uint8)]
 )
@@ -108,6 +111,7 @@ def test_a_traced_window_past_the_end_is_empty_there(backend, xwy):
         oracle.check(f(first), want)
 
 
+@pytest.mark.parametrize("backend", ["xla", marked("reference")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", "int32"])
 def test_preferred_element_type(backend, xwy, dtype, x64):
     x, w, y = (np.round(np.asarray(a) * 4) for a in xwy)
@@ -231,6 +235,7 @@ def test_float32_gradient_accumulation_of_bfloat16(backend, xwy):
     np.testing.assert_array_equal(got[1], e[1])  # empty
 
 
+@pytest.mark.parametrize("backend", ["xla", marked("reference")])
 @pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.silu, jax.nn.gelu, jnp.tanh, jnp.exp, lambda z: z * z + 1])
 def test_activation_after_bias_before_rounding(backend, xwy, activation):
     x, w, _ = map(np.asarray, xwy)
@@ -271,6 +276,7 @@ def test_an_infinite_slope_at_zero_does_not_reach_the_gradients(backend, xwy):
     assert not db[1].any()
 
 
+@pytest.mark.parametrize("backend", ["xla", marked("reference")])
 @pytest.mark.parametrize("m, k, n, g", [(m, k, n, g) for m in (0, 3) for k in (0, 2) for n in (0, 2) for g in (0, 2)])
 def test_zero_sized_dimensions(backend, m, k, n, g):
     x, w, sizes = np.ones((m, k), "f"), np.ones((g, k, n), "f"), np.full((g,), m // 2, np.int32)
@@ -298,6 +304,7 @@ def test_large_group_counts(backend):
     np.testing.assert_array_equal(got[:, 0], np.arange(m) ** 2 * 7)
 
 
+@pytest.mark.parametrize("backend", ["xla", marked("reference")])
 @pytest.mark.parametrize("dtype, size", [("int8", 100), ("uint8", 200), ("int16", 30000), ("uint16", 60000)])
 def test_m_past_what_the_sizes_dtype_can_hold(backend, dtype, size):
     m = 70000

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from sweep import marked
 
 import trencadis as tr
 from trencadis.core.dtypes import accumulator, bits
@@ -44,6 +45,7 @@ def numbers(dtype, shape, rng):
     return jnp.asarray(drawn).astype(dtype)
 
 
+@pytest.mark.parametrize("backend", ["xla", marked("reference")])
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
 def test_every_dtype_equals_float64_in_both_forms(backend, dtype, rng):
     """Masks are exact for dtypes that have no 0 (float8_e8m0fnu), and for dtypes of which a byte holds several."""

@@ -46,6 +46,7 @@ def test_the_same_call_gives_the_same_cycles():
     assert again == copied("v5e")
 
 
+@pytest.mark.sweep
 def test_twice_the_rows_take_about_twice_the_time():
     one, two = copied("v5e").kernels[0], copied("v5e", rows=2048).kernels[0]
     assert two.cycles == pytest.approx(2 * one.cycles, rel=0.02)
@@ -74,6 +75,7 @@ def test_sizes_steer_a_kernel_that_xla_makes():
     assert all_four.cycles > 1.5 * one.cycles
 
 
+@pytest.mark.sweep
 def test_a_kernel_with_metadata_is_found():
     def body(x, y):
         y[...] = x[...] * 2

@@ -103,7 +103,7 @@ CASES = {
     ),
 }  # fmt: skip
 DEFAULT = [
-    "rows", "rows, bias", "rows, existing_out", "rows, batch that shares weights", "rows, int8 with scales",
+    "rows", "rows, bias", "rows, existing_out", "rows, int8 with scales",
     "rows, int4 weights", "contraction", "contraction, stored [k, m]", "contraction, float8 with scales",
     "contraction, batch",
 ]  # fmt: skip
