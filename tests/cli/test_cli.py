@@ -23,8 +23,6 @@ from trencadis.cli.show import Show, tensor
 from trencadis.cli.sizes import random_sizes
 from trencadis.viz import show, show_gemm
 
-pytestmark = pytest.mark.core
-
 IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "img"
 
 

@@ -28,8 +28,6 @@ from trencadis.compat.transformer_engine import (
     noop_quantizer_set,
 )
 
-pytestmark = pytest.mark.core
-
 SHAPES = [(5, 32, 128, 64), (5, 32, 64, 128), (5, 64, 32, 128)]  # groups, rows of 8, n, k
 DTYPES = [jnp.bfloat16, jnp.float16]
 ALL = list(itertools.product(SHAPES, DTYPES))
