@@ -18,8 +18,6 @@ from trencadis.gemm import grouped_quantize
 from trencadis.gemm import xla as tiles
 from trencadis.quant import FORMATS, Scaled, dequantize, quantize
 
-pytestmark = pytest.mark.core
-
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):

@@ -14,8 +14,6 @@ import trencadis as tr
 from trencadis.core.autodiff import grouped_p
 from trencadis.quant import FORMATS, Recipe, dequantize, quantize
 
-pytestmark = pytest.mark.core
-
 M, K, N, SIZES = 12, 64, 8, np.array([4, 0, 5])  # three rows are unowned
 G, OWNED = len(SIZES), 9
 INT8 = Recipe("int8", "int8")
