@@ -17,7 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis.backends import triton as backend
-from trencadis.backends.triton.choose import mma_dtype, precision, programs_per_sm, split_operand, tiling_of
+from trencadis.backends.triton.choose import (
+    mma_dtype,
+    precision,
+    programs_per_sm,
+    split_operand,
+    step_bytes,
+    tiling_of,
+)
 from trencadis.backends.triton.layout import Layout
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import card_for
@@ -62,6 +69,8 @@ def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides(
     assert card is not None  # or the backend had refused
     chosen: Layout = answer.layout
     plain = chosen.replace(programs=0, peeled=False, short_m=0, tma=False)
+    if mma_dtype(like).itemsize == 4:  # both branches of the kernel, aligned and not, have buffers of their own then
+        plain = plain.replace(stages=max(min(plain.stages, int(card.shared // (2 * step_bytes(like, card, plain)))), 1))
     tile = plain.replace(programs=card.cores * programs_per_sm(like, card, plain))
     return Plan(
         asked=asked, problem=asked, target=target, backend="triton", interpret=overrides.interpret,
