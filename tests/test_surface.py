@@ -1,6 +1,7 @@
 """The public surface: names, lazily reachable packages, types that checkers accept, and what the extras install."""
 
 import importlib.metadata
+import importlib.util
 import pathlib
 import re
 import subprocess
@@ -142,3 +143,9 @@ def test_the_extras_install_what_the_kernels_import(extra, module):
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.core
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux alone")
+def test_triton_is_here_so_that_its_tests_are_not_skipped():
+    assert importlib.util.find_spec("triton") is not None

@@ -89,7 +89,7 @@ def spoil(problem, sizes, first, operands, bad, poison):
     lhs, rhs, *extras = (np.array(x) for x in operands)
     mine = spans(problem, sizes, first)
     rows = np.setdiff1d(np.arange(problem.rows), [row for i, span in enumerate(mine) if i != bad for row in span])
-    nobodys = np.setdiff1d(rows, mine[bad])
+    unowned = np.setdiff1d(rows, mine[bad])
     if problem.lhs.kind != "i":
         (lhs.T if problem.transpose_lhs else lhs)[rows] = poison
     by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
@@ -106,5 +106,16 @@ def spoil(problem, sizes, first, operands, bad, poison):
     if bias is not None:
         bias[bad % problem.local_groups] = poison
     if existing is not None and problem.out.kind != "i":
-        existing[nobodys] = poison
+        existing[unowned] = poison
     return lhs, rhs, *extras
+
+
+def check_unowned(problem, got, sizes, first, extras):
+    """Unowned rows of a result, or groups without rows in a contraction, are zero, or existing_out to the bit."""
+    mine = spans(problem, sizes, first)
+    if got.ndim == 2:
+        rest = np.setdiff1d(np.arange(problem.rows), [row for span in mine for row in span])
+    else:
+        rest = [at for at, span in enumerate(mine) if not span]
+    kept = extras[-1] if problem.epilogue.accumulate else np.zeros_like(got)
+    assert got[rest].tobytes() == kept[rest].tobytes()

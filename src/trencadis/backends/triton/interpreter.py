@@ -105,7 +105,7 @@ class _Numpy(interpreter.InterpreterBuilder):
         return super().create_dot(a, b, acc, *options)
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
-        """A conversion between dtypes."""
+        """The tensor converted to another dtype, of which one may be a narrow float."""
         source, to = src.dtype.scalar, dst_type.scalar
         if source not in _FLOATS and to not in _FLOATS:
             return super().cast_impl(src, dst_type)
@@ -115,7 +115,7 @@ class _Numpy(interpreter.InterpreterBuilder):
         return interpreter.TensorHandle(value, to)
 
     def create_fp_to_fp(self, src: Any, dst_type: Any, _: Any) -> Any:
-        """A conversion between floats."""
+        """The tensor converted to another float dtype, rounded to nearest whatever the rounding asked for."""
         return self.cast_impl(src, dst_type)
 
 
