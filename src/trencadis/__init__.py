@@ -11,15 +11,16 @@ from trencadis.core.decision import PerformanceWarning
 from trencadis.core.named_target import target
 from trencadis.core.tiling import Tiling, Tilings
 from trencadis.gemm.tensor import GroupedTensor
+from trencadis.moe.mlp import moe_mlp
 from trencadis.viz import show, show_gemm
 from trencadis.why import why
 
 if TYPE_CHECKING:
-    from trencadis import compat, gemm, inspect, quant, viz
+    from trencadis import compat, gemm, inspect, moe, quant, viz
 
 __version__ = "0.1.0"
 
-_PACKAGES = ("compat", "gemm", "inspect", "quant", "viz")
+_PACKAGES = ("compat", "gemm", "inspect", "moe", "quant", "viz")
 
 __all__ = [
     "GroupMetadata",
@@ -35,6 +36,8 @@ __all__ = [
     "grouped_matmul",
     "inspect",
     "make_group_metadata",
+    "moe",
+    "moe_mlp",
     "quant",
     "ragged_dot",
     "ragged_dot_general",

@@ -20,7 +20,7 @@ from jaxtyping import Array, Num
 
 from trencadis.core.dtypes import accumulator
 
-Activation = Callable[[Array], Array]
+Activation = Callable[..., Array]  # of one number; of two, the gate first, in a gated layer
 
 ALONG_K = "scales change along k, and it applies only scales that are constant along k"  # a reason to refuse
 CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")  # what does nothing but hold operations
@@ -190,8 +190,8 @@ class Elementwise:
         self.fn, self.key = fn, key
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
 
-    def __call__(self, x: Array) -> Array:
-        return self.fn(x)
+    def __call__(self, *xs: Array) -> Array:
+        return self.fn(*xs)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Elementwise) and other.key == self.key
@@ -203,24 +203,27 @@ class Elementwise:
         return f"Elementwise({self.__name__})"
 
 
-def static_activation(activation: object, dtype: DTypeLike, result: DTypeLike) -> Activation | None:
-    """The activation as a hashable part of a problem; an error if it is not a function of one number.
+def static_activation(
+    activation: object, dtype: DTypeLike, result: DTypeLike, arguments: int = 1
+) -> Activation | None:
+    """The activation as a hashable part of a problem; an error if it is not a function of so many numbers.
 
     None if it closes over traced values or has no hash: then it has to be applied after the product.
     """
     if not callable(activation):
-        raise TypeError(f"activation: want a function of one number, such as jax.nn.relu; got {activation!r}")
+        such = "one number, such as jax.nn.relu" if arguments == 1 else "two numbers, such as moe.swiglu()"
+        raise TypeError(f"activation: want a function of {such}; got {activation!r}")
     number = jax.ShapeDtypeStruct((), accumulator(dtype, result))
     try:
-        traced = jax.make_jaxpr(activation)(number)
+        traced = jax.make_jaxpr(activation)(*(number,) * arguments)
         (out,) = traced.out_avals
     except Exception as error:
         raise ValueError(
-            "activation: want a function that maps one number to one number; "
-            f"{activation!r} failed on a scalar {number.dtype}"
+            f"activation: want a function that maps {'one number' if arguments == 1 else 'two numbers'} to one number; "
+            f"{activation!r} failed on {'a scalar' if arguments == 1 else 'two scalars'} {number.dtype}"
         ) from error
     if out.shape != () or not jnp.issubdtype(out.dtype, jnp.number):
-        raise ValueError(f"activation: want one number out for one number in; got {out.str_short()}")
+        raise ValueError(f"activation: want one number as the result; got {out.str_short()}")
     if jnp.issubdtype(out.dtype, jnp.complexfloating) and not jnp.issubdtype(result, jnp.complexfloating):
         raise ValueError(f"activation: gives {out.dtype}, which the result's {result} cannot hold")
     text = str(traced.jaxpr)

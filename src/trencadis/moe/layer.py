@@ -1,0 +1,231 @@
+"""The experts of an MoE layer: gather, gate and up, activation, down, weighted sum, with a backward pass of its own.
+
+    rows    [m, d]    x by token, m = t * k                      sorted by expert
+    z       [m, f]    rows @ w_gate, rows @ w_up                 kept for the backward pass
+    h       [m, f]    activation(z_gate, z_up)
+    y       [m, d]    h @ w_down
+    out     [t, d]    sum over k of weight * y                   a gather by token
+
+    d y     [m, d]    d out by token                             without the weights, which are applied to d h
+    d h     [m, f]    d y @ w_downᵀ
+    d weight          sum over f of d h * h                      so that y is not needed
+    d z     [m, f]    pullback of the activation at z, of weight * d h
+    d w               (weight * h)ᵀ d y, rowsᵀ d z_gate, rowsᵀ d z_up
+    d x     [t, d]    sum over k of d z_gate @ w_gateᵀ + d z_up @ w_upᵀ
+
+rows and h are computed again in the backward pass: one is a gather and the other elementwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from trencadis.core.epilogue import Activation
+from trencadis.core.linear import with_backward
+from trencadis.core.spans import clamp_first, offsets
+from trencadis.moe.permutation import Permutation, assignments_of, permute, rows_of, sum_rows, weighted_sum
+from trencadis.quant.product import Options, Steps, contraction_product, rows_product
+from trencadis.quant.recipe import Recipe
+from trencadis.quant.training import trained
+
+Save: TypeAlias = Literal["least", "fast", "inputs"]
+SAVE: tuple[Save, ...] = ("least", "fast", "inputs")
+
+
+class Experts(NamedTuple):
+    """The parameters of the experts: arrays, quantized arrays, or None where there is none."""
+
+    gate: Any = None  # [e, d, f]
+    up: Any = None  # [e, d, f]
+    down: Any = None  # [e, f, d]
+    bias_gate: Any = None  # [e, f]
+    bias_up: Any = None  # [e, f]
+    bias_down: Any = None  # [e, d]
+
+
+class Indices(NamedTuple):
+    """What a layer is not differentiated in: the order of the rows, the window of experts, quantized weights."""
+
+    permutation: Permutation
+    first: Array  # i32[]: the expert whose weights are the first
+    frozen: Experts  # the quantized ones
+
+
+class Inputs(NamedTuple):
+    """What a layer is differentiated in."""
+
+    x: Array  # [t, d]
+    weights: Array  # f32[t, k]
+    experts: Experts  # those that are arrays
+
+
+class Kept(NamedTuple):
+    """What the forward pass keeps for the backward pass; None for what is computed again."""
+
+    gate: Array | None = None  # [m, f], the pre-activations
+    up: Array | None = None
+    rows: Array | None = None  # [m, d]
+    h: Array | None = None  # [m, f]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """The static description of a layer."""
+
+    activation: Activation  # of gate and up, or of up alone
+    dtype: np.dtype[Any]  # of x, the pre-activations and the result
+    gated: bool
+    save: Save = "least"
+    options: Options = Options()
+
+    @property
+    def wide(self) -> np.dtype[Any]:
+        """The dtype in which elementwise functions and sums are computed."""
+        return np.dtype(jnp.promote_types(self.dtype, jnp.float32))
+
+    def apply(self, z: tuple[Array, ...]) -> Array:
+        """The activation of pre-activations [m, f], in the wide dtype."""
+        return jax.vmap(jax.vmap(self.activation))(*(each.astype(self.wide) for each in z))
+
+
+def run(layer: Layer, indices: Indices, inputs: Inputs) -> Array:
+    """The result [t, d] of the layer, with its own backward pass."""
+    return with_backward(
+        functools.partial(value, layer), functools.partial(_forward, layer), functools.partial(_backward, layer)
+    )(indices, inputs)
+
+
+def value(layer: Layer, indices: Indices, inputs: Inputs) -> Array:
+    """The result [t, d] of the layer, as a composition of functions that are differentiable by themselves."""
+    experts = _merged(indices.frozen, inputs.experts)
+    rows = permute(inputs.x, indices.permutation)
+    z = _pre_activations(layer, indices, experts, rows)
+    y = _product(layer, indices, layer.apply(z).astype(layer.dtype), experts.down, experts.bias_down)
+    return weighted_sum(y, inputs.weights, indices.permutation)
+
+
+def quantized(layer: Layer, recipe: Recipe, indices: Indices, inputs: Inputs) -> Array:
+    """The result of the layer whose products quantize their operands by a recipe; rows once for both gate and up."""
+    experts = inputs.experts
+    sizes, first = indices.permutation.sizes, indices.first
+    multiply = functools.partial(trained, recipe, options=layer.options, group_offset=first)
+    rows = permute(inputs.x, indices.permutation)
+    first_two = [(experts.gate, experts.bias_gate)] * layer.gated + [(experts.up, experts.bias_up)]
+    z = tuple(multiply(rows, w, sizes, layer.dtype, steps=Steps(bias=bias)) for w, bias in first_two)
+    h = layer.apply(z).astype(layer.dtype)
+    y = multiply(h, experts.down, sizes, layer.dtype, steps=Steps(bias=experts.bias_down))
+    return weighted_sum(y, inputs.weights, indices.permutation)
+
+
+def _forward(layer: Layer, indices: Indices, inputs: Inputs) -> tuple[Array, Kept]:
+    experts = _merged(indices.frozen, inputs.experts)
+    rows = permute(inputs.x, indices.permutation)
+    z = _pre_activations(layer, indices, experts, rows)
+    h = layer.apply(z).astype(layer.dtype)
+    y = _product(layer, indices, h, experts.down, experts.bias_down)
+    out = weighted_sum(y, inputs.weights, indices.permutation)
+    kept = Kept() if layer.save == "inputs" else Kept(gate=z[0] if layer.gated else None, up=z[-1])
+    return out, kept._replace(rows=rows, h=h) if layer.save == "fast" else kept
+
+
+def _backward(layer: Layer, indices: Indices, inputs: Inputs, kept: Kept, ct: Array) -> Inputs:
+    permutation, experts = indices.permutation, _merged(indices.frozen, inputs.experts)
+    rows = permute(inputs.x, permutation) if kept.rows is None else kept.rows
+    if layer.save == "inputs":
+        z = _pre_activations(layer, indices, experts, rows)
+    else:
+        z = tuple(each for each in kept[:2] if each is not None)
+    d_y = permute(ct, permutation)
+    d_h = _product(layer, indices, d_y, experts.down, transposed=True).astype(layer.wide)
+    h, pullback = jax.vjp(lambda *z: layer.apply(z), *z)
+    weight = rows_of(inputs.weights, permutation).astype(layer.wide)[:, None]  # [m, 1]
+    d_weight = jnp.sum(jnp.where(_owned(indices, experts, rows.shape[0]), d_h * h, 0), axis=1)  # [m]
+    if experts.bias_down is not None:  # d y by the bias of its expert: a product with [e, d, 1]
+        d_weight = d_weight + _product(layer, indices, d_y, experts.bias_down[:, :, None])[:, 0]
+    d_z = tuple(each.astype(layer.dtype) for each in pullback(weight * d_h))
+    weighted = (weight * h).astype(layer.dtype)
+    return Inputs(
+        x=sum_rows(_d_rows(layer, indices, experts, d_z), permutation, ct.shape[0]),
+        weights=assignments_of(d_weight, permutation, ct.shape[0]).astype(inputs.weights.dtype),
+        experts=_d_experts(layer, indices, inputs.experts, (rows, weighted, weight), (d_z, d_y)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products
+
+
+def _pre_activations(layer: Layer, indices: Indices, experts: Experts, rows: Array) -> tuple[Array, ...]:
+    """The pre-activations [m, f] of gate and up, or of up alone."""
+    up = _product(layer, indices, rows, experts.up, experts.bias_up)
+    if not layer.gated:
+        return (up,)
+    return _product(layer, indices, rows, experts.gate, experts.bias_gate), up
+
+
+def _product(
+    layer: Layer, indices: Indices, rows: Array, w: Any, bias: Array | None = None, *,
+    transposed: bool = False, existing: Array | None = None,
+) -> Array:  # fmt: skip
+    """Rows times the weights of their experts, or the transposed ones, in the dtype of the layer."""
+    return rows_product(
+        rows, w, indices.permutation.sizes, layer.dtype, layer.options, Steps(bias=bias, existing_out=existing),
+        transpose_rhs=transposed, group_offset=indices.first,
+    )  # fmt: skip
+
+
+def _d_rows(layer: Layer, indices: Indices, experts: Experts, d_z: tuple[Array, ...]) -> Array:
+    """The gradient [m, d] of the rows, from those of the pre-activations."""
+    total = _product(layer, indices, d_z[-1], experts.up, transposed=True)
+    return _product(layer, indices, d_z[0], experts.gate, transposed=True, existing=total) if layer.gated else total
+
+
+def _d_experts(
+    layer: Layer, indices: Indices, experts: Experts, lhs: tuple[Array, Array, Array],
+    gradients: tuple[tuple[Array, ...], Array],
+) -> Experts:  # fmt: skip
+    """The gradients of the parameters that are arrays: sums over the rows of each expert."""
+    (rows, weighted, weight), (d_z, d_y) = lhs, gradients
+    d_gate, d_up = d_z[0] if layer.gated else None, d_z[-1]
+    ones = jnp.ones_like(weight)
+
+    def contracted(param: Array | None, lhs: Array, rhs: Array | None) -> Array | None:
+        if param is None or rhs is None:
+            return None
+        out = contraction_product(
+            lhs, rhs, indices.permutation.sizes, param.dtype, layer.options,
+            transpose_lhs=True, window=(indices.first, param.shape[0]),
+        )  # fmt: skip
+        return out.reshape(param.shape)
+
+    return Experts(
+        gate=contracted(experts.gate, rows, d_gate),
+        up=contracted(experts.up, rows, d_up),
+        down=contracted(experts.down, weighted, d_y),
+        bias_gate=contracted(experts.bias_gate, ones, d_gate),
+        bias_up=contracted(experts.bias_up, ones, d_up),
+        bias_down=contracted(experts.bias_down, weight, d_y),
+    )
+
+
+def _owned(indices: Indices, experts: Experts, rows: int) -> Array:
+    """The mask [m, 1] of the rows whose expert is here."""
+    sizes = indices.permutation.sizes
+    ends = offsets(sizes, rows)
+    first = clamp_first(indices.first, sizes.shape[0], experts.down.shape[0])
+    window = jnp.clip(jnp.stack([first, first + experts.down.shape[0]]), 0, sizes.shape[0])
+    low, high = ends[window]
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    return (row >= low) & (row < high)
+
+
+def _merged(frozen: Experts, experts: Experts) -> Experts:
+    """All parameters: those that are quantized, and those that are arrays."""
+    return Experts(*(a if a is not None else b for a, b in zip(frozen, experts, strict=True)))

@@ -1,0 +1,240 @@
+"""Routing: which experts each token goes to, with which weights, and how evenly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int32, Integer
+
+from trencadis.moe.permutation import sort_by_expert
+
+Score: TypeAlias = Literal["softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"] | Callable[[Array], Array]
+
+SCORES: dict[str, Callable[[Array], Array]] = {
+    "softmax": lambda logits: jax.nn.softmax(logits, axis=-1),
+    "softmax_topk": lambda logits: jax.nn.softmax(logits, axis=-1),
+    "sigmoid": jax.nn.sigmoid,
+    "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+}
+
+
+class Routing(NamedTuple):
+    """The experts of each token. An id outside of `[0, e)` is no expert: a masked or dropped assignment."""
+
+    experts: Int32[Array, "t k"]
+    weights: Float[Array, "t k"]  # float32; 0 where there is no expert
+    probs: Float[Array, "t e"]  # float32: the scores of all experts, which sum to 1; 0 for masked tokens
+    sizes: Int32[Array, " e"]  # the number of assignments of each expert
+
+
+class Load(NamedTuple):
+    """How many rows each expert gets, and how evenly they are distributed."""
+
+    rows: Int32[Array, " e"]
+    dropped: Int32[Array, ""]  # assignments to an expert that are not computed
+    imbalance: Float[Array, ""]  # the rows of the busiest expert over their mean; 1 is perfect balance
+
+
+def route(
+    logits: Float[Array, "t e"],
+    k: int,
+    *,
+    score: Score = "softmax",
+    normalize: bool = True,
+    scale: ArrayLike = 1.0,
+    bias: Float[Array, " e"] | None = None,
+    groups: int | None = None,
+    group_k: int | None = None,
+    mask: Bool[Array, " t"] | None = None,
+    experts: Integer[Array, "t k"] | None = None,
+) -> Routing:
+    """Choose k experts for each token and the weights of their outputs, in float32.
+
+    Differentiable in logits by way of weights and probs; the choice itself has no gradient.
+
+    Args:
+      logits: `[t, e]`, the router's output for each token and expert.
+      k: the number of experts of a token.
+      score: how logits become scores: "softmax" over all experts, "softmax_topk" over the chosen ones, "sigmoid",
+        "sqrtsoftplus", or a function of the logits.
+      normalize: divide the weights of a token by their sum. Those of "softmax_topk" have the sum 1 already.
+      scale: a factor of all weights, or `[e]`, one for each expert.
+      bias: `[e]`, added to the scores when experts are chosen, and not to the weights. `update_bias` keeps it current.
+      groups: the number of groups of consecutive experts of which only some are eligible for a token.
+      group_k: the number of eligible groups: those with the largest sum of their two best scores.
+      mask: `[t]`; where it is False, a token goes to no expert and its weights are 0.
+      experts: `[t, k]`, given ids instead of the choice by score: a routing to replay, a hash, or forced balance.
+        Weights are those of the given logits.
+
+    >>> routing = route(jnp.log(jnp.array([[1.0, 2.0, 1.0], [6.0, 1.0, 3.0]])), 2)
+    >>> routing.experts.tolist(), routing.sizes.tolist()
+    ([[1, 0], [0, 2]], [2, 1, 1])
+    >>> [round(float(w), 2) for w in routing.weights[1]]
+    [0.67, 0.33]
+    """
+    logits = jnp.asarray(logits)
+    _check(logits, k, score, bias, groups, group_k, mask, experts)
+    logits = logits.astype(jnp.float32)
+    if mask is not None:
+        logits = jnp.where(jnp.asarray(mask)[:, None], logits, 0)  # NaN of a masked token reaches nothing
+    scores = (SCORES[score] if isinstance(score, str) else score)(logits)
+    if experts is None:
+        experts = _chosen(logits if score == "softmax_topk" else scores, k, bias, groups, group_k)
+    num_experts = logits.shape[1]
+    experts = jnp.asarray(experts).astype(jnp.int32)
+    if mask is not None:
+        experts = jnp.where(jnp.asarray(mask)[:, None], experts, num_experts)
+    # a comparison with every id instead of a gather, whose gradient would be a scatter
+    hot = experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)  # [t, k, e]
+    weights = _weights(score, logits, scores, hot, normalize)
+    weights = weights * (scale if jnp.ndim(scale) == 0 else _picked(hot, jnp.asarray(scale)[None]))
+    probs = scores / jnp.sum(scores, axis=-1, keepdims=True)
+    if mask is not None:
+        probs = jnp.where(jnp.asarray(mask)[:, None], probs, 0)
+    return Routing(experts, weights, probs, jnp.sum(hot, axis=(0, 1), dtype=jnp.int32))
+
+
+def _chosen(scores: Array, k: int, bias: Array | None, groups: int | None, group_k: int | None) -> Array:
+    """The ids of the k experts with the best scores plus bias, of the eligible groups: i32[t, k]."""
+    scores = lax.stop_gradient(scores)
+    if bias is not None:
+        scores = scores + lax.stop_gradient(jnp.asarray(bias)).astype(scores.dtype)
+    if groups is not None and group_k is not None:
+        each = scores.reshape(scores.shape[0], groups, -1)  # [t, groups, e / groups]
+        best = lax.top_k(each, min(2, each.shape[2]))[0].sum(axis=-1)
+        _, eligible = lax.top_k(best, group_k)
+        there = (eligible[:, :, None] == jnp.arange(groups, dtype=jnp.int32)).any(axis=1)
+        scores = jnp.where(there[:, :, None], each, -jnp.inf).reshape(scores.shape)
+    return lax.top_k(scores, k)[1]
+
+
+def _picked(hot: Array, x: Array) -> Array:
+    """The entries [t, k] of x [t, e] where hot [t, k, e] is set, and 0 where it is not set at all."""
+    return jnp.sum(jnp.where(hot, x[:, None, :], 0), axis=-1)
+
+
+def _weights(score: Score, logits: Array, scores: Array, hot: Array, normalize: bool) -> Array:
+    """The weights [t, k] of the chosen experts."""
+    if score == "softmax_topk":
+        chosen = jnp.where(hot.any(axis=-1), _picked(hot, logits), -jnp.inf)
+        return jax.nn.softmax(chosen, axis=-1, where=hot.any(axis=-1), initial=-jnp.inf)
+    weights = _picked(hot, scores)
+    if not normalize:
+        return weights
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return jnp.where(total == 0, 0, weights / jnp.where(total == 0, 1, total))
+
+
+def _check(
+    logits: Array, k: int, score: Score, bias: Array | None,
+    groups: int | None, group_k: int | None, mask: Array | None, experts: Array | None,
+) -> None:  # fmt: skip
+    """Raise an error that names the argument if one of those of `route` makes no sense."""
+    if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"logits: want floats of shape [t, e]; got {logits.dtype} of shape {logits.shape}")
+    t, e = logits.shape
+    if not 1 <= k <= e:
+        raise ValueError(f"k: want between 1 and the number of experts, {e}; got {k}")
+    if not (callable(score) or score in SCORES):
+        raise ValueError(f"score: want one of {', '.join(map(repr, SCORES))} or a function; got {score!r}")
+    if (groups is None) != (group_k is None):
+        raise ValueError(f"groups, group_k: want both or neither; got {groups} and {group_k}")
+    if groups is not None and group_k is not None:
+        if groups < 1 or e % groups:
+            raise ValueError(f"groups: want a divisor of the number of experts, {e}; got {groups}")
+        if not 1 <= group_k <= groups or group_k * (e // groups) < k:
+            raise ValueError(
+                f"group_k: want at most {groups} groups that hold k = {k} experts, {e // groups} each; got {group_k}"
+            )
+    for name, x, want in (("bias", bias, (e,)), ("mask", mask, (t,)), ("experts", experts, (t, k))):
+        if x is not None and jnp.shape(x) != want:
+            raise ValueError(f"{name}: want shape {want}; got {jnp.shape(x)}")
+    if experts is not None and not jnp.issubdtype(jnp.asarray(experts).dtype, jnp.integer):
+        raise TypeError(f"experts: want integers; got {jnp.asarray(experts).dtype}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Balance
+
+
+def balance_loss(routing: Routing, *, axis_name: str | tuple[str, ...] | None = None) -> Float[Array, ""]:
+    """The load-balancing loss: the number of experts times the sum of (share of assignments x mean probability).
+
+    It is 1 if both are even. Masked tokens do not count. With axis_name the shares are those of all shards.
+
+    >>> float(balance_loss(route(jnp.zeros((4, 4)), 4)))
+    1.0
+    """
+    sizes, probs = routing.sizes.astype(jnp.float32), jnp.sum(routing.probs, axis=0)
+    if axis_name is not None:
+        sizes, probs = lax.psum((sizes, probs), axis_name)
+    assigned, tokens = jnp.maximum(jnp.sum(sizes), 1), lax.stop_gradient(jnp.sum(probs))
+    shares = sizes / assigned * (probs / jnp.where(tokens == 0, 1, tokens))
+    return sizes.shape[0] * jnp.sum(shares)
+
+
+def z_loss(logits: Float[Array, "t e"], *, mask: Bool[Array, " t"] | None = None) -> Float[Array, ""]:
+    """The mean over tokens of the squared logsumexp of their logits, which keeps logits small.
+
+    >>> z_loss(jnp.zeros((2, 1)))
+    Array(0., dtype=float32)
+    """
+    logits = jnp.asarray(logits).astype(jnp.float32)
+    if mask is None:
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
+    squares = jax.nn.logsumexp(jnp.where(mask[:, None], logits, 0), axis=-1) ** 2
+    return jnp.sum(jnp.where(mask, squares, 0)) / jnp.maximum(jnp.sum(mask), 1)
+
+
+def update_bias(bias: Float[Array, " e"], sizes: Int32[Array, " e"], rate: float) -> Float[Array, " e"]:
+    """The bias for the choice of experts after a step: up by rate for experts with few rows, down for those with many.
+
+    This balances experts without a loss. Sum the sizes over the shards first, if there are several.
+
+    >>> update_bias(jnp.zeros(3), jnp.array([1, 3, 5]), 0.5)
+    Array([ 0.5,  0. , -0.5], dtype=float32)
+    """
+    sizes = jnp.asarray(sizes).astype(jnp.float32)
+    return bias + rate * jnp.sign(jnp.mean(sizes) - sizes).astype(bias.dtype)
+
+
+def load_of(routing: Routing, *, axis_name: str | tuple[str, ...] | None = None) -> Load:
+    """The load of each expert, with axis_name over all shards.
+
+    >>> load_of(route(jnp.array([[1.0, 0.0], [2.0, 0.0]]), 1)).rows.tolist()
+    [2, 0]
+    """
+    rows = routing.sizes if axis_name is None else lax.psum(routing.sizes, axis_name)
+    return _load(rows, jnp.zeros((), jnp.int32))
+
+
+def limit_rows(routing: Routing, capacity: int) -> tuple[Routing, Load]:
+    """The routing with at most `capacity` rows for each expert, those of the first tokens, and its load.
+
+    Further assignments go to no expert and have the weight 0; `Load.dropped` counts them.
+
+    >>> limited, load = limit_rows(route(jnp.array([[2.0, 1.0]] * 3), 1), 2)
+    >>> limited.experts.ravel().tolist(), int(load.dropped)
+    ([0, 0, 2], 1)
+    """
+    num_experts = routing.sizes.shape[0]
+    _, inverse, sizes = sort_by_expert(routing.experts, num_experts)
+    starts = jnp.cumsum(sizes) - sizes  # the first sorted row of each expert
+    there = (routing.experts >= 0) & (routing.experts < num_experts)
+    of_expert = jnp.take(starts, jnp.where(there, routing.experts, 0).reshape(-1))
+    kept = there & ((inverse - of_expert).reshape(routing.experts.shape) < capacity)
+    rows = jnp.minimum(sizes, capacity)
+    limited = routing._replace(
+        experts=jnp.where(kept, routing.experts, num_experts), weights=jnp.where(kept, routing.weights, 0), sizes=rows
+    )
+    return limited, _load(rows, jnp.sum(sizes - rows))
+
+
+def _load(rows: Array, dropped: Array) -> Load:
+    mean = jnp.maximum(jnp.mean(rows.astype(jnp.float32)), jnp.finfo(jnp.float32).tiny)
+    return Load(rows, dropped, jnp.max(rows) / mean)

@@ -1,0 +1,346 @@
+"""The layer equals a loop over tokens and experts in float64: its result and every gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.ad_checkpoint import saved_residuals
+from jax.test_util import check_grads
+
+import trencadis as tr
+from tests.support import moe_oracle
+from trencadis import moe, quant
+
+pytestmark = pytest.mark.core
+
+T, D, F, E = 12, 6, 5, 4
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)
+
+
+def parameters(rng, experts=E, gate=True, bias=False):
+    shapes = {"gate": (experts, D, F) if gate else None, "up": (experts, D, F), "down": (experts, F, D)}
+    shapes |= {"bias_gate": (experts, F) if bias and gate else None, "bias_up": (experts, F) if bias else None}
+    shapes["bias_down"] = (experts, D) if bias else None
+    return {
+        name: None if shape is None else jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def routings(rng):
+    """Routings by name: even and uneven, empty experts, all to one, masked tokens, an expert twice, k up to all."""
+    logits = jnp.asarray(rng.normal(size=(T, E)), jnp.float32)
+    mask = jnp.arange(T) % 3 != 1
+    one = jnp.zeros((T, 1), jnp.int32) + 2
+    return {
+        "top2": moe.route(logits, 2),
+        "top1": moe.route(logits, 1, normalize=False),
+        "all": moe.route(logits, E, score="sigmoid"),
+        "empty": moe.route(logits.at[:, 1].set(-100.0).at[:, 3].set(-100.0), 2),
+        "one": moe.route(logits, 1, experts=one, normalize=False),
+        "masked": moe.route(logits, 2, mask=mask),
+        "nobody": moe.route(logits, 2, mask=jnp.zeros(T, bool)),
+        "twice": moe.route(logits, 2, experts=jnp.tile(jnp.array([[1, 1]]), (T, 1))),
+    }
+
+
+NAMES = list(routings(np.random.default_rng(0)))
+
+
+def call(routing, x, weights, params, **options):
+    named = {name: params[name] for name in ("bias_gate", "bias_up", "bias_down")}
+    routing = routing._replace(weights=weights)
+    return tr.moe_mlp(x, routing, params["gate"], params["up"], params["down"], **named, **options)
+
+
+@functools.partial(jax.jit, static_argnames=("options",))
+def value_and_gradients(routing, x, weights, params, ct, options=()):
+    out, pullback = jax.vjp(lambda *args: call(routing, *args, **dict(options)), x, weights, params)
+    d_x, d_weights, d_params = pullback(ct)
+    return out, {"x": d_x, "weights": d_weights, **d_params}
+
+
+def same(found, wanted, tolerance=2e-5):
+    for name, want in wanted.items():
+        if want is not None:
+            np.testing.assert_allclose(found[name], want, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def check(rng, routing, params, options=(), x=None, **oracle):
+    x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32) if x is None else x
+    ct = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
+    out, gradients = value_and_gradients(routing, x, routing.weights, params, ct, options)
+    want, wanted = moe_oracle.layer(x, routing.experts, routing.weights, params, ct, **oracle)
+    same({"out": out, **gradients}, {"out": want, **wanted})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_the_loop(rng, name):
+    check(rng, routings(rng)[name], parameters(rng))
+
+
+@pytest.mark.parametrize("save", ["least", "fast", "inputs"])
+def test_biases_and_what_is_saved(rng, save):
+    check(rng, routings(rng)["masked"], parameters(rng, bias=True), (("save", save),))
+
+
+def test_gpt_oss_activation(rng):
+    activation = moe.swiglu(limit=0.7, alpha=1.702, shift=1.0)
+    options = (("activation", activation),)
+    check(rng, routings(rng)["top2"], parameters(rng, bias=True), options, limit=0.7, alpha=1.702, shift=1.0)
+
+
+def test_without_a_gate(rng):
+    check(rng, routings(rng)["masked"], parameters(rng, gate=False, bias=True), (("activation", jax.nn.relu),))
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_windows_of_the_experts_sum_to_the_layer(rng, first):
+    routing, params = routings(rng)["masked"], parameters(rng, experts=2, bias=True)
+    check(rng, routing, params, (("group_offset", first),), first=first)
+
+
+def test_the_window_may_be_traced(rng):
+    routing, params = routings(rng)["top2"], parameters(rng, experts=2)
+    x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
+    windows = jax.jit(lambda first: call(routing, x, routing.weights, params, group_offset=first))
+    for first in (0, 2):
+        want, _ = moe_oracle.layer(x, routing.experts, routing.weights, params, x, first=first)
+        np.testing.assert_allclose(windows(first), want, rtol=2e-5, atol=2e-5)
+
+
+def test_gradients_reach_the_logits(rng):
+    x, logits = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((T, D), (T, E)))
+    params = parameters(rng)
+
+    def layer(logits):
+        return jnp.sum(jnp.sin(call(moe.route(logits, 2), x, moe.route(logits, 2).weights, params)))
+
+    check_grads(layer, (logits,), order=1, modes=("fwd", "rev"), atol=2e-2, rtol=2e-2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nothing leaks
+
+
+def test_poison_stays_where_it_is(rng):
+    """NaN in a masked token and in the weights of an unused expert reaches neither a value nor a gradient."""
+    logits = jnp.asarray(rng.normal(size=(T, E)), jnp.float32).at[:, 3].set(-100.0)
+    mask = jnp.arange(T) != 4
+    x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
+    params, ct = parameters(rng, bias=True), jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
+    clean = value_and_gradients(moe.route(logits, 2, mask=mask), x, moe.route(logits, 2, mask=mask).weights, params, ct)
+    poisoned = {name: p.at[3].set(jnp.nan) for name, p in params.items()}
+    routing = moe.route(logits.at[4].set(jnp.nan), 2, mask=mask)
+    found = value_and_gradients(routing, x.at[4].set(jnp.nan), routing.weights, poisoned, ct)
+    jax.tree.map(np.testing.assert_array_equal, found, clean)
+    assert not np.any(found[0][4]) and not np.any(found[1]["x"][4]) and not np.any(found[1]["weights"][4])
+    assert all(not np.any(found[1][name][3]) for name in params)
+
+
+def test_nan_of_one_token_stays_with_it_and_its_experts(rng):
+    routing, params = routings(rng)["top1"], parameters(rng)
+    x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32).at[0].set(jnp.nan)
+    out, gradients = value_and_gradients(routing, x, routing.weights, params, jnp.ones((T, D)))
+    assert np.isnan(out[0]).all() and not np.isnan(out[1:]).any()
+    assert not np.isnan(gradients["x"][1:]).any()
+    for expert in set(range(E)) - {int(routing.experts[0, 0])}:
+        assert not np.isnan(gradients["up"][expert]).any()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is kept, and what is compiled
+
+
+@pytest.mark.parametrize(("save", "wanted"), [("least", 2 * F), ("fast", 2 * F + D + F), ("inputs", 0)])
+def test_residuals(rng, save, wanted):
+    """Beside the arguments, t * k rows of the pre-activations are kept, and integers and weights of each row."""
+    routing, params = routings(rng)["top2"], parameters(rng)
+    x = jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16)
+    params = {name: None if p is None else p.astype(jnp.bfloat16) for name, p in params.items()}
+    kept = saved_residuals(lambda *args: call(routing, *args, save=save).sum(), x, routing.weights, params)
+    made = [aval for aval, source in kept if not source.startswith("from the argument")]
+    rows = sum(aval.size for aval in made if jnp.issubdtype(aval.dtype, jnp.floating) and aval.ndim == 2)
+    assert rows - routing.weights.size * (rows % (2 * T) != 0) <= 2 * T * wanted + routing.weights.size
+    assert sum(aval.size for aval in made if jnp.issubdtype(aval.dtype, jnp.integer)) <= 8 * 2 * T
+
+
+def test_no_scatter_of_floats_and_no_tensor_of_tokens_experts_and_features(rng):
+    routing, params = routings(rng)["top2"], parameters(rng, bias=True)
+    x = jnp.zeros((T, D))
+    args = (routing, x, routing.weights, params, x)
+    text = value_and_gradients.lower(*args).compile().as_text()
+    assert not [line for line in text.splitlines() if " scatter(" in line and "f32[" in line.split(" scatter(")[0]]
+    for shape in ((T, E, D), (T, E, F), (T, 2, E, D), (T, 2, E, F)):
+        assert f"[{','.join(map(str, shape))}]" not in text
+
+
+def test_equal_layers_are_lowered_once(rng):
+    routing, params = routings(rng)["top2"], parameters(rng)
+    x = jnp.zeros((T, D))
+
+    def stack(depth):
+        def layers(x):
+            for _ in range(depth):
+                x = x + call(routing, x, routing.weights, params)
+            return x.sum()
+
+        return len(jax.jit(jax.grad(layers)).lower(x).as_text())
+
+    assert stack(8) < 1.5 * stack(2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Transformations
+
+
+def test_second_order_and_forward_mode(rng):
+    routing, params = routings(rng)["masked"], parameters(rng, bias=True)
+    x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
+    args = (x, routing.weights, params)
+    loss = lambda *args: jnp.sum(jnp.tanh(call(routing, *args)))
+    composed = lambda *args: jnp.sum(jnp.tanh(plain(routing, *args)))
+    jax.tree.map(close, jax.jvp(loss, args, args), jax.jvp(composed, args, args))
+
+    def twice(f):
+        return jax.grad(lambda x: jnp.sum(jax.grad(f, argnums=2)(x, *args[1:])["gate"] ** 2))(x)
+
+    close(twice(loss), twice(composed))
+    hessian = lambda f: jax.jvp(lambda x: jax.grad(f)(x, *args[1:]), (x,), (x,))[1]
+    close(hessian(loss), hessian(composed))
+
+
+def plain(routing, x, weights, params):
+    """The layer over all experts, without the package."""
+    experts = jnp.arange(params["up"].shape[0])
+    combine = jnp.sum(jnp.where(routing.experts[:, :, None] == experts, weights[:, :, None], 0), axis=1)  # [t, e]
+    named = {name: 0 if p is None else p for name, p in params.items()}
+    gate = jnp.einsum("td,edf->etf", x, params["gate"]) + named["bias_gate"][:, None]
+    up = jnp.einsum("td,edf->etf", x, params["up"]) + named["bias_up"][:, None]
+    y = jnp.einsum("etf,efd->etd", jax.nn.silu(gate) * up, params["down"]) + named["bias_down"][:, None]
+    return jnp.einsum("te,etd->td", combine, y)
+
+
+def close(a, b):
+    if getattr(a, "dtype", None) != jax.dtypes.float0:
+        np.testing.assert_allclose(a, b, rtol=3e-4, atol=3e-4)
+
+
+def test_vmap_remat_scan_and_shard_map(rng):
+    routing, params = routings(rng)["top2"], parameters(rng)
+    x = jnp.asarray(rng.normal(size=(4, T, D)), jnp.float32)
+    weights = jnp.stack([routing.weights, routing.weights + 0.1, routing.weights, routing.weights - 0.1])
+
+    def loss(x, weights, params):
+        return jnp.sum(jnp.tanh(call(routing, x, weights, params)))
+
+    one_by_one = [jax.value_and_grad(loss, argnums=(0, 1, 2))(x[i], weights[i], params) for i in range(4)]
+    want = jax.tree.map(lambda *xs: jnp.stack(xs), *one_by_one)
+    jax.tree.map(close, jax.vmap(jax.value_and_grad(loss, argnums=(0, 1, 2)), in_axes=(0, 0, None))(x, weights, params), want)
+    jax.tree.map(close, jax.value_and_grad(jax.checkpoint(loss), argnums=(0, 1, 2))(x[0], weights[0], params), one_by_one[0])
+
+    total = lambda params: jax.lax.scan(lambda sum, xw: (sum + loss(*xw, params), None), 0.0, (x, weights))[0]
+    jax.tree.map(close, jax.grad(total)(params), jax.tree.map(lambda g: g.sum(0), want[1][2]))
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    sharded = jax.shard_map(
+        lambda x, w, params: jax.lax.psum(loss(x[0], w[0], params), "data"),
+        mesh=mesh, in_specs=(spec("data"), spec("data"), spec()), out_specs=spec(),
+    )  # fmt: skip
+    jax.tree.map(close, jax.grad(sharded, argnums=2)(x, weights, params), jax.tree.map(lambda g: g.sum(0), want[1][2]))
+
+
+def test_an_activation_over_traced_values(rng):
+    """Then the layer's own backward pass is not used, and the gradient of what it closes over is there."""
+    routing, params = routings(rng)["top2"], parameters(rng)
+    x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
+
+    def loss(slope):
+        activation = lambda gate, up: jnp.tanh(slope * gate) * up
+        return jnp.sum(call(routing, x, routing.weights, params, activation=activation))
+
+    check_grads(loss, (0.7,), order=1, modes=("fwd", "rev"), atol=2e-2, rtol=2e-2)
+
+
+def test_deterministic(rng):
+    routing, params = routings(rng)["top2"], parameters(rng)
+    x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
+    runs = [value_and_gradients(routing, x, routing.weights, params, x) for _ in range(2)]
+    jax.tree.map(np.testing.assert_array_equal, *runs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Quantized
+
+
+@pytest.mark.parametrize("format", ["int4", "float8_e4m3fn", "mxfp4"])
+def test_quantized_weights(rng, format):
+    """The result is that of the dequantized weights, and so is the gradient of x."""
+    routing = routings(rng)["top2"]
+    wide = {"gate": (E, 32, 32), "up": (E, 32, 32), "down": (E, 32, 32)}
+    stored = {n: quant.quantize(jnp.asarray(rng.normal(size=s), jnp.float32), format, axis=1) for n, s in wide.items()}
+    x = jnp.asarray(rng.normal(size=(T, 32)), jnp.float32)
+    full = {name: w.dequantize() for name, w in stored.items()}
+
+    def loss(x, w):
+        return jnp.sum(jnp.tanh(tr.moe_mlp(x, routing, w["gate"], w["up"], w["down"])))
+
+    close(jax.grad(loss)(x, stored), jax.grad(loss)(x, full))
+    close(loss(x, stored), loss(x, full))
+
+
+def test_quantization_for_training(rng):
+    """A recipe gives the products of grouped_dense with it."""
+    routing, params = routings(rng)["top2"], parameters(rng, bias=True)
+    x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
+    recipe = quant.Recipe("int8", "int8")
+
+    def composed(x, params):
+        permutation = moe.sort_by_expert(routing.experts, E)
+        dense = functools.partial(tr.grouped_dense, group_sizes=permutation.sizes, quantization=recipe)
+        rows = moe.permute(x, permutation)
+        gate, up = (dense(rows, params[name], bias=params[f"bias_{name}"]) for name in ("gate", "up"))
+        y = dense(jax.nn.silu(gate) * up, params["down"], bias=params["bias_down"])
+        return jnp.sum(jnp.tanh(moe.combine(y, routing.weights, permutation)))
+
+    loss = lambda x, params: jnp.sum(jnp.tanh(call(routing, x, routing.weights, params, quantization=recipe)))
+    found, want = (jax.value_and_grad(f, argnums=(0, 1))(x, params) for f in (loss, composed))
+    jax.tree.map(close, found, want)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        (["x", "[t, d]"], {"x": jnp.ones((T, 2, D))}),
+        (["x", "int32"], {"x": jnp.ones((T, D), jnp.int32)}),
+        (["routing", "Routing", "tuple"], {"routing": (1, 2)}),
+        (["w_up", "d = 6"], {"w_up": jnp.ones((E, D + 1, F))}),
+        (["w_down", "(4, 5, 6)", "(4, 6, 5)"], {"w_down": jnp.ones((E, D, F))}),
+        (["bias_up", "(4, 5)"], {"bias_up": jnp.ones((E, D))}),
+        (["bias_gate", "w_gate"], {"w_gate": None, "bias_gate": jnp.ones((E, F)), "activation": jax.nn.relu}),
+        (["activation", "one number"], {"w_gate": None}),
+        (["activation", "two numbers"], {"activation": jax.nn.relu}),
+        (["save", "'least'", "'much'"], {"save": "much"}),
+        (["backend", "'cuda'"], {"backend": "cuda"}),
+        (["quantization", "Recipe"], {"quantization": "int8"}),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(rng, words, change):
+    params = parameters(rng)
+    given = {"x": jnp.ones((T, D)), "routing": routings(rng)["top2"], "w_gate": params["gate"]}
+    given |= {"w_up": params["up"], "w_down": params["down"]}
+    with pytest.raises((ValueError, TypeError)) as error:
+        tr.moe_mlp(**(given | change))
+    for word in words:
+        assert word in str(error.value)
