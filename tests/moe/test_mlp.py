@@ -158,17 +158,16 @@ def test_nan_of_one_token_stays_with_it_and_its_experts(rng):
 # What is kept, and what is compiled
 
 
-@pytest.mark.parametrize(("save", "wanted"), [("least", 2 * F), ("fast", 2 * F + D + F), ("inputs", 0)])
+@pytest.mark.parametrize(("save", "wanted"), [("least", 2 * F), ("fast", 2 * F + D), ("inputs", 0)])
 def test_residuals(rng, save, wanted):
-    """Beside the arguments, t * k rows of the pre-activations are kept, and integers and weights of each row."""
+    """Beside the arguments, t * k rows of so many numbers are kept, and a few integers for each row."""
     routing, params = routings(rng)["top2"], parameters(rng)
     x = jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16)
     params = {name: None if p is None else p.astype(jnp.bfloat16) for name, p in params.items()}
     kept = saved_residuals(lambda *args: call(routing, *args, save=save).sum(), x, routing.weights, params)
     made = [aval for aval, source in kept if not source.startswith("from the argument")]
-    rows = sum(aval.size for aval in made if jnp.issubdtype(aval.dtype, jnp.floating) and aval.ndim == 2)
-    assert rows - routing.weights.size * (rows % (2 * T) != 0) <= 2 * T * wanted + routing.weights.size
-    assert sum(aval.size for aval in made if jnp.issubdtype(aval.dtype, jnp.integer)) <= 8 * 2 * T
+    assert sum(aval.size for aval in made if aval.dtype == jnp.bfloat16) == 2 * T * wanted
+    assert sum(aval.size for aval in made if aval.dtype != jnp.bfloat16) <= 3 * 2 * T
 
 
 def test_no_scatter_of_floats_and_no_tensor_of_tokens_experts_and_features(rng):
@@ -285,7 +284,7 @@ def test_quantized_weights(rng, format):
     """The result is that of the dequantized weights, and so is the gradient of x."""
     routing = routings(rng)["top2"]
     wide = {"gate": (E, 32, 32), "up": (E, 32, 32), "down": (E, 32, 32)}
-    stored = {n: quant.quantize(jnp.asarray(rng.normal(size=s), jnp.float32), format, axis=1) for n, s in wide.items()}
+    stored = {n: quant.quantize(jnp.asarray(rng.normal(size=s), jnp.float32), format, contracting=1) for n, s in wide.items()}
     x = jnp.asarray(rng.normal(size=(T, 32)), jnp.float32)
     full = {name: w.dequantize() for name, w in stored.items()}
 
@@ -324,7 +323,7 @@ def test_quantization_for_training(rng):
     [
         (["x", "[t, d]"], {"x": jnp.ones((T, 2, D))}),
         (["x", "int32"], {"x": jnp.ones((T, D), jnp.int32)}),
-        (["routing", "Routing", "tuple"], {"routing": (1, 2)}),
+        (["routing", "moe.route", "tuple"], {"routing": (1, 2)}),
         (["w_up", "d = 6"], {"w_up": jnp.ones((E, D + 1, F))}),
         (["w_down", "(4, 5, 6)", "(4, 6, 5)"], {"w_down": jnp.ones((E, D, F))}),
         (["bias_up", "(4, 5)"], {"bias_up": jnp.ones((E, D))}),

@@ -366,7 +366,7 @@ def _abstract(*operands: ShapedArray, problem: Problem, overrides: Overrides) ->
     return result_type(operands, problem.out_shape, problem.out), interpreter_effects() if interpreted else set()
 
 
-def _execute(*operands: Array, problem: Problem, overrides: Overrides, target: Target) -> Array:
+def executed(*operands: Array, problem: Problem, overrides: Overrides, target: Target) -> Array:
     chosen = plan(problem, target, overrides)
     warn_if_slow(chosen, overrides)
     with jax.named_scope(f"{problem.form.value}_{chosen.backend}"):
@@ -383,4 +383,4 @@ def _impl(*operands: Value, problem: Problem, overrides: Overrides) -> Array:
         return _eager(*operands, problem=problem, overrides=overrides)
 
 
-register(grouped_p, Rules(_impl, _abstract, _jvp, _transpose, _batch, _execute))
+register(grouped_p, Rules(_impl, _abstract, _jvp, _transpose, _batch, executed))

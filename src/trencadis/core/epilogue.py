@@ -113,6 +113,25 @@ class Epilogue:
         return acc if self.activation is None else activated(self.activation, acc, out)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """A gated activation in the epilogue of a rows product, or its pullback.
+
+        forward     lhs @ gate, lhs @ up -> activation of both    a second rhs follows; with `keep` both sums are results
+        pullback    the product is d h                            both sums follow, and the weight of each row [m]
+
+    The pullback gives the cotangents of both sums, of `weight * d h`; then `weight * h`, and the sum over n of d h * h.
+    """
+
+    activation: Activation  # of gate and up
+    keep: bool = False
+    pullback: bool = False
+
+    def __str__(self) -> str:
+        name = getattr(self.activation, "__name__", type(self.activation).__name__)
+        return f"pullback of {name}" if self.pullback else f"{name} of gate and up" + ", both kept" * self.keep
+
+
 def add(a: Array, b: Array) -> Array:
     """The sum of two arrays in a dtype that holds both: a float bias is not cut to the integers it is added to."""
     dtype = accumulator(a.dtype, b.dtype)

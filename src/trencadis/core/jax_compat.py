@@ -145,12 +145,12 @@ def interpreter_effects() -> set[Effect]:
 class Rules(NamedTuple):
     """The rules of a primitive."""
 
-    impl: Callable[..., Array]
-    abstract: Callable[..., tuple[ShapedArray, set[Effect]]]
-    jvp: Callable[..., tuple[Array, Any]]
-    transpose: Callable[..., Sequence[Any]]
-    batch: Callable[..., tuple[Array, int]]
-    execute: Callable[..., Array]  # what it lowers to, from its operands, its parameters and a `target`
+    impl: Callable[..., Any]
+    abstract: Callable[..., tuple[Any, set[Effect]]]
+    jvp: Callable[..., tuple[Any, Any]]
+    transpose: Callable[..., Sequence[Any]] | None
+    batch: Callable[..., tuple[Any, Any]]
+    execute: Callable[..., Any]  # what it lowers to, from its operands, its parameters and a `target`
 
 
 def register(primitive: Primitive, rules: Rules) -> None:
@@ -158,16 +158,18 @@ def register(primitive: Primitive, rules: Rules) -> None:
     primitive.def_impl(rules.impl)
     primitive.def_effectful_abstract_eval(rules.abstract)
     ad.primitive_jvps[primitive] = rules.jvp
-    ad.primitive_transposes[primitive] = rules.transpose
+    if rules.transpose is not None:
+        ad.primitive_transposes[primitive] = rules.transpose
     batching.primitive_batchers[primitive] = rules.batch
     for platform in ("cpu", "cuda", "rocm", "tpu", None):  # None: any other
-        rule = functools.partial(_lower, rules.execute, platform=platform or "other")
+        rule = functools.partial(_lower, rules.execute, primitive.multiple_results, platform=platform or "other")
         mlir.register_lowering(primitive, rule, platform=platform, inline=False)
 
 
 def _lower(
-    execute: Callable[..., Array], context: mlir.LoweringRuleContext, *operands: IrValue, platform: str, **params: Any
-) -> Sequence[IrValue]:
+    execute: Callable[..., Any], several: bool, context: mlir.LoweringRuleContext, *operands: IrValue,
+    platform: str, **params: Any,
+) -> Sequence[IrValue]:  # fmt: skip
     """The program of a call, traced without meshes: what it makes is local by then.
 
     A kernel's references, and what it returns, cannot vary over manual axes or be sharded over explicit ones.
@@ -179,7 +181,7 @@ def _lower(
         avals_out=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in context.avals_out],
     )
     with _check_vma(False), without_mesh():
-        out = mlir.lower_fun(call, multiple_results=False)(plain, *operands, **params)
+        out = mlir.lower_fun(call, multiple_results=several)(plain, *operands, **params)
     if plain.tokens_out is not None:  # of a kernel that is interpreted
         context.set_tokens_out(plain.tokens_out)
     return out

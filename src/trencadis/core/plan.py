@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import warnings
 
-from trencadis.backends import BACKENDS, INTERPRETED, KERNELS
+from trencadis.backends import BACKENDS, GATED, INTERPRETED, KERNELS
 from trencadis.core.decision import PerformanceWarning, Plan, Refusal
 from trencadis.core.problem import Problem
 from trencadis.core.split import part_of
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 
-__all__ = ["PerformanceWarning", "Plan", "Refusal", "answers", "check_backend", "plan", "warn_if_slow", "warn_slow"]
+__all__ = ["PerformanceWarning", "Plan", "Refusal", "answers", "check_backend", "gated_plan", "plan", "warn_if_slow", "warn_slow"]
 
 
 def plan(problem: Problem, target: Target, overrides: Overrides = Overrides()) -> Plan:
@@ -35,6 +35,20 @@ def plan(problem: Problem, target: Target, overrides: Overrides = Overrides()) -
     given = answers(problem, target, overrides).values()
     said = "; ".join(f"{each.backend}: {each if isinstance(each, Refusal) else 'supports it'}" for each in given)
     raise ValueError(f"backend: {_wanted(overrides)!r} cannot run {problem} on {target} ({said})")
+
+
+def gated_plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | None:
+    """The plan of the first backend whose kernel applies the gated activation of a problem, or None.
+
+    Without one the products run by themselves, each by its own plan, and the activation as XLA operations.
+    """
+    target, name = _seen(target, overrides), _wanted(overrides)
+    for backend in GATED:
+        if name in (None, backend):
+            answer = BACKENDS[backend].plan(problem, target, overrides)
+            if isinstance(answer, Plan):
+                return answer
+    return None
 
 
 def _first(problem: Problem, target: Target, overrides: Overrides) -> Plan | None:

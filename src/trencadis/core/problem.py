@@ -16,7 +16,7 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import Epilogue
+from trencadis.core.epilogue import Epilogue, Gate
 
 Shape = tuple[int, ...]
 
@@ -52,6 +52,7 @@ class Problem:
     batch: int = 1
     rhs_batch: int = 1
     epilogue: Epilogue = Epilogue()
+    gate: Gate | None = None  # rows: a gated activation, with operands and results of its own
     precision: PrecisionLike = None
 
     def __post_init__(self) -> None:
@@ -131,6 +132,23 @@ class Problem:
             found.append(((self.local_groups, self.n), steps.bias))
         return found + [(self.out_shape, self.out)] * steps.accumulate
 
+    @property
+    def gate_operands(self) -> list[tuple[Shape, DTypeLike]]:
+        """Shapes and dtypes of the operands of a gated activation, which follow all others."""
+        assert self.gate is not None
+        if self.gate.pullback:  # gate, up, weight
+            return [(self.out_shape, self.out)] * 2 + [((self.rows,), np.float32)]
+        bias = [] if self.epilogue.bias is None else [((self.local_groups, self.n), self.epilogue.bias)]
+        return [(self.rhs_shape, self.rhs), *bias]  # up
+
+    @property
+    def results(self) -> list[tuple[Shape, DTypeLike]]:
+        """Shapes and dtypes of the results of a problem with a gated activation."""
+        assert self.gate is not None
+        if self.gate.pullback:  # d gate, d up, weight * h, d weight
+            return [(self.out_shape, self.out)] * 3 + [((self.rows,), np.float32)]
+        return [(self.out_shape, self.out)] * (3 if self.gate.keep else 1)  # h, gate, up
+
     def replace(self, **changes: Any) -> Problem:
         """The same problem with some fields changed."""
         return dataclasses.replace(self, **changes)
@@ -142,7 +160,7 @@ class Problem:
             groups += f" (window of {self.local_groups})"
         lhs = f"{self.lhs.name}{'ᵀ' if self.transpose_lhs else ''}"
         rhs = f"{self.rhs.name}{'ᵀ' if self.transpose_rhs else ''}"
-        tail = f", {self.epilogue}" if self.epilogue else ""
+        tail = "".join(f", {step}" for step in (self.epilogue, self.gate) if step)
         return f"{self.form.value} {m} k={self.k} n={self.n} {groups}: {lhs} x {rhs} -> {self.out.name}{tail}"
 
     def __repr__(self) -> str:

@@ -27,12 +27,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from trencadis.core.epilogue import Activation
+from trencadis.core import arguments, gated
+from trencadis.core.epilogue import Activation, Epilogue, Gate
 from trencadis.core.linear import with_backward
 from trencadis.core.spans import clamp_first, offsets
 from trencadis.moe.permutation import Permutation, assignments_of, permute, rows_of, sum_rows, weighted_sum
-from trencadis.quant.product import Options, Steps, contraction_product, rows_product
+from trencadis.quant.product import Options, Steps, contraction_product, overrides_of, rows_product, sizes_and_window
 from trencadis.quant.recipe import Recipe
+from trencadis.quant.scaled import Scaled
 from trencadis.quant.training import trained
 
 Save: TypeAlias = Literal["least", "fast", "inputs"]
@@ -67,12 +69,10 @@ class Inputs(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the forward pass keeps for the backward pass; None for what is computed again."""
+    """What the forward pass keeps for the backward pass; what is not here is computed again."""
 
-    gate: Array | None = None  # [m, f], the pre-activations
-    up: Array | None = None
+    z: tuple[Array, ...]  # the pre-activations [m, f] of gate and up
     rows: Array | None = None  # [m, d]
-    h: Array | None = None  # [m, f]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,7 @@ class Layer:
     activation: Activation  # of gate and up, or of up alone
     dtype: np.dtype[Any]  # of x, the pre-activations and the result
     gated: bool
+    traced: bool = False  # the activation closes over traced values, which no kernel can
     save: Save = "least"
     options: Options = Options()
 
@@ -105,9 +106,8 @@ def run(layer: Layer, indices: Indices, inputs: Inputs) -> Array:
 def value(layer: Layer, indices: Indices, inputs: Inputs) -> Array:
     """The result [t, d] of the layer, as a composition of functions that are differentiable by themselves."""
     experts = _merged(indices.frozen, inputs.experts)
-    rows = permute(inputs.x, indices.permutation)
-    z = _pre_activations(layer, indices, experts, rows)
-    y = _product(layer, indices, layer.apply(z).astype(layer.dtype), experts.down, experts.bias_down)
+    h, _ = _activations(layer, indices, experts, permute(inputs.x, indices.permutation), keep=False)
+    y = _product(layer, indices, h, experts.down, experts.bias_down)
     return weighted_sum(y, inputs.weights, indices.permutation)
 
 
@@ -127,34 +127,25 @@ def quantized(layer: Layer, recipe: Recipe, indices: Indices, inputs: Inputs) ->
 def _forward(layer: Layer, indices: Indices, inputs: Inputs) -> tuple[Array, Kept]:
     experts = _merged(indices.frozen, inputs.experts)
     rows = permute(inputs.x, indices.permutation)
-    z = _pre_activations(layer, indices, experts, rows)
-    h = layer.apply(z).astype(layer.dtype)
+    h, z = _activations(layer, indices, experts, rows, keep=layer.save != "inputs")
     y = _product(layer, indices, h, experts.down, experts.bias_down)
     out = weighted_sum(y, inputs.weights, indices.permutation)
-    kept = Kept() if layer.save == "inputs" else Kept(gate=z[0] if layer.gated else None, up=z[-1])
-    return out, kept._replace(rows=rows, h=h) if layer.save == "fast" else kept
+    return out, Kept(z, rows=rows) if layer.save == "fast" else Kept(z)
 
 
 def _backward(layer: Layer, indices: Indices, inputs: Inputs, kept: Kept, ct: Array) -> Inputs:
     permutation, experts = indices.permutation, _merged(indices.frozen, inputs.experts)
     rows = permute(inputs.x, permutation) if kept.rows is None else kept.rows
-    if layer.save == "inputs":
-        z = _pre_activations(layer, indices, experts, rows)
-    else:
-        z = tuple(each for each in kept[:2] if each is not None)
+    z = kept.z or _activations(layer, indices, experts, rows, keep=True)[1]
     d_y = permute(ct, permutation)
-    d_h = _product(layer, indices, d_y, experts.down, transposed=True).astype(layer.wide)
-    h, pullback = jax.vjp(lambda *z: layer.apply(z), *z)
-    weight = rows_of(inputs.weights, permutation).astype(layer.wide)[:, None]  # [m, 1]
-    d_weight = jnp.sum(jnp.where(_owned(indices, experts, rows.shape[0]), d_h * h, 0), axis=1)  # [m]
+    weight = rows_of(inputs.weights, permutation).astype(jnp.float32)  # [m]
+    d_z, weighted, d_weight = _pullback(layer, indices, experts, d_y, z, weight)
     if experts.bias_down is not None:  # d y by the bias of its expert: a product with [e, d, 1]
         d_weight = d_weight + _product(layer, indices, d_y, experts.bias_down[:, :, None])[:, 0]
-    d_z = tuple(each.astype(layer.dtype) for each in pullback(weight * d_h))
-    weighted = (weight * h).astype(layer.dtype)
     return Inputs(
         x=sum_rows(_d_rows(layer, indices, experts, d_z), permutation, ct.shape[0]),
         weights=assignments_of(d_weight, permutation, ct.shape[0]).astype(inputs.weights.dtype),
-        experts=_d_experts(layer, indices, inputs.experts, (rows, weighted, weight), (d_z, d_y)),
+        experts=_d_experts(layer, indices, inputs.experts, (rows, weighted, weight[:, None]), (d_z, d_y)),
     )
 
 
@@ -162,12 +153,60 @@ def _backward(layer: Layer, indices: Indices, inputs: Inputs, kept: Kept, ct: Ar
 # Products
 
 
-def _pre_activations(layer: Layer, indices: Indices, experts: Experts, rows: Array) -> tuple[Array, ...]:
-    """The pre-activations [m, f] of gate and up, or of up alone."""
-    up = _product(layer, indices, rows, experts.up, experts.bias_up)
-    if not layer.gated:
-        return (up,)
-    return _product(layer, indices, rows, experts.gate, experts.bias_gate), up
+def _activations(
+    layer: Layer, indices: Indices, experts: Experts, rows: Array, *, keep: bool
+) -> tuple[Array, tuple[Array, ...]]:
+    """The activations [m, f], and with keep the pre-activations of gate and up, or of up alone."""
+    if _one_kernel(layer, experts):
+        biased = experts.bias_gate is not None or experts.bias_up is not None
+        bias_gate, bias_up = (
+            [jnp.zeros(experts.up.shape[::2], layer.wide) if b is None else b for b in experts[3:5]] if biased else (None,) * 2
+        )
+        gate = Gate(activation=layer.activation, keep=keep)
+        after = () if bias_up is None else (bias_up,)
+        h, *z = _gated(layer, indices, gate, rows, experts.gate, bias_gate, (experts.up, *after))
+        return h, tuple(z)
+    pairs = ((experts.gate, experts.bias_gate), (experts.up, experts.bias_up))[not layer.gated :]
+    z = tuple(_product(layer, indices, rows, w, bias) for w, bias in pairs)
+    return layer.apply(z).astype(layer.dtype), z if keep else ()
+
+
+def _pullback(
+    layer: Layer, indices: Indices, experts: Experts, d_y: Array, z: tuple[Array, ...], weight: Array
+) -> tuple[tuple[Array, ...], Array, Array]:
+    """The gradients of the pre-activations, the activations times weight, and the gradient [m] of weight."""
+    if _one_kernel(layer, experts):
+        gate = Gate(activation=layer.activation, pullback=True)
+        d_gate, d_up, weighted, d_weight = _gated(
+            layer, indices, gate, d_y, experts.down, None, (*z, weight), transposed=True
+        )
+        return (d_gate, d_up), weighted, d_weight
+    d_h = _product(layer, indices, d_y, experts.down, transposed=True).astype(layer.wide)
+    h, pullback = jax.vjp(lambda *z: layer.apply(z), *z)
+    factor = weight.astype(layer.wide)[:, None]
+    d_weight = jnp.sum(jnp.where(_owned(indices, experts, d_y.shape[0]), d_h * h, 0), axis=1)
+    d_z = tuple(each.astype(layer.dtype) for each in pullback(factor * d_h))
+    return d_z, (factor * h).astype(layer.dtype), d_weight
+
+
+def _one_kernel(layer: Layer, experts: Experts) -> bool:
+    """Whether gate and up can be one problem: two arrays of one dtype."""
+    arrays = not any(isinstance(w, Scaled) for w in experts[:3])
+    return layer.gated and not layer.traced and arrays and experts.gate.dtype == experts.up.dtype
+
+
+def _gated(
+    layer: Layer, indices: Indices, gate: Gate, lhs: Array, rhs: Array, bias: Array | None, rest: tuple[Array, ...],
+    *, transposed: bool = False,
+) -> list[Array]:  # fmt: skip
+    """The results of a product with a gated activation, or with its pullback; rest are the operands of the gate."""
+    epilogue = Epilogue(bias=None if bias is None else np.dtype(bias.dtype))
+    problem = arguments.rows_problem(
+        lhs, rhs, indices.permutation.sizes, layer.dtype, transpose_rhs=transposed, epilogue=epilogue, precision=None
+    ).replace(gate=gate)
+    after = sizes_and_window(problem, indices.permutation.sizes, indices.first)
+    biases = () if bias is None else (bias,)
+    return gated.run(problem, overrides_of(problem, layer.options), lhs, rhs, *after, *biases, *rest)
 
 
 def _product(

@@ -58,8 +58,8 @@ def moe_mlp(
       bias_up: `[e, f]`, likewise.
       bias_down: `[e, d]`, added to the output of an expert, before the weight of the routing.
       activation: a function of two numbers, gate and up, such as `swiglu()`; of one without w_gate, `jax.nn.relu`.
-      save: what the backward pass keeps. "least": x and the pre-activations; "fast": the sorted rows and the
-        activations, too, `t * k * (d + f)` more numbers; "inputs": x alone, so that gate and up are multiplied again.
+      save: what the backward pass keeps. "least": x and the pre-activations; "fast": the sorted rows, too,
+        `t * k * d` more numbers; "inputs": x alone, so that gate and up are multiplied again.
       quantization: a `quant.Recipe` by which all three products quantize their operands, for training.
       group_offset: the first expert of these weights, if they are a window of all experts. Other experts add nothing.
       backend: as in `grouped_matmul`.
@@ -83,8 +83,8 @@ def moe_mlp(
     dtype = np.dtype(x.dtype)
     static = static_activation(activation, dtype, dtype, 1 if w_gate is None else 2)
     layer = Layer(
-        activation=static or activation, dtype=dtype, gated=w_gate is not None, save=save,
-        options=Options(backend=check_backend(backend)),
+        activation=static or activation, dtype=dtype, gated=w_gate is not None, traced=static is None,
+        save=save, options=Options(backend=check_backend(backend)),
     )  # fmt: skip
     frozen = Experts(*(w if isinstance(w, Scaled) else None for w in experts))
     learned = Experts(*(None if isinstance(w, Scaled) else w for w in experts))

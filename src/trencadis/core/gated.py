@@ -1,0 +1,138 @@
+"""Gated activations: a primitive for the products of a gated layer with its activation, and for their pullback.
+
+    forward     h = activation(lhs @ w_gate + b_gate, lhs @ w_up + b_up)
+    pullback    d h = lhs @ rhs, then d gate, d up, weight * h and d weight, from gate, up and the weight of each row
+
+A backend may compute either in one kernel. Otherwise, and wherever they are differentiated or batched, they are composed
+of plain products and elementwise operations. Unowned rows of every result are 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Effect, Primitive
+from jax.interpreters import ad
+from jaxtyping import Array
+
+from trencadis.backends import BACKENDS, INTERPRETED
+from trencadis.core import autodiff
+from trencadis.core.dtypes import accumulator
+from trencadis.core.epilogue import Epilogue, Gate
+from trencadis.core.jax_compat import (
+    Rules,
+    Value,
+    interpreter_effects,
+    register,
+    replicated,
+    result_type,
+    vary_alike,
+)
+from trencadis.core.plan import gated_plan
+from trencadis.core.problem import Problem
+from trencadis.core.spans import owned
+from trencadis.core.target import Target
+from trencadis.core.tiling import Overrides
+
+Multiply: TypeAlias = Callable[..., Array]  # problem, overrides, operands -> the result of a plain product
+
+gated_p = Primitive("gated_matmul")
+gated_p.multiple_results = True
+
+
+def run(problem: Problem, overrides: Overrides, *operands: Value) -> list[Array]:
+    """The results of a problem with a gated activation: operands are those of a plain one, then those of the gate."""
+    return gated_p.bind(*vary_alike(*map(replicated, operands)), problem=problem, overrides=overrides)
+
+
+def composed(problem: Problem, overrides: Overrides, multiply: Multiply, *operands: Value) -> list[Array]:
+    """The same results from plain products and elementwise operations."""
+    assert problem.gate is not None
+    lhs, rhs, sizes, first, *rest = operands
+    plain = problem.replace(gate=None)
+    mine = owned(problem, sizes, first)[:, None]
+    if problem.gate.pullback:
+        d_h = multiply(plain, overrides, lhs, rhs, sizes, first)
+        return _pulled_back(problem, problem.gate, d_h, mine, *rest)
+    biased = problem.epilogue.bias is not None
+    bias_gate, up, bias_up = rest if biased else (None, rest[0], None)
+    biases = ((bias_gate,), (bias_up,)) if biased else ((), ())
+    z = [
+        multiply(plain, overrides, lhs, w, sizes, first, *bias) for w, bias in zip((rhs, up), biases, strict=True)
+    ]
+    h = jnp.where(mine, _activated(problem.gate, *z), 0).astype(problem.out)
+    return [h, *z] if problem.gate.keep else [h]
+
+
+def _activated(gate: Gate, *z: Array) -> Array:
+    """The activation of two matrices of sums, in the dtype of sums."""
+    return jax.vmap(jax.vmap(gate.activation))(*(each.astype(accumulator(each.dtype, each.dtype)) for each in z))
+
+
+def _pulled_back(
+    problem: Problem, gate: Gate, d_h: Array, mine: Array, z_gate: Array, z_up: Array, weight: Array
+) -> list[Array]:
+    """The results of the pullback from its finished product d_h [m, n]."""
+    h, pullback = jax.vjp(functools.partial(_activated, gate), z_gate, z_up)
+    d_h, weight = d_h.astype(h.dtype), weight.astype(h.dtype)[:, None]
+    d_weight = jnp.sum(jnp.where(mine, d_h * h, 0), axis=1).astype(np.float32)
+    found = (*pullback(weight * d_h), weight * h)
+    return [*(jnp.where(mine, each, 0).astype(problem.out) for each in found), d_weight]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rules of the primitive
+
+
+def _abstract(*operands: ShapedArray, problem: Problem, overrides: Overrides) -> tuple[list[ShapedArray], set[Effect]]:
+    interpreted = overrides.interpret and overrides.backend in INTERPRETED
+    found = [result_type(operands, shape, dtype) for shape, dtype in problem.results]
+    return found, interpreter_effects() if interpreted else set()
+
+
+def _jvp(
+    primals: Sequence[Value], tangents: Sequence[Any], *, problem: Problem, overrides: Overrides
+) -> tuple[list[Array], list[Any]]:
+    """Values and tangents of the composition, with respect to the operands that have tangents."""
+    varied = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def of_varied(*xs: Value) -> list[Array]:
+        operands = list(primals)
+        for i, x in zip(varied, xs, strict=True):
+            operands[i] = x
+        return composed(problem, overrides, autodiff.run, *operands)
+
+    return jax.jvp(of_varied, [primals[i] for i in varied], [tangents[i] for i in varied])
+
+
+def _batch(
+    operands: Sequence[Value], axes: Sequence[int | None], *, problem: Problem, overrides: Overrides
+) -> tuple[list[Array], list[int]]:
+    out = jax.vmap(functools.partial(composed, problem, overrides, autodiff.run), in_axes=tuple(axes))(*operands)
+    return out, [0] * len(out)
+
+
+def _execute(*operands: Array, problem: Problem, overrides: Overrides, target: Target) -> list[Array]:
+    chosen = gated_plan(problem, target, overrides)
+    if chosen is not None:
+        with jax.named_scope(f"gated_{chosen.backend}"):
+            return list(BACKENDS[chosen.backend].run(chosen, *operands))
+
+    def multiply(problem: Problem, overrides: Overrides, *operands: Value) -> Array:
+        return autodiff.executed(*operands, problem=problem, overrides=overrides, target=target)
+
+    return composed(problem, overrides, multiply, *operands)
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "overrides"))
+def _eager(*operands: Value, problem: Problem, overrides: Overrides) -> list[Array]:
+    return gated_p.bind(*operands, problem=problem, overrides=overrides)
+
+
+register(gated_p, Rules(_eager, _abstract, _jvp, None, _batch, _execute))
