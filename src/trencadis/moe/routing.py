@@ -120,12 +120,15 @@ def _picked(hot: Array, x: Array) -> Array:
 
 def _weights(score: Score, logits: Array, scores: Array, hot: Array, normalize: bool) -> Array:
     """The weights [t, k] of the chosen experts."""
-    if score == "softmax_topk":
-        chosen = jnp.where(hot.any(axis=-1), _picked(hot, logits), -jnp.inf)
-        return jax.nn.softmax(chosen, axis=-1, where=hot.any(axis=-1), initial=-jnp.inf)
-    weights = _picked(hot, scores)
-    if not normalize:
-        return weights
+    if score == "softmax_topk":  # normalized exponentials of the chosen logits, shifted by their maximum
+        there = hot.any(axis=-1)
+        chosen = jnp.where(there, _picked(hot, logits), -jnp.inf)
+        top = lax.stop_gradient(jnp.max(chosen, axis=-1, keepdims=True))
+        weights = jnp.exp(chosen - jnp.where(jnp.isfinite(top), top, 0))
+    else:
+        weights = _picked(hot, scores)
+        if not normalize:
+            return weights
     total = jnp.sum(weights, axis=-1, keepdims=True)
     return jnp.where(total == 0, 0, weights / jnp.where(total == 0, 1, total))
 

@@ -1,0 +1,115 @@
+"""Sorting by expert, gathering rows and summing them up again: laws over random assignments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trencadis import moe
+
+pytestmark = pytest.mark.core
+
+T, K, E, D = 7, 3, 5, 4
+
+
+def drawn(seed):
+    """Experts [t, k], some of them none, tokens, rows and weights."""
+    rng = np.random.default_rng(seed)
+    experts = jnp.asarray(rng.integers(-1, E + 1, size=(T, K)), jnp.int32)
+    x, y, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((T, D), (T * K, D), (T, K)))
+    return experts, x, y, w
+
+
+@given(st.integers(0, 2**31 - 1))
+def test_sorted_rows(seed):
+    experts, x, _, _ = drawn(seed)
+    token, inverse, sizes = moe.sort_by_expert(experts, E)
+    flat = np.ravel(experts)
+    there = (flat >= 0) & (flat < E)
+    order = np.argsort(np.where(there, flat, E), kind="stable")
+    np.testing.assert_array_equal(token, order // K)
+    np.testing.assert_array_equal(np.asarray(inverse)[order], np.arange(T * K))
+    np.testing.assert_array_equal(sizes, np.bincount(flat[there], minlength=E))
+    np.testing.assert_array_equal(moe.permute(x, moe.sort_by_expert(experts, E)), np.asarray(x)[order // K])
+
+
+@given(st.integers(0, 2**31 - 1))
+def test_combine_is_the_weighted_sum_over_the_rows_of_a_token(seed):
+    experts, _, y, w = drawn(seed)
+    permutation = moe.sort_by_expert(experts, E)
+    there = (np.asarray(experts) >= 0) & (np.asarray(experts) < E)
+    rows = np.asarray(permutation.inverse).reshape(T, K)
+    want = np.sum((np.asarray(w) * there)[:, :, None] * np.asarray(y)[rows], axis=1)
+    poisoned = jnp.where(jnp.arange(T * K)[:, None] < permutation.sizes.sum(), y, jnp.nan)
+    np.testing.assert_allclose(moe.combine(poisoned, w, permutation), want, rtol=1e-5, atol=1e-6)
+
+
+@given(st.integers(0, 2**31 - 1))
+def test_gradients_are_exact(seed):
+    """Against the dense matrices of both maps; in forward mode, reverse mode, and reverse mode twice."""
+    experts, x, y, w = drawn(seed)
+    permutation = moe.sort_by_expert(experts, E)
+    gather = np.eye(T, dtype=np.float32)[np.asarray(permutation.token)]  # [rows, t]
+    owned = jnp.arange(T * K) < permutation.sizes.sum()
+    spread = jnp.asarray(gather.T[:, None] * np.eye(T * K)[np.asarray(permutation.inverse).reshape(T, K)] * owned)
+
+    def dense(x, y, w):
+        return jnp.sum(jnp.tanh(jnp.asarray(gather) @ x) * y) + jnp.sum(jnp.sin(jnp.einsum("tkr,tk,rd->td", spread, w, y)))
+
+    def ours(x, y, w):
+        return jnp.sum(jnp.tanh(moe.permute(x, permutation)) * y) + jnp.sum(jnp.sin(moe.combine(y, w, permutation)))
+
+    def square(f):
+        return lambda *args: sum(jnp.sum(g**2) for g in jax.grad(f, argnums=(0, 1, 2))(*args))
+
+    for f, g in ((ours, dense), (square(ours), square(dense))):
+        for a, b in zip(jax.grad(f, argnums=(0, 1, 2))(x, y, w), jax.grad(g, argnums=(0, 1, 2))(x, y, w), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+        for a, b in zip(jax.jvp(f, (x, y, w), (x, y, w)), jax.jvp(g, (x, y, w), (x, y, w)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-3)
+
+
+def test_sums_are_float32():
+    """Many small rows of bfloat16 that a sum in bfloat16 would lose."""
+    experts = jnp.zeros((1, 257), jnp.int32)
+    permutation = moe.sort_by_expert(experts, 1)
+    y = jnp.full((257, 1), 2.0**-8, jnp.bfloat16).at[0].set(1.0)
+    assert float(moe.combine(y, jnp.ones((1, 257)), permutation)[0, 0]) == 2.0
+    gradient = jax.grad(lambda x: jnp.sum(moe.permute(x, permutation) * y))(jnp.ones((1, 1), jnp.bfloat16))
+    assert float(gradient[0, 0]) == 2.0
+
+
+def test_vmap():
+    experts, x, y, w = (jnp.stack(each) for each in zip(*map(drawn, range(3)), strict=True))
+
+    def both(experts, x, y, w):
+        permutation = moe.sort_by_expert(experts, E)
+        return moe.permute(x, permutation), moe.combine(y, w, permutation)
+
+    batched = jax.vmap(both)(experts, x, y, w)
+    for i in range(3):
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda a, i=i: a[i], batched), both(experts[i], x[i], y[i], w[i]))
+
+
+def test_nothing_at_all():
+    permutation = moe.sort_by_expert(jnp.zeros((0, 2), jnp.int32), 3)
+    assert moe.permute(jnp.zeros((0, 4)), permutation).shape == (0, 4)
+    assert moe.combine(jnp.zeros((0, 4)), jnp.zeros((0, 2)), permutation).shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        (["experts", "[t, k]"], lambda p: moe.sort_by_expert(jnp.zeros(4, jnp.int32), 3)),
+        (["experts", "float32"], lambda p: moe.sort_by_expert(jnp.zeros((4, 2)), 3)),
+        (["x", "21 assignments", "(5, 4)"], lambda p: moe.permute(jnp.zeros((5, D)), p)),
+        (["y", "21 rows", "(5, 4)"], lambda p: moe.combine(jnp.zeros((5, D)), jnp.zeros((T, K)), p)),
+        (["weights", "21 assignments"], lambda p: moe.combine(jnp.zeros((T * K, D)), jnp.zeros((T, 2)), p)),
+    ],
+)
+def test_errors_name_the_argument(words, call):
+    with pytest.raises(ValueError) as error:
+        call(moe.sort_by_expert(drawn(0)[0], E))
+    assert all(word in str(error.value) for word in words)

@@ -1,0 +1,180 @@
+"""Routing equals the rules written out for one token at a time in numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+from trencadis import moe
+
+pytestmark = pytest.mark.core
+
+T, E = 9, 8
+LOGITS = np.random.default_rng(3).normal(size=(T, E))
+SCORES = {
+    "softmax": lambda z: np.exp(z) / np.exp(z).sum(),
+    "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
+    "sqrtsoftplus": lambda z: np.sqrt(np.log1p(np.exp(z))),
+}
+
+
+def one_token(z, k, score, normalize=True, scale=1.0, bias=0.0, groups=None, group_k=None):
+    """The experts of one token, and their weights."""
+    scores = z if score == "softmax_topk" else SCORES[score](z)
+    chosen_by = scores + bias
+    if groups:
+        each = chosen_by.reshape(groups, -1)
+        best = np.sort(each, axis=1)[:, -2:].sum(axis=1)
+        lost = np.argsort(-best, kind="stable")[group_k:]
+        each = each.copy()
+        each[lost] = -np.inf
+        chosen_by = each.reshape(-1)
+    experts = np.argsort(-chosen_by, kind="stable")[:k]
+    weights = np.exp(z[experts]) if score == "softmax_topk" else scores[experts]
+    if normalize or score == "softmax_topk":
+        weights = weights / weights.sum()
+    return experts, weights * (scale if np.ndim(scale) == 0 else np.asarray(scale)[experts])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score": "softmax"},
+        {"score": "softmax", "normalize": False, "scale": 2.5},
+        {"score": "softmax_topk"},
+        {"score": "sigmoid", "scale": np.linspace(1, 2, E)},
+        {"score": "sigmoid", "bias": np.linspace(-1, 1, E)},
+        {"score": "sqrtsoftplus"},
+        {"score": "sigmoid", "bias": np.linspace(1, -1, E), "groups": 4, "group_k": 2},
+        {"score": "softmax", "groups": 2, "group_k": 1},
+    ],
+    ids=str,
+)
+def test_equals_the_rules_for_one_token(options):
+    routing = moe.route(jnp.asarray(LOGITS, jnp.float32), 3, **options)
+    for t, z in enumerate(LOGITS):
+        experts, weights = one_token(z, 3, **options)
+        np.testing.assert_array_equal(routing.experts[t], experts)
+        np.testing.assert_allclose(routing.weights[t], weights, rtol=1e-5)
+    np.testing.assert_array_equal(routing.sizes, np.bincount(np.ravel(routing.experts), minlength=E))
+    np.testing.assert_allclose(np.sum(routing.probs, axis=1), 1, rtol=1e-5)
+
+
+def test_a_score_may_be_a_function():
+    routing = moe.route(jnp.asarray(LOGITS, jnp.float32), 2, score=lambda z: jnp.exp(z), normalize=False)
+    np.testing.assert_allclose(routing.weights, np.sort(np.exp(LOGITS), axis=1)[:, :-3:-1], rtol=1e-5)
+
+
+def test_masked_tokens_go_nowhere():
+    mask = np.arange(T) % 2 == 0
+    logits = jnp.asarray(LOGITS, jnp.float32)
+    for score in ("softmax", "softmax_topk", "sigmoid"):
+
+        def weights(logits, score=score):
+            return moe.route(logits, 2, score=score, mask=mask).weights
+
+        poisoned = logits.at[1].set(jnp.nan)
+        routing, plain = moe.route(poisoned, 2, score=score, mask=mask), moe.route(logits, 2, score=score)
+        np.testing.assert_array_equal(routing.experts[~mask], E)
+        assert not np.any(routing.weights[~mask]) and not np.any(routing.probs[~mask])
+        np.testing.assert_array_equal(routing.weights[mask], plain.weights[mask])
+        np.testing.assert_array_equal(routing.sizes, np.bincount(np.ravel(routing.experts[mask]), minlength=E))
+        slopes = jax.grad(lambda z: jnp.sum(weights(z) * jnp.arange(2.0)))(poisoned)  # noqa: B023
+        assert not np.isnan(slopes).any() and not np.any(slopes[~mask])
+        assert np.isfinite(moe.balance_loss(routing)) and np.isfinite(moe.z_loss(poisoned, mask=jnp.asarray(mask)))
+
+
+def test_replay():
+    """Given experts keep their ids, and weights follow the live logits, with their gradient."""
+    first = moe.route(jnp.asarray(LOGITS, jnp.float32), 2)
+    other = jnp.asarray(-LOGITS, jnp.float32)
+    again = moe.route(other, 2, experts=first.experts)
+    np.testing.assert_array_equal(again.experts, first.experts)
+    scores = np.take_along_axis(np.asarray(jax.nn.softmax(other)), np.asarray(first.experts), axis=1)
+    np.testing.assert_allclose(again.weights, scores / scores.sum(axis=1, keepdims=True), rtol=1e-5)
+
+
+@pytest.mark.parametrize("score", ["softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"])
+def test_gradients(score):
+    ids = moe.route(jnp.asarray(LOGITS, jnp.float32), 2, score=score).experts  # fixed: the choice has no derivative
+
+    def loss(z):
+        routing = moe.route(z, 2, score=score, experts=ids)
+        return jnp.sum(routing.weights * jnp.arange(2.0)) + moe.balance_loss(routing) + moe.z_loss(z)
+
+    check_grads(loss, (jnp.asarray(LOGITS, jnp.float32),), order=1, atol=1e-2, rtol=1e-2)
+
+
+def test_no_floating_point_scatter():
+    def loss(z):
+        routing = moe.route(z, 2, groups=4, group_k=2, bias=jnp.zeros(E))
+        return jnp.sum(routing.weights**2) + moe.balance_loss(routing)
+
+    assert "scatter" not in jax.jit(jax.grad(loss)).lower(jnp.asarray(LOGITS, jnp.float32)).as_text()
+
+
+def test_balance_over_shards_is_that_of_all_tokens():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, E)), jnp.float32)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+
+    def local(z):
+        routing = moe.route(z[0], 2)
+        return moe.balance_loss(routing, axis_name="data")[None], moe.load_of(routing, axis_name="data").imbalance[None]
+
+    loss, imbalance = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)(logits)
+    whole = moe.route(logits.reshape(-1, E), 2)
+    np.testing.assert_allclose(loss, np.full(4, moe.balance_loss(whole)), rtol=1e-5)
+    np.testing.assert_allclose(imbalance, np.full(4, moe.load_of(whole).imbalance), rtol=1e-5)
+
+
+def test_the_bias_balances():
+    """With its update rule, a bias makes an uneven router even, and leaves the weights of the same experts alone."""
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(256, E)) + np.linspace(0, 2, E), jnp.float32)
+    bias = jnp.zeros(E)
+    before = moe.load_of(moe.route(logits, 2, score="sigmoid"))
+    step = lambda _, bias: moe.update_bias(bias, moe.route(logits, 2, score="sigmoid", bias=bias).sizes, 0.005)
+    bias = jax.lax.fori_loop(0, 200, step, bias)
+    after = moe.load_of(moe.route(logits, 2, score="sigmoid", bias=bias))
+    assert before.imbalance > 1.8 and after.imbalance < 1.2
+
+
+@given(st.integers(0, 2**31 - 1), st.integers(1, 8))
+def test_capacity_drops_the_last_tokens_and_counts_them(seed, capacity):
+    routing = moe.route(jnp.asarray(np.random.default_rng(seed).normal(size=(T, E)), jnp.float32), 2)
+    limited, load = moe.limit_rows(routing, capacity)
+    seen, dropped = np.zeros(E, int), 0
+    for t, j in np.ndindex(T, 2):
+        expert = int(routing.experts[t, j])
+        kept = seen[expert] < capacity
+        seen[expert] += kept
+        dropped += not kept
+        assert int(limited.experts[t, j]) == (expert if kept else E)
+        assert float(limited.weights[t, j]) == (float(routing.weights[t, j]) if kept else 0)
+    np.testing.assert_array_equal(load.rows, seen)
+    np.testing.assert_array_equal(limited.sizes, seen)
+    assert int(load.dropped) == dropped
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        (["logits", "[t, e]"], {"logits": jnp.ones(3)}),
+        (["k", "8", "9"], {"k": 9}),
+        (["score", "'softmax'", "'max'"], {"score": "max"}),
+        (["groups", "group_k"], {"groups": 2}),
+        (["groups", "divisor", "3"], {"groups": 3, "group_k": 1}),
+        (["group_k", "hold k = 3"], {"k": 3, "groups": 4, "group_k": 1}),
+        (["bias", "(8,)"], {"bias": jnp.ones(3)}),
+        (["mask", "(9,)"], {"mask": jnp.ones(3, bool)}),
+        (["experts", "(9, 2)"], {"experts": jnp.ones((9, 3), jnp.int32)}),
+        (["experts", "integers"], {"experts": jnp.ones((9, 2))}),
+    ],
+)
+def test_errors_name_the_argument(words, change):
+    with pytest.raises((ValueError, TypeError)) as error:
+        moe.route(**({"logits": jnp.asarray(LOGITS, jnp.float32), "k": 2} | change))
+    assert all(word in str(error.value) for word in words)
