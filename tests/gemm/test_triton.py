@@ -83,7 +83,10 @@ def test_equals_a_loop_over_groups_with_poison_elsewhere(case, transposes, small
 
 @pytest.mark.parametrize(
     ("case", "backend"),
-    sweep(itertools.product(SEVERAL, ("triton", "xla")), [(SEVERAL[-1], "triton"), (SEVERAL[-2], "triton"), (SEVERAL[-1], "xla")]),
+    sweep(
+        itertools.product(SEVERAL, ("triton", "xla")),
+        [(SEVERAL[-1], "triton"), (SEVERAL[-2], "triton"), (SEVERAL[-1], "xla")],
+    ),
     ids=str,
 )
 def test_alpha_beta_and_bias_with_all_gradients(case, backend, small):

@@ -1,9 +1,9 @@
 """The primitive of the general grouped GEMM: its JVP, transpose and batching rules, and its lowering.
 
-Operands are lhs, rhs, the six arrays i32[g] of `Groups`: where each group starts in lhs, rhs and out, and its m, k and n;
-and the arrays of `Extras` that there are. The gradients exchange m, k and n, so that they are products of the same kind,
-with the same alpha. There may be unowned entries between groups, so that a batch of products is one product with
-more groups.
+Operands are lhs, rhs and the six arrays i32[g] of `Groups`: where each group starts in lhs, rhs and out, and its m, k
+and n; and those arrays of `Extras` that there are. The gradients exchange m, k and n, so that they are products of the
+same kind, with the same alpha. There may be unowned entries between groups, so that a batch of products is one product
+with more groups.
 """
 
 from __future__ import annotations

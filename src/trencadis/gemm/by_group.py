@@ -47,7 +47,7 @@ class Pieces(NamedTuple):
 
 
 def pieces(buffer: Buffer, start: Array, m: Array, n: Array) -> Pieces:
-    """The pieces of groups of m x n in an array that is not a stack, along the axis on which they follow one another."""
+    """The pieces of groups of m x n in an array that is not a stack, along the axis on which one follows the other."""
     if buffer.packing is Packing.FLAT:
         sizes = jnp.maximum(m, 0) * jnp.maximum(n, 0)
     else:

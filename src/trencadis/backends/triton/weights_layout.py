@@ -197,7 +197,9 @@ def _programs_per_sm(problem: Problem, card: Card, layout: Layout) -> int:
     threads = 32 * layout.warps
     sums = layout.block_m * layout.block_n // threads * (1 + _promoted(problem))
     by_registers = REGISTERS // (threads * min(255, sums + OTHERS))
-    by_memory = card.shared // (shared_memory(problem, card, layout) + 2 * layout.block_n * layout.block_k * card.hopper)
+    by_memory = card.shared // (
+        shared_memory(problem, card, layout) + 2 * layout.block_n * layout.block_k * card.hopper
+    )
     return max(1, min(by_memory, by_registers, MOST_WARPS // layout.warps))
 
 
