@@ -91,7 +91,7 @@ class Data:
         return self.rows(rows, quantize(self.w, name, "column"), last, out)
 
     def along_k(self, name: str, length: int, *dtypes: Any) -> float:
-        """The error with NaN in unowned rows, and a scale of weights for each block of k; rows are bfloat16, or as given."""
+        """The error with NaN in unowned rows and a scale for each block of k; rows are bfloat16, or as given."""
         *given, out = dtypes
         rows = jnp.where(self.owned[:, None], self.x, jnp.nan).astype(*given or (jnp.bfloat16,))
         across = 128 if name == "float8_e4m3fn" else 1

@@ -22,7 +22,7 @@ from trencadis.core.jax_compat import Rules, interpreter_effects, register, repl
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 from trencadis.gemm import plan as planning
-from trencadis.gemm.by_group import dots, scaled, where_beta
+from trencadis.gemm.by_group import dots, scaled, scaled_or_kept, where_beta
 from trencadis.gemm.problem import Buffer, Dim, Extras, GemmProblem, Groups, Shape
 
 Array = jax.Array
@@ -58,22 +58,24 @@ def _jvp(primals: Any, tangents: Any, *, problem: GemmProblem, overrides: Overri
             terms.append(run(product, overrides, lhs, d_rhs, groups, *alpha))
         if moved.alpha is not None:
             terms.append(run(product, overrides, lhs, rhs, groups, moved.alpha))
-        terms += _added_terms(problem, groups, extras, moved)
+        terms += _added_terms(problem, overrides, groups, extras, moved)
     return out, functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
-def _added_terms(problem: GemmProblem, groups: Groups, extras: Extras, moved: Extras) -> list[Array]:
+def _added_terms(
+    problem: GemmProblem, overrides: Overrides, groups: Groups, extras: Extras, moved: Extras
+) -> list[Array]:
     """The tangents of what is added to the product, where `extras` move by `moved`."""
     terms = []
     if moved.bias is not None:
         ones = jnp.ones((1, problem.out.shape[0]), problem.out.dtype)
         each, one = np.arange(problem.groups, dtype=np.int32), np.ones(problem.groups, np.int32)
         by_row = groups._replace(lhs=groups.out, rhs=each, k=one)
-        terms.append(run(_bias_problem(problem), Overrides(), ones, moved.bias[:, None], by_row))
+        terms.append(run(_bias_problem(problem), overrides, ones, moved.bias[:, None], by_row))
     if moved.existing is not None and extras.beta is None:
         terms.append(moved.existing)
     elif moved.existing is not None:
-        terms.append(scaled(problem, groups, extras.beta, moved.existing, 1.0).astype(problem.out.dtype))
+        terms.append(scaled_or_kept(problem, groups, extras.beta, moved.existing).astype(problem.out.dtype))
     if moved.beta is not None:
         old = where_beta(extras.beta, extras.existing.astype(problem.sum), problem, groups)
         terms.append(scaled(problem, groups, moved.beta, old).astype(problem.out.dtype))
@@ -83,7 +85,7 @@ def _added_terms(problem: GemmProblem, groups: Groups, extras: Extras, moved: Ex
 def _bias_problem(problem: GemmProblem) -> GemmProblem:
     """A bias [g, n] as a product: a column of ones [m, 1], stored in one row, with [g, 1, n]; m is ragged.
 
-    It is a sum really, and has its full precision. It runs without overrides, which are meant for the product itself.
+    It is a sum really, and has its full precision.
     """
     wide, out, known = problem.sum, problem.out, problem.known
     if known is not None:

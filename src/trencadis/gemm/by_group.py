@@ -23,6 +23,7 @@ from trencadis.gemm.problem import Buffer, Extras, GemmProblem, Groups, Packing
 Array = jax.Array
 
 CHUNK = 1024  # entries that are summed at a time
+FEW_GROUPS = 64  # groups up to which an entry is compared with each
 
 
 class Pieces(NamedTuple):
@@ -34,16 +35,14 @@ class Pieces(NamedTuple):
 
     @property
     def owner(self) -> Array:
-        """The group of each entry, or any if it is unowned: i32[length]. The search is one fusion."""
-        index = np.arange(self.length, dtype=np.int32)
-        found = jnp.searchsorted(self.ends, index, side="right", method="scan_unrolled")
+        """The group of each entry, or any if it is unowned: i32[length]."""
+        found = jnp.searchsorted(self.ends, lax.iota(np.int32, self.length), side="right", method="scan_unrolled")
         return jnp.minimum(found, self.ends.shape[0] - 1)
 
     @property
     def owned(self) -> Array:
         """Whether a group owns each entry: bool[length]."""
-        index, owner = np.arange(self.length, dtype=np.int32), self.owner
-        return (self.starts[owner] <= index) & (index < self.ends[owner])
+        return _spread(jnp.ones(self.starts.shape, bool), self.starts, self.ends, length=self.length, fill=False)
 
 
 def pieces(buffer: Buffer, start: Array, m: Array, n: Array) -> Pieces:
@@ -57,10 +56,10 @@ def pieces(buffer: Buffer, start: Array, m: Array, n: Array) -> Pieces:
     return Pieces(jnp.minimum(start, ends), ends, length)
 
 
-def spread(values: Array, at: Pieces) -> Array:
-    """The value [g] of its group at each entry, 0 at unowned ones: [length]."""
+def spread(values: Array, at: Pieces, fill: float = 0.0) -> Array:
+    """The value [g] of its group at each entry, `fill` at unowned ones: [length]."""
     values, starts, ends = vary_alike(*map(replicated, (values, at.starts, at.ends)))
-    return spread_p.bind(values, starts, ends, length=at.length)
+    return spread_p.bind(values, starts, ends, length=at.length, fill=fill)
 
 
 def sums(x: Array, at: Pieces) -> Array:
@@ -73,9 +72,16 @@ def sums(x: Array, at: Pieces) -> Array:
 # What they compute
 
 
-def _spread(values: Array, starts: Array, ends: Array, *, length: int) -> Array:
-    at = Pieces(starts, ends, length)
-    return jnp.where(at.owned, values[at.owner], jnp.zeros((), values.dtype))
+def _spread(values: Array, starts: Array, ends: Array, *, length: int, fill: float) -> Array:
+    """Of few groups, choices one after the other: XLA makes one loop of them, but several of a binary search."""
+    index, other = lax.iota(np.int32, length), jnp.asarray(fill, values.dtype)
+    if starts.shape[0] > FEW_GROUPS:
+        owner = Pieces(starts, ends, length).owner
+        return jnp.where((starts[owner] <= index) & (index < ends[owner]), values[owner], other)
+    out = jnp.broadcast_to(other, (length,))
+    for i in range(starts.shape[0]):
+        out = jnp.where(index >= ends[i], other, jnp.where(index >= starts[i], values[i], out))
+    return out
 
 
 def _sums(x: Array, starts: Array, ends: Array, *, length: int) -> Array:
@@ -98,54 +104,72 @@ def _sums(x: Array, starts: Array, ends: Array, *, length: int) -> Array:
 spread_p, sums_p = Primitive("spread_by_group"), Primitive("sums_by_group")
 
 
-def _register(primitive: Primitive, run: Any, transposed: Any) -> None:
-    """Give a linear function of its first operand its rules: the other one is its transpose."""
+def _register(primitive: Primitive, run: Any, abstract: Any, transpose: Any) -> None:
+    """Give a linear function of its first operand, with constants after it, its rules."""
 
-    def abstract(x: Any, starts: Any, ends: Any, *, length: int) -> Any:
-        shape = (length,) if primitive is spread_p else starts.shape
-        return result_type((x, starts, ends), shape, x.dtype)
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        x, *at = primals
+        out, moved = primitive.bind(x, *at, **params), tangents[0]
+        if type(moved) is ad.Zero:
+            return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+        zero = {"fill": 0.0} if "fill" in params else {}
+        return out, primitive.bind(moved, *at, **params | zero)
 
-    def transpose(ct: Any, x: Any, starts: Any, ends: Any, *, length: int) -> Any:
-        return transposed(ct, Pieces(starts, ends, length)), None, None
+    def batch(args: Any, dims: Any, **params: Any) -> Any:
+        return jax.vmap(functools.partial(run, **params), dims)(*args), 0
 
-    def batch(args: Any, dims: Any, *, length: int) -> Any:
-        return jax.vmap(functools.partial(run, length=length), dims)(*args), 0
-
-    primitive.def_impl(jax.jit(run, static_argnames="length"))
+    primitive.def_impl(jax.jit(run, static_argnames=("length", "fill")[: 1 + (primitive is spread_p)]))
     primitive.def_abstract_eval(abstract)
-    ad.deflinear2(primitive, transpose)
-    ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
 
 
-def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, length: int) -> Any:
-    x, starts, ends = primals
-    out = primitive.bind(x, starts, ends, length=length)
-    if type(tangents[0]) is ad.Zero:
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, primitive.bind(tangents[0], starts, ends, length=length)
+def _spread_transpose(ct: Any, values: Any, starts: Any, ends: Any, *, length: int, fill: float) -> Any:
+    return ad.Zero(values.aval) if type(ct) is ad.Zero else sums(ct, Pieces(starts, ends, length)), None, None
 
 
-_register(spread_p, _spread, sums)
-_register(sums_p, _sums, spread)
+def _sums_transpose(ct: Any, x: Any, starts: Any, ends: Any, *, length: int) -> Any:
+    return ad.Zero(x.aval) if type(ct) is ad.Zero else spread(ct, Pieces(starts, ends, length)), None, None
+
+
+def _spread_type(values: Any, starts: Any, ends: Any, *, length: int, fill: float) -> Any:
+    return result_type((values, starts, ends), (length,), values.dtype)
+
+
+def _sums_type(x: Any, starts: Any, ends: Any, *, length: int) -> Any:
+    return result_type((x, starts, ends), starts.shape, x.dtype)
+
+
+_register(spread_p, _spread, _spread_type, _spread_transpose)
+_register(sums_p, _sums, _sums_type, _sums_transpose)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The epilogue of a problem in XLA's operations
 
 
-def scaled(problem: GemmProblem, groups: Groups, values: Array, x: Array, unowned: float = 0.0) -> Array:
-    """An array like the result, multiplied by the number [g] of its group; `unowned` is that of entries of none.
-
-    Where that is 0, what an unowned entry holds is not multiplied: the result is 0.
-    """
+def scaled(problem: GemmProblem, groups: Groups, values: Array, x: Array) -> Array:
+    """An array like the result, multiplied by the number [g] of its group; unowned entries are 0, whatever x holds."""
     if problem.out.packing is Packing.STACKED:
         return x * values.reshape(-1, 1, 1)
+    at, shape = _pieces_of(problem, groups)
+    return jnp.where(at.owned.reshape(shape), x * spread(values, at).reshape(shape), 0)
+
+
+def scaled_or_kept(problem: GemmProblem, groups: Groups, values: Array, x: Array) -> Array:
+    """An array like the result, multiplied by the number [g] of its group; unowned entries stay."""
+    if problem.out.packing is Packing.STACKED:
+        return x * values.reshape(-1, 1, 1)
+    at, shape = _pieces_of(problem, groups)
+    return x * spread(values, at, fill=1.0).reshape(shape)
+
+
+def _pieces_of(problem: GemmProblem, groups: Groups) -> tuple[Pieces, list[int]]:
+    """The pieces of the result, and the shape of an array of numbers along its axis, to be broadcast."""
     at = pieces(problem.out, groups.out, groups.m, groups.n)
-    shape = [at.length if i == problem.out.group_axis else 1 for i in range(x.ndim)]
-    owned, factor = at.owned.reshape(shape), spread(values, at).reshape(shape)
-    return jnp.where(owned, x * factor, x * unowned if unowned else jnp.zeros((), x.dtype))
+    return at, [at.length if i == problem.out.group_axis else 1 for i in range(len(problem.out.shape))]
 
 
 def dots(problem: GemmProblem, groups: Groups, x: Array, y: Array) -> Array:
@@ -153,14 +177,15 @@ def dots(problem: GemmProblem, groups: Groups, x: Array, y: Array) -> Array:
     product = x.astype(problem.sum) * y.astype(problem.sum)
     if problem.out.packing is Packing.STACKED:
         return product.sum(axis=(1, 2))
-    at, axis = pieces(problem.out, groups.out, groups.m, groups.n), problem.out.group_axis
-    return sums(product if product.ndim == 1 else product.sum(axis=1 - axis), at)
+    at, _ = _pieces_of(problem, groups)
+    return sums(product if product.ndim == 1 else product.sum(axis=1 - problem.out.group_axis), at)
 
 
 def where_beta(beta: Array, old: Array, problem: GemmProblem, groups: Groups) -> Array:
     """Existing values; what is not finite is 0 where beta is 0, so that the gradient of beta is still that of old."""
-    zero = scaled(problem, groups, (beta == 0).astype(old.dtype), jnp.ones((1,) * old.ndim, old.dtype))
-    return jnp.where((zero == 0) | jnp.isfinite(old), old, 0)
+    ones = jnp.ones((1,) * old.ndim, old.dtype)
+    read = scaled_or_kept(problem, groups, (beta != 0).astype(old.dtype), ones) != 0
+    return jnp.where(read | jnp.isfinite(old), old, 0)
 
 
 def finish(problem: GemmProblem, product: Array, groups: Groups, extras: Extras) -> Array:
@@ -169,11 +194,11 @@ def finish(problem: GemmProblem, product: Array, groups: Groups, extras: Extras)
     if extras.alpha is not None:
         z = scaled(problem, groups, extras.alpha, z)
     if extras.bias is not None:  # m is ragged, and n is not
-        at = pieces(problem.out, groups.out, groups.m, groups.n)
+        at, _ = _pieces_of(problem, groups)
         z = z + jnp.where(at.owned[:, None], extras.bias[at.owner], 0)
     if extras.existing is not None:
         old = extras.existing.astype(problem.sum)
         if extras.beta is not None:
-            old = scaled(problem, groups, extras.beta, where_beta(extras.beta, old, problem, groups), 1.0)
+            old = scaled_or_kept(problem, groups, extras.beta, where_beta(extras.beta, old, problem, groups))
         z = z + old
     return z.astype(problem.out.dtype)

@@ -113,7 +113,7 @@ def finish(
 ):  # fmt: skip
     """Sums after the epilogue `alpha * acc + bias + beta * existing`, each of them a pointer or None; in the dtype SUM.
 
-    As in BLAS, existing values are not read where beta is 0.
+    As in BLAS, existing values do not count where beta is 0, whatever they are.
     """
     z = acc
     if alpha is not None:
@@ -121,11 +121,11 @@ def finish(
     if bias is not None:
         z = z.to(SUM) + tl.load(bias + group * N + column, mask=column < n, other=0.0)
     if existing is not None:
-        if beta is None:
-            z = z.to(SUM) + tl.load(existing + at, mask=inside, other=0.0).to(SUM)
-        else:
+        old = tl.load(existing + at, mask=inside, other=0.0).to(SUM)
+        if beta is not None:
             scale = tl.load(beta + group)
-            z = z.to(SUM) + tl.load(existing + at, mask=inside & (scale != 0), other=0.0).to(SUM) * scale
+            old = tl.where(scale != 0, old * scale, 0.0)
+        z = z.to(SUM) + old
     return z
 
 

@@ -49,6 +49,8 @@ TILES = (
 STEPS = (32, 64, 128, 256)  # of k, in bytes of weights
 LONG_STEP = 32  # bytes of weights along k in a step: a shorter one reads parts of sectors of memory
 MOST_BYTES = 4096  # of weights in a step, for each warp: they are unpacked in registers
+MOST_BLOCKS = 4  # of k in a step that are scaled one by one
+SHORT_BLOCK = 64  # bytes of weights: shorter blocks of scales are too short for a step
 MOST_PROMOTED = 2048  # sums of a tile for each warp that are promoted: there are registers for no more
 STAGES = (3, 4, 5)
 UNPACK = 3.4  # instructions for one weight
@@ -109,10 +111,17 @@ def in_factors(problem: Problem) -> bool:
 def _steps(problem: Problem) -> Iterator[int]:
     """The entries of k that a step may have: whole blocks of scales, or parts of one."""
     length, pack = problem.epilogue.column_block[0], 8 // bits(problem.rhs)
+    several = MOST_BLOCKS * length if LEAST_K * pack <= length < SHORT_BLOCK * pack else 0
+    most = STEPS[-1] * pack if in_factors(problem) else several
     for step in (LEAST_K, *STEPS):
         block_k = step * pack
-        if not length or length % block_k == 0 or (in_factors(problem) and block_k % length == 0):
+        if not length or length % block_k == 0 or (block_k % length == 0 and block_k <= most):
             yield block_k
+
+
+def at_once(problem: Problem, layout: Layout) -> int:
+    """The entries of k that are multiplied at once: a step, or a block of it whose sum is scaled."""
+    return min(layout.block_k, problem.epilogue.column_block[0]) if _promoted(problem) else layout.block_k
 
 
 @functools.lru_cache(maxsize=1024)
@@ -180,7 +189,7 @@ def _instructions(problem: Problem, card: Card, layout: Layout) -> float:
     """The instructions of a step that unpack weights and scale sums."""
     pairs = layout.warps >= WARPGROUP and card.platform == "cuda" and card.arch.split(".")[0] in ("9", "10")
     each = UNPACK + PAIRS * pairs + SCALE * in_factors(problem) + FLOAT8 * problem.rhs.name.startswith("float8")
-    scaled = layout.block_m * layout.block_n * _promoted(problem)
+    scaled = layout.block_m * layout.block_n * _promoted(problem) * (layout.block_k // at_once(problem, layout))
     return layout.block_n * layout.block_k * each + PROMOTE * scaled
 
 
@@ -228,7 +237,7 @@ def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, inter
     listed = tiles(problem, layout, sizes, first)
     given = problem.epilogue.split(tuple(extras))
     if bits(problem.rhs) == 4:
-        lhs = even_odd(lhs, layout.block_k)
+        lhs = even_odd(lhs, at_once(problem, layout), layout.block_k)
     # a custom call takes packed values as they are; XLA would convert two of 4 bits to a byte in a pass over memory
     arrays: dict[str, Any] = {"lhs": lhs, "rhs": as_bytes(rhs) if interpret else rhs, **given._asdict()}
     if problem.epilogue.along_k and given.by_column is not None:
@@ -243,14 +252,14 @@ def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, inter
     return call(kernel, grid, [*listed, *(arrays[name] for name in names[4:-1])], out, alias=alias)
 
 
-def even_odd(x: Array, block_k: int) -> Array:
-    """Rows whose entries are in the order of the kernel: in each step the even ones, then the odd ones.
+def even_odd(x: Array, length: int, block_k: int) -> Array:
+    """Rows of whole steps, with entries in the order of the kernel: in each block the even ones, then the odd ones.
 
-    >>> even_odd(jnp.arange(6)[None], 4)
+    >>> even_odd(jnp.arange(6)[None], 4, 8)
     Array([[0, 2, 1, 3, 4, 0, 5, 0]], dtype=int32)
     """
     x = pad_to(x, (x.shape[0], round_up(x.shape[1], block_k)))
-    return x.reshape(x.shape[0], -1, block_k // 2, 2).swapaxes(-1, -2).reshape(x.shape)
+    return x.reshape(x.shape[0], -1, length // 2, 2).swapaxes(-1, -2).reshape(x.shape)
 
 
 def as_bytes(x: Array) -> Array:
