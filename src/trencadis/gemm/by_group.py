@@ -53,7 +53,9 @@ def pieces(buffer: Buffer, start: Array, m: Array, n: Array) -> Pieces:
         sizes = jnp.maximum(m if buffer.ragged[0] else n, 0)
     length = buffer.shape[buffer.group_axis]
     ends = lax.cummax(jnp.minimum(start + sizes, length))  # ascending, whatever a traced array holds
-    return Pieces(jnp.minimum(start, ends), ends, length)
+    # XLA would fold what follows from known sizes at compile time, entry by entry
+    starts, ends = lax.optimization_barrier((jnp.minimum(start, ends), ends))
+    return Pieces(starts, ends, length)
 
 
 def spread(values: Array, at: Pieces, fill: float = 0.0) -> Array:
@@ -201,4 +203,7 @@ def finish(problem: GemmProblem, product: Array, groups: Groups, extras: Extras)
         if extras.beta is not None:
             old = scaled_or_kept(problem, groups, extras.beta, where_beta(extras.beta, old, problem, groups))
         z = z + old
+        if problem.out.packing is not Packing.STACKED:  # to the bit, also -0
+            at, shape = _pieces_of(problem, groups)
+            z = jnp.where(at.owned.reshape(shape), z, old)
     return z.astype(problem.out.dtype)
