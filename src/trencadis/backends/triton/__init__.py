@@ -5,6 +5,7 @@ layout           what a layout holds
 tile_scheduler   the list of tiles, which XLA computes before the kernel
 kernels          the kernels of both forms; products: the product of two blocks; activation: activations in them
 weights          the kernel that unpacks low-precision weights; weights_layout: its layouts and its call
+moe              the calls of the kernels around the products of an MoE layer: row_kernels, sort_kernels, route_kernels
 bridge           from JAX to Triton: compilation, and jaxlib's custom call
 interpreter      the same kernels in numpy, on any machine
 """
@@ -102,6 +103,12 @@ def _elsewhere(target: Target, card: Card | None) -> Refusal | None:
             f"its kernels are for NVIDIA GPUs since Ampere and AMD CDNA since MI300; the target is {target}"
         )
     return None
+
+
+def card_of(target: Target) -> Card | None:
+    """The card of a target on which the kernels run, if Triton is here to compile them; None of any other."""
+    card = card_for(target)
+    return card if _elsewhere(target, card) is None and _missing() is None else None
 
 
 def _peeled(problem: Problem) -> Problem:

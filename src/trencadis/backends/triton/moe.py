@@ -1,0 +1,176 @@
+"""The Triton kernels around the products of an MoE layer: their blocks, and their calls.
+
+Each function returns None where its kernel does not take the arrays; XLA computes the same then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+
+MOVED = ("bfloat16", "float16", "float32", "int8", "uint8", "int32", "float8_e4m3fn", "float8_e5m2")
+SUMMED = ("bfloat16", "float16", "float32")
+MOST_K = 32  # assignments of a token: the loops over them are unrolled
+ROW_BYTES, TILE_BYTES = 4096, 4096  # of a tile of rows: the longest row, and all of it
+IDS = 256  # a block of ids that is sorted at a time: each is compared with each
+MOST_SORTED, MOST_ROUTED = 4096, 1024  # experts
+COUNTS = 8192  # counts that a program reads at a time
+MOST_COUNTS = 1 << 24  # bytes that all programs read of the counts; of more, `sum_counts` sums them first
+LOGITS = 1024  # of a tile of tokens
+
+
+def moves(x: Array, rows: Array, *, weighted: bool = False) -> bool:
+    """Whether the kernels move or sum rows of this dtype, so many for a token."""
+    return x.dtype.name in (SUMMED if weighted else MOVED) and 0 < rows.shape[1] <= MOST_K and 0 not in x.shape
+
+
+def spread_rows(
+    x: Array, rows: Array, weights: Array | None, arch: str, *, interpret: bool = False
+) -> Array | None:
+    """The array [t * k, d] in which each row of x [t, d], times weights [t, k] if any, is at its `rows` [t, k]."""
+    if not moves(x, rows, weighted=weights is not None):
+        return None
+    return _moved("spread_rows", x, rows, weights, (rows.size, x.shape[1]), arch, interpret)
+
+
+def sum_rows(y: Array, rows: Array, weights: Array | None, arch: str, *, interpret: bool = False) -> Array | None:
+    """The sum [t, d] of the `rows` [t, k] of y [m, d] of each token, times weights [t, k] if any, in float32."""
+    if not moves(y, rows, weighted=True):
+        return None
+    return _moved("sum_rows", y, rows, weights, (rows.shape[0], y.shape[1]), arch, interpret)
+
+
+def _moved(
+    name: str, x: Array, rows: Array, weights: Array | None, shape: tuple[int, int], arch: str, interpret: bool
+) -> Array:
+    from trencadis.backends.triton import row_kernels
+
+    tokens, k = rows.shape
+    width, size = x.shape[1], x.dtype.itemsize
+    across = min(_power(width), ROW_BYTES // size)
+    down = max(TILE_BYTES // (across * size), 1)
+    given = {"x" if name == "spread_rows" else "y": x, "rows": rows, "weights": weights}
+    constants = {
+        "TOKENS": tokens, "WIDTH": width, "K": k, "ROWS": shape[0] if name == "spread_rows" else x.shape[0],
+        "BLOCK_T": down, "BLOCK_D": across,
+    }  # fmt: skip
+    grid = math.ceil(tokens / down) * math.ceil(width / across)
+    function = getattr(row_kernels, name)
+    (out,) = _call(function, grid, given, {"out": jax.ShapeDtypeStruct(shape, x.dtype)}, constants, arch, interpret)
+    return out
+
+
+def sort_by_expert(
+    experts: Array, num_experts: int, arch: str, *, interpret: bool = False
+) -> tuple[Array, Array, Array] | None:
+    """The token of each row, the row of each assignment, and the rows of each expert, from experts [t, k]."""
+    from trencadis.backends.triton import sort_kernels
+
+    size = experts.size
+    if not (0 < size < 2**30 and 0 < num_experts <= MOST_SORTED):
+        return None
+    blocks, bins = math.ceil(size / IDS), max(_power(num_experts), 32)
+    sizes = _ints(num_experts)
+    common = {"SIZE": size, "EXPERTS": num_experts, "BLOCK": min(_power(size), IDS), "BINS": bins}
+    given: dict[str, Array | None] = {"ids": experts}
+    if blocks > 1:
+        table = _ints(blocks, num_experts)
+        (counts,) = _call(sort_kernels.block_counts, blocks, given, {"counts": table}, common, arch, interpret)
+        if 4 * blocks**2 * num_experts <= MOST_COUNTS:
+            given |= {"counts": counts}
+        else:
+            columns = min(bins, 32)
+            shape = {"BLOCKS": blocks, "EXPERTS": num_experts, "CHUNK": COUNTS // columns, "COLUMNS": columns}
+            before, total = _call(
+                sort_kernels.sum_counts, math.ceil(num_experts / columns), {"counts": counts},
+                {"before": table, "sizes": sizes}, shape, arch, interpret, warps=8,
+            )  # fmt: skip
+            given |= {"before": before, "total": total}
+    constants = common | {
+        "K": experts.shape[1], "BLOCKS": blocks, "STEP": min(common["BLOCK"], 32), "CHUNK": max(COUNTS // bins, 1),
+    }  # fmt: skip
+    results = {"token": _ints(size), "inverse": _ints(size), "sizes": sizes}
+    token, inverse, found = _call(sort_kernels.place, blocks, given, results, constants, arch, interpret, warps=8)
+    return token, inverse, found
+
+
+def route(
+    logits: Array, keys: Array | None, k: int, score: str, normalize: bool, arch: str, *, interpret: bool = False
+) -> tuple[Array, Array, Array] | None:
+    """The k experts of each token by its keys [t, e], by default the scores, their weights, and all scores."""
+    from trencadis.backends.triton import route_kernels
+
+    if not _routes(logits, k):
+        return None
+    t, e = logits.shape
+    blocks, constants = _tokens(logits, k, score, normalize)
+    constants |= {"BLOCK_K": _power(k)}
+    results = {
+        "experts": _ints(t, k),
+        "weights": jax.ShapeDtypeStruct((t, k), jnp.float32),
+        "probs": jax.ShapeDtypeStruct((t, e), jnp.float32),
+    }
+    given = {"logits": logits, "keys": keys}
+    experts, weights, probs = _call(route_kernels.route, blocks, given, results, constants, arch, interpret)
+    return experts, weights, probs
+
+
+def route_backward(
+    logits: Array, experts: Array, d_weights: Array, d_probs: Array, score: str, normalize: bool, arch: str, *,
+    interpret: bool = False,
+) -> Array | None:  # fmt: skip
+    """The gradient of the logits, from those of the weights and of the scores that `route` returns."""
+    from trencadis.backends.triton import route_kernels
+
+    if not _routes(logits, experts.shape[1]):
+        return None
+    blocks, constants = _tokens(logits, experts.shape[1], score, normalize)
+    given = {"logits": logits, "experts": experts, "d_weights": d_weights, "d_probs": d_probs}
+    results = {"d_logits": jax.ShapeDtypeStruct(logits.shape, logits.dtype)}
+    (found,) = _call(route_kernels.pull_back, blocks, given, results, constants, arch, interpret)
+    return found
+
+
+def _routes(logits: Array, k: int) -> bool:
+    """Whether the kernels have room for these logits."""
+    return logits.dtype.name in SUMMED and 0 < logits.shape[1] <= MOST_ROUTED and k <= MOST_K and logits.shape[0] > 0
+
+
+def _tokens(logits: Array, k: int, score: str, normalize: bool) -> tuple[int, dict[str, Any]]:
+    """The blocks of tokens, and what the kernels of routing are compiled for."""
+    t, e = logits.shape
+    block_t = max(LOGITS // _power(e), 1)
+    constants = {"TOKENS": t, "EXPERTS": e, "K": k, "SCORE": score, "NORMALIZE": normalize}
+    return math.ceil(t / block_t), constants | {"BLOCK_T": block_t, "BLOCK_E": _power(e)}
+
+
+def _call(
+    function: Any, grid: int, given: dict[str, Any], results: dict[str, jax.ShapeDtypeStruct],
+    constants: dict[str, Any], arch: str, interpret: bool, warps: int = 4,
+) -> Sequence[Array]:  # fmt: skip
+    """The arrays that a kernel writes, from those that it is given; None is one that is not there."""
+    from trencadis.backends.triton import bridge, interpreter
+
+    operands = {name: x for name, x in given.items() if x is not None}
+    pointers = tuple((name, np.dtype(x.dtype).name) for name, x in (operands | results).items())
+    kernel = bridge.Kernel(
+        function=function, pointers=pointers, constants=tuple(constants.items()), arch=arch, warps=warps, stages=1
+    )
+    run = interpreter.call_for_several if interpret else bridge.call_for_several
+    return run(kernel, grid, list(operands.values()), list(results.values()))
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _power(size: int) -> int:
+    """The least power of two that is not below a size."""
+    return 1 << max(size - 1, 0).bit_length()

@@ -1,0 +1,110 @@
+"""The operations on rows of an MoE layer: a sort by expert, gathers and gather-sums, each with a kernel on GPUs.
+
+`token` i32[m] is the token of each row, and `rows` i32[t, k] are the rows of each token, m = t * k. XLA gathers by
+token, which reads the row of a token k times; the kernels store it k times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from trencadis.backends.triton import moe as kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class SortByExpert:
+    """The token of each row, the row of each assignment and the rows of each expert, from experts i32[t, k]."""
+
+    num_experts: int
+
+    def composed(self, experts: Array) -> list[Array]:
+        """The results by XLA's sort of pairs."""
+        t, k = experts.shape
+        ids = experts.reshape(t * k)
+        ids = jnp.where((ids >= 0) & (ids < self.num_experts), ids, self.num_experts)
+        row = jnp.arange(t * k, dtype=jnp.int32)
+        _, order = lax.sort((ids, row), num_keys=1, is_stable=True)
+        inverse = jnp.zeros_like(order).at[order].set(row, unique_indices=True, mode="promise_in_bounds")
+        sizes = jnp.sum(ids[:, None] == jnp.arange(self.num_experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
+        return [order // max(k, 1), inverse, sizes]
+
+    def on_gpu(self, arch: str, experts: Array) -> Sequence[Array] | None:
+        """The results by a counting sort."""
+        return kernels.sort_by_expert(experts, self.num_experts, arch)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpreadRows:
+    """The rows [m, d] of tokens x [t, d], times weights [t, k] if there are any: of x, token, rows and weights."""
+
+    def composed(self, x: Array, token: Array, rows: Array, *weights: Array) -> list[Array]:
+        """The result by a gather."""
+        found = take(x, token)
+        for each in weights:
+            scale = take(each.reshape(-1), _assignment(token, rows)).astype(_wide(x))
+            found = (found.astype(_wide(x)) * scale[:, None]).astype(x.dtype)
+        return [found]
+
+    def on_gpu(self, arch: str, x: Array, token: Array, rows: Array, *weights: Array) -> list[Array] | None:
+        """The result by a kernel that reads each token once."""
+        found = kernels.spread_rows(x, rows, *weights or (None,), arch)
+        return None if found is None else [found]
+
+
+@dataclasses.dataclass(frozen=True)
+class SpreadEntries:
+    """The entries [m] of x [t, k], sorted as rows are: of x, token and rows."""
+
+    def composed(self, x: Array, token: Array, rows: Array) -> list[Array]:
+        """The result by a search for the assignment of each row."""
+        return [take(x.reshape(-1), _assignment(token, rows))]
+
+    def on_gpu(self, arch: str, x: Array, token: Array, rows: Array) -> list[Array] | None:
+        """The result by a kernel that stores each entry at its row."""
+        found = kernels.spread_rows(x.reshape(-1, 1), rows.reshape(-1, 1), None, arch)
+        return None if found is None else [found[:, 0]]
+
+
+@dataclasses.dataclass(frozen=True)
+class SumRows:
+    """The sum [t, d] of the rows of each token, times weights [t, k] if there are any: of y [m, d], rows and weights."""
+
+    masked: bool = False  # rows may be -1, which counts as 0
+
+    def composed(self, y: Array, rows: Array, *weights: Array) -> list[Array]:
+        """The result by k gathers: they are one loop for XLA, whereas it would store a gather of [t, k, d]."""
+        total = jnp.zeros((rows.shape[0], y.shape[1]), _wide(y))
+        for j in range(rows.shape[1]):
+            row = rows[:, j]
+            each = take(y, jnp.maximum(row, 0) if self.masked else row).astype(total.dtype)
+            each = jnp.where(row[:, None] >= 0, each, 0) if self.masked else each
+            for weight in weights:
+                each = each * weight[:, j, None].astype(total.dtype)
+            total = total + each
+        return [total.astype(y.dtype)]
+
+    def on_gpu(self, arch: str, y: Array, rows: Array, *weights: Array) -> list[Array] | None:
+        """The result by a kernel that reads each row once."""
+        found = kernels.sum_rows(y, rows, *weights or (None,), arch)
+        return None if found is None else [found]
+
+
+def take(x: Array, index: Array) -> Array:
+    """The rows of x at an index, all of which are there."""
+    return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def _wide(x: Array) -> jnp.dtype:
+    """The dtype in which entries of x are summed."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _assignment(token: Array, rows: Array) -> Array:
+    """The assignment, t * k + j, of each row: that of its token whose row it is."""
+    here = take(rows, token) == jnp.arange(token.shape[0], dtype=jnp.int32)[:, None]
+    return token * rows.shape[1] + jnp.argmax(here, axis=1).astype(jnp.int32)
