@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int32, Integer, Num
 
 from trencadis.core import operation
 from trencadis.core.linear import linear
-from trencadis.moe.row_operations import SortByExpert, SpreadEntries, SpreadRows, SumRows, take
+from trencadis.moe.row_operations import SortByExpert, SpreadEntries, SpreadRows, sum_of_rows, take
 
 
 class Permutation(NamedTuple):
@@ -73,7 +73,7 @@ def sum_rows(y: Num[Array, "rows d"], permutation: Permutation, tokens: int) -> 
     """
 
     def gather_sum(permutation: Permutation, y: Array) -> Array:
-        return operation.run(SumRows(), y, _by_token(permutation, tokens))[0]
+        return sum_of_rows(y, _by_token(permutation, tokens), None)
 
     def gather(permutation: Permutation, ct: Array) -> Array:
         return permute(ct, permutation)
@@ -108,7 +108,7 @@ def weighted_sum(
         permutation, weights, owned = known
         rows = _by_token(permutation, tokens)
         rows = rows if owned is None else jnp.where(rows < owned, rows, -1)
-        return operation.run(SumRows(masked=owned is not None), y, rows, weights)[0]
+        return sum_of_rows(y, rows, weights, masked=owned is not None)
 
     def gather(known: tuple[Permutation, Array, Array | None], ct: Array) -> Array:
         permutation, weights, owned = known

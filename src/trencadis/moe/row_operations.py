@@ -1,7 +1,7 @@
-"""The operations on rows of an MoE layer: a sort by expert, gathers and gather-sums, each with a kernel on GPUs.
+"""The operations on rows of an MoE layer: a sort by expert and gathers, with kernels on GPUs, and gather-sums.
 
 `token` i32[m] is the token of each row, and `rows` i32[t, k] are the rows of each token, m = t * k. XLA gathers by
-token, which reads the row of a token k times; the kernels store it k times.
+token, which reads each token k times; the kernel reads it once and stores it k times.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ class SortByExpert:
     num_experts: int
 
     def composed(self, experts: Array) -> list[Array]:
-        """The results by XLA's sort of pairs."""
+        """The results by XLA's sort: of one number for each assignment where 32 bits are enough, or of pairs."""
         t, k = experts.shape
-        ids = experts.reshape(t * k)
+        m = t * k
+        ids, row = experts.reshape(m), jnp.arange(m, dtype=jnp.int32)
         ids = jnp.where((ids >= 0) & (ids < self.num_experts), ids, self.num_experts)
-        row = jnp.arange(t * k, dtype=jnp.int32)
-        _, order = lax.sort((ids, row), num_keys=1, is_stable=True)
+        if (self.num_experts + 1) * m < 2**31:
+            order = lax.sort(ids * m + row, is_stable=False) % max(m, 1)
+        else:
+            _, order = lax.sort((ids, row), num_keys=1, is_stable=True)
         inverse = jnp.zeros_like(order).at[order].set(row, unique_indices=True, mode="promise_in_bounds")
         sizes = jnp.sum(ids[:, None] == jnp.arange(self.num_experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
         return [order // max(k, 1), inverse, sizes]
@@ -70,28 +73,18 @@ class SpreadEntries:
         return None if found is None else [found[:, 0]]
 
 
-@dataclasses.dataclass(frozen=True)
-class SumRows:
-    """The sum [t, d] of the rows of each token, times weights [t, k] if there are any: of y [m, d], rows and weights."""
+def sum_of_rows(y: Array, rows: Array, weights: Array | None, *, masked: bool = False) -> Array:
+    """The sum [t, d] of the rows [t, k] of each token, times weights [t, k] if any, in float32; masked: -1 is no row.
 
-    masked: bool = False  # rows may be -1, which counts as 0
-
-    def composed(self, y: Array, rows: Array, *weights: Array) -> list[Array]:
-        """The result by k gathers: they are one loop for XLA, whereas it would store a gather of [t, k, d]."""
-        total = jnp.zeros((rows.shape[0], y.shape[1]), _wide(y))
-        for j in range(rows.shape[1]):
-            row = rows[:, j]
-            each = take(y, jnp.maximum(row, 0) if self.masked else row).astype(total.dtype)
-            each = jnp.where(row[:, None] >= 0, each, 0) if self.masked else each
-            for weight in weights:
-                each = each * weight[:, j, None].astype(total.dtype)
-            total = total + each
-        return [total.astype(y.dtype)]
-
-    def on_gpu(self, arch: str, y: Array, rows: Array, *weights: Array) -> list[Array] | None:
-        """The result by a kernel that reads each row once."""
-        found = kernels.sum_rows(y, rows, *weights or (None,), arch)
-        return None if found is None else [found]
+    A sum of k gathers is one loop for XLA, which reads each row once; it would store a gather of [t, k, d].
+    """
+    total = jnp.zeros((rows.shape[0], y.shape[1]), _wide(y))
+    for j in range(rows.shape[1]):
+        row = rows[:, j]
+        each = take(y, jnp.maximum(row, 0) if masked else row).astype(total.dtype)
+        each = jnp.where(row[:, None] >= 0, each, 0) if masked else each
+        total = total + (each if weights is None else each * weights[:, j, None].astype(total.dtype))
+    return total.astype(y.dtype)
 
 
 def take(x: Array, index: Array) -> Array:

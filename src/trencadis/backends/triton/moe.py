@@ -16,9 +16,9 @@ import numpy as np
 Array = jax.Array
 
 MOVED = ("bfloat16", "float16", "float32", "int8", "uint8", "int32", "float8_e4m3fn", "float8_e5m2")
-SUMMED = ("bfloat16", "float16", "float32")
+FLOATS = ("bfloat16", "float16", "float32")
 MOST_K = 32  # assignments of a token: the loops over them are unrolled
-ROW_BYTES, TILE_BYTES = 4096, 4096  # of a tile of rows: the longest row, and all of it
+TILE_BYTES = 4096  # of rows that a program copies
 IDS = 256  # a block of ids that is sorted at a time: each is compared with each
 MOST_SORTED, MOST_ROUTED = 4096, 1024  # experts
 COUNTS = 8192  # counts that a program reads at a time
@@ -26,44 +26,22 @@ MOST_COUNTS = 1 << 24  # bytes that all programs read of the counts; of more, `s
 LOGITS = 1024  # of a tile of tokens
 
 
-def moves(x: Array, rows: Array, *, weighted: bool = False) -> bool:
-    """Whether the kernels move or sum rows of this dtype, so many for a token."""
-    return x.dtype.name in (SUMMED if weighted else MOVED) and 0 < rows.shape[1] <= MOST_K and 0 not in x.shape
-
-
-def spread_rows(
-    x: Array, rows: Array, weights: Array | None, arch: str, *, interpret: bool = False
-) -> Array | None:
+def spread_rows(x: Array, rows: Array, weights: Array | None, arch: str, *, interpret: bool = False) -> Array | None:
     """The array [t * k, d] in which each row of x [t, d], times weights [t, k] if any, is at its `rows` [t, k]."""
-    if not moves(x, rows, weighted=weights is not None):
-        return None
-    return _moved("spread_rows", x, rows, weights, (rows.size, x.shape[1]), arch, interpret)
-
-
-def sum_rows(y: Array, rows: Array, weights: Array | None, arch: str, *, interpret: bool = False) -> Array | None:
-    """The sum [t, d] of the `rows` [t, k] of y [m, d] of each token, times weights [t, k] if any, in float32."""
-    if not moves(y, rows, weighted=True):
-        return None
-    return _moved("sum_rows", y, rows, weights, (rows.shape[0], y.shape[1]), arch, interpret)
-
-
-def _moved(
-    name: str, x: Array, rows: Array, weights: Array | None, shape: tuple[int, int], arch: str, interpret: bool
-) -> Array:
     from trencadis.backends.triton import row_kernels
 
-    tokens, k = rows.shape
-    width, size = x.shape[1], x.dtype.itemsize
-    across = min(_power(width), ROW_BYTES // size)
-    down = max(TILE_BYTES // (across * size), 1)
-    given = {"x" if name == "spread_rows" else "y": x, "rows": rows, "weights": weights}
+    (tokens, k), width, size = rows.shape, x.shape[1], x.dtype.itemsize
+    if x.dtype.name not in (MOVED if weights is None else FLOATS) or not 0 < k <= MOST_K or 0 in x.shape:
+        return None
+    across = min(_power(width), TILE_BYTES // size)
+    down = TILE_BYTES // (across * size)
     constants = {
-        "TOKENS": tokens, "WIDTH": width, "K": k, "ROWS": shape[0] if name == "spread_rows" else x.shape[0],
-        "BLOCK_T": down, "BLOCK_D": across,
+        "TOKENS": tokens, "WIDTH": width, "K": k, "ROWS": tokens * k, "BLOCK_T": down, "BLOCK_D": across,
     }  # fmt: skip
     grid = math.ceil(tokens / down) * math.ceil(width / across)
-    function = getattr(row_kernels, name)
-    (out,) = _call(function, grid, given, {"out": jax.ShapeDtypeStruct(shape, x.dtype)}, constants, arch, interpret)
+    given = {"x": x, "rows": rows, "weights": weights}
+    results = {"out": jax.ShapeDtypeStruct((tokens * k, width), x.dtype)}
+    (out,) = _call(row_kernels.spread_rows, grid, given, results, constants, arch, interpret)
     return out
 
 
@@ -140,7 +118,7 @@ def route_backward(
 
 def _routes(logits: Array, k: int) -> bool:
     """Whether the kernels have room for these logits."""
-    return logits.dtype.name in SUMMED and 0 < logits.shape[1] <= MOST_ROUTED and k <= MOST_K and logits.shape[0] > 0
+    return logits.dtype.name in FLOATS and 0 < logits.shape[1] <= MOST_ROUTED and k <= MOST_K and logits.shape[0] > 0
 
 
 def _tokens(logits: Array, k: int, score: str, normalize: bool) -> tuple[int, dict[str, Any]]:

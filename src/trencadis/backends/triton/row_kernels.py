@@ -1,7 +1,7 @@
-"""Kernels that move the rows of an MoE layer, in Triton: each row of a large array is read or written once.
+"""The kernel that copies the tokens of an MoE layer to their rows, in Triton: each token is read once.
 
-`rows` [tokens, k] holds the row, sorted by expert, of each assignment of a token. A row outside of the array stands for
-none: nothing is stored there, and it counts as 0.
+`rows` [tokens, k] holds the row, sorted by expert, of each assignment of a token. Nothing is stored at a row that is
+outside of the result.
 """
 
 import triton
@@ -41,23 +41,3 @@ def spread_rows(
             weight = tl.load(weights + token * K + j, mask=there, other=0.0).to(tl.float32)
             each = (values.to(tl.float32) * weight).to(out.dtype.element_ty)
         tl.store(out + row.to(tl.int64) * WIDTH + column, each, mask=(row >= 0) & (row < ROWS) & inside)
-
-
-@triton.jit
-def sum_rows(
-    y, rows, weights, out,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Sum the K rows of each token, times weights if there are any, in float32 and in the order of its assignments."""
-    token, column, there, inside = tile_of(TOKENS, WIDTH, BLOCK_T, BLOCK_D)
-    total = 0.0
-    for j in tl.static_range(K):
-        row = tl.load(rows + token * K + j, mask=there, other=-1)
-        mine = (row >= 0) & (row < ROWS)
-        each = tl.load(y + row.to(tl.int64) * WIDTH + column, mask=mine & inside, other=0.0).to(tl.float32)
-        if weights is not None:
-            weight = tl.load(weights + token * K + j, mask=mine, other=0.0).to(tl.float32)
-            each = each * weight
-        total += each
-    tl.store(out + token.to(tl.int64) * WIDTH + column, total.to(out.dtype.element_ty), mask=there & inside)
