@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import trencadis as tr
 from trencadis import moe
+from trencadis.moe import row_operations
 
 pytestmark = pytest.mark.core
 
@@ -56,7 +58,9 @@ def test_gradients_are_exact(seed):
     spread = jnp.asarray(gather.T[:, None] * np.eye(T * K)[np.asarray(permutation.inverse).reshape(T, K)] * owned)
 
     def dense(x, y, w):
-        return jnp.sum(jnp.tanh(jnp.asarray(gather) @ x) * y) + jnp.sum(jnp.sin(jnp.einsum("tkr,tk,rd->td", spread, w, y)))
+        return jnp.sum(jnp.tanh(jnp.asarray(gather) @ x) * y) + jnp.sum(
+            jnp.sin(jnp.einsum("tkr,tk,rd->td", spread, w, y))
+        )
 
     def ours(x, y, w):
         return jnp.sum(jnp.tanh(moe.permute(x, permutation)) * y) + jnp.sum(jnp.sin(moe.combine(y, w, permutation)))
@@ -90,7 +94,11 @@ def test_vmap():
 
     batched = jax.vmap(both)(experts, x, y, w)
     for i in range(3):
-        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda a, i=i: a[i], batched), both(experts[i], x[i], y[i], w[i]))
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            jax.tree.map(lambda a, i=i: a[i], batched),
+            both(experts[i], x[i], y[i], w[i]),
+        )
 
 
 def test_nothing_at_all():
@@ -113,3 +121,30 @@ def test_errors_name_the_argument(words, call):
     with pytest.raises(ValueError) as error:
         call(moe.sort_by_expert(drawn(0)[0], E))
     assert all(word in str(error.value) for word in words)
+
+
+@given(st.integers(0, 2**31 - 1))
+def test_other_ways_to_the_same_results(seed):
+    """The sorts that a TPU has in place of scatters and gathers of single entries, and sorts of pairs."""
+    experts, _, y, w = drawn(seed)
+    token, inverse, sizes = moe.sort_by_expert(experts, E)
+    with pytest.MonkeyPatch.context() as patch:
+        found = [row_operations.SortByExpert(E).on_tpu(experts)]
+        patch.setattr(row_operations, "PACKED", 0)
+        found.append(row_operations.SortByExpert(E).composed(experts))
+    for each in found:
+        jax.tree.map(np.testing.assert_array_equal, each, [token, inverse, sizes])
+    rows = inverse.reshape(T, K)
+    for operation, operands in (
+        (row_operations.SpreadEntries(), (w, token, rows)),
+        (row_operations.GatherEntries(), (y[:, 0], rows)),
+    ):
+        np.testing.assert_array_equal(operation.on_tpu(*operands)[0], operation.composed(*operands)[0])
+
+
+def test_a_tpu_has_no_scatter():
+    with tr.target("v6e"):
+        text = (
+            jax.jit(lambda e: moe.sort_by_expert(e, E)).trace(drawn(0)[0]).lower(lowering_platforms=("tpu",)).as_text()
+        )
+    assert "stablehlo.scatter" not in text and text.count("stablehlo.sort") == 2

@@ -1,4 +1,4 @@
-"""Operations that a small Triton kernel computes on GPUs, and JAX's own operations elsewhere: one primitive for all.
+"""Operations that are computed in another way on GPUs, by a small Triton kernel, or on TPUs: one primitive for all.
 
 Where they are differentiated or batched they are what they are composed of. A function that needs a kernel in its
 derivative as well gives it one with `core.linear`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.core import ShapedArray
@@ -24,20 +24,24 @@ operation_p = Primitive("operation")
 operation_p.multiple_results = True
 
 
-class Operation(Protocol):
+class Operation:
     """A function of arrays. It is hashable, and equal to another that computes the same."""
 
-    def composed(self, *operands: Array) -> Sequence[Array]:
+    def composed(self, *operands: Any, **_: Any) -> Sequence[Array]:
         """The results by operations of JAX."""
-        ...
+        raise NotImplementedError
 
-    def on_gpu(self, arch: str, *operands: Array) -> Sequence[Array] | None:
+    def on_gpu(self, arch: str, *operands: Any, **_: Any) -> Sequence[Array] | None:
         """The results by Triton kernels for an architecture, or None where they do not take these operands."""
-        ...
+        return None
+
+    def on_tpu(self, *operands: Any, **_: Any) -> Sequence[Array] | None:
+        """The results by other operations of JAX, which suit a TPU better, or None if there are none."""
+        return None
 
 
 def run(operation: Operation, *operands: Value) -> list[Array]:
-    """The results of an operation, by its kernels where what is lowered for is a GPU that has them."""
+    """The results of an operation, in the way of the machine that it is lowered for."""
     return operation_p.bind(*vary_alike(*map(replicated, operands)), operation=operation)
 
 
@@ -73,6 +77,7 @@ def _batch(
 def _execute(*operands: Array, operation: Operation, target: Target) -> Sequence[Array]:
     card = card_of(target)
     found = None if card is None else operation.on_gpu(card.arch, *operands)
+    found = operation.on_tpu(*operands) if target.platform == "tpu" else found
     return operation.composed(*operands) if found is None else found
 
 

@@ -5,8 +5,8 @@
     token of each row                0  0  1  1       sorted by expert 0 1 1 2
     row of each assignment           [[1, 0], [3, 2]]
 
-A row is gathered by the token of the row; a token's result, and the gradient of a token, is gathered from its k rows and
-summed. Nothing is scattered, so that sums have a fixed order.
+A row is gathered by the token of the row; a token's result, and the gradient of a token, is gathered from its k rows
+and summed. Nothing is scattered, so that sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int32, Integer, Num
 
 from trencadis.core import operation
 from trencadis.core.linear import linear
-from trencadis.moe.row_operations import SortByExpert, SpreadEntries, SpreadRows, sum_of_rows, take
+from trencadis.moe.row_operations import GatherEntries, SortByExpert, SpreadEntries, SpreadRows, sum_of_rows
 
 
 class Permutation(NamedTuple):
@@ -137,7 +137,7 @@ def assignments_of(x: Array, permutation: Permutation, tokens: int) -> Array:
     """The entry of x [rows] that belongs to each assignment: [tokens, k]; the inverse of `rows_of`."""
 
     def unsort(permutation: Permutation, x: Array) -> Array:
-        return take(x, permutation.inverse).reshape(tokens, -1)
+        return operation.run(GatherEntries(), x, _by_token(permutation, tokens))[0]
 
     def sort(permutation: Permutation, ct: Array) -> Array:
         return rows_of(ct, permutation)

@@ -14,35 +14,48 @@ from jax import lax
 from jaxtyping import Array
 
 from trencadis.backends.triton import moe as kernels
+from trencadis.core.operation import Operation
+
+PACKED = 2**31  # numbers below it, an expert times the number of assignments plus an assignment, are sorted as one
 
 
 @dataclasses.dataclass(frozen=True)
-class SortByExpert:
+class SortByExpert(Operation):
     """The token of each row, the row of each assignment and the rows of each expert, from experts i32[t, k]."""
 
     num_experts: int
 
     def composed(self, experts: Array) -> list[Array]:
-        """The results by XLA's sort: of one number for each assignment where 32 bits are enough, or of pairs."""
-        t, k = experts.shape
-        m = t * k
-        ids, row = experts.reshape(m), jnp.arange(m, dtype=jnp.int32)
-        ids = jnp.where((ids >= 0) & (ids < self.num_experts), ids, self.num_experts)
-        if (self.num_experts + 1) * m < 2**31:
-            order = lax.sort(ids * m + row, is_stable=False) % max(m, 1)
-        else:
-            _, order = lax.sort((ids, row), num_keys=1, is_stable=True)
+        """The results by XLA's sort and a scatter of indices."""
+        order, sizes = self._sorted(experts)
+        row = jnp.arange(order.shape[0], dtype=jnp.int32)
         inverse = jnp.zeros_like(order).at[order].set(row, unique_indices=True, mode="promise_in_bounds")
-        sizes = jnp.sum(ids[:, None] == jnp.arange(self.num_experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
-        return [order // max(k, 1), inverse, sizes]
+        return [order // max(experts.shape[1], 1), inverse, sizes]
 
     def on_gpu(self, arch: str, experts: Array) -> Sequence[Array] | None:
         """The results by a counting sort."""
         return kernels.sort_by_expert(experts, self.num_experts, arch)
 
+    def on_tpu(self, experts: Array) -> list[Array]:
+        """The results by another sort for the inverse: it takes a tenth of the time of a scatter."""
+        order, sizes = self._sorted(experts)
+        return [order // max(experts.shape[1], 1), _inverse(order), sizes]
+
+    def _sorted(self, experts: Array) -> tuple[Array, Array]:
+        """The assignment, t * k + j, of each row, and the rows of each expert."""
+        m = experts.size
+        ids, row = experts.reshape(m), jnp.arange(m, dtype=jnp.int32)
+        ids = jnp.where((ids >= 0) & (ids < self.num_experts), ids, self.num_experts)
+        if (self.num_experts + 1) * m < PACKED:  # one number for an expert and its assignment
+            order = lax.sort(ids * m + row, is_stable=False) % max(m, 1)
+        else:
+            _, order = lax.sort((ids, row), num_keys=1, is_stable=True)
+        sizes = jnp.sum(ids[:, None] == jnp.arange(self.num_experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
+        return order, sizes
+
 
 @dataclasses.dataclass(frozen=True)
-class SpreadRows:
+class SpreadRows(Operation):
     """The rows [m, d] of tokens x [t, d], times weights [t, k] if there are any: of x, token, rows and weights."""
 
     def composed(self, x: Array, token: Array, rows: Array, *weights: Array) -> list[Array]:
@@ -55,12 +68,12 @@ class SpreadRows:
 
     def on_gpu(self, arch: str, x: Array, token: Array, rows: Array, *weights: Array) -> list[Array] | None:
         """The result by a kernel that reads each token once."""
-        found = kernels.spread_rows(x, rows, *weights or (None,), arch)
+        found = kernels.spread_rows(x, rows, weights[0] if weights else None, arch)
         return None if found is None else [found]
 
 
 @dataclasses.dataclass(frozen=True)
-class SpreadEntries:
+class SpreadEntries(Operation):
     """The entries [m] of x [t, k], sorted as rows are: of x, token and rows."""
 
     def composed(self, x: Array, token: Array, rows: Array) -> list[Array]:
@@ -71,6 +84,23 @@ class SpreadEntries:
         """The result by a kernel that stores each entry at its row."""
         found = kernels.spread_rows(x.reshape(-1, 1), rows.reshape(-1, 1), None, arch)
         return None if found is None else [found[:, 0]]
+
+    def on_tpu(self, x: Array, token: Array, rows: Array) -> list[Array]:
+        """The result by a sort, which takes a tenth of the time of gathers of single entries."""
+        return [_sorted_by(rows.reshape(-1), x.reshape(-1))]
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherEntries(Operation):
+    """The entries [t, k] of x [m] at the rows of each token: of x and rows."""
+
+    def composed(self, x: Array, rows: Array) -> list[Array]:
+        """The result by a gather."""
+        return [take(x, rows)]
+
+    def on_tpu(self, x: Array, rows: Array) -> list[Array]:
+        """The result by sorts: of the rows, for the assignment of each, and of entries by assignment."""
+        return [_sorted_by(_inverse(rows.reshape(-1)), x).reshape(rows.shape)]
 
 
 def sum_of_rows(y: Array, rows: Array, weights: Array | None, *, masked: bool = False) -> Array:
@@ -90,6 +120,16 @@ def sum_of_rows(y: Array, rows: Array, weights: Array | None, *, masked: bool = 
 def take(x: Array, index: Array) -> Array:
     """The rows of x at an index, all of which are there."""
     return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def _sorted_by(keys: Array, x: Array) -> Array:
+    """The entries of x in the order of keys, all of which are different."""
+    return lax.sort((keys, x), num_keys=1, is_stable=False)[1]
+
+
+def _inverse(permutation: Array) -> Array:
+    """The inverse of a permutation, by a sort."""
+    return _sorted_by(permutation, jnp.arange(permutation.shape[0], dtype=jnp.int32))
 
 
 def _wide(x: Array) -> jnp.dtype:

@@ -1,4 +1,4 @@
-"""The choice of experts by score, and the weights of the chosen ones: with kernels on GPUs, and a gradient of its own."""
+"""The choice of experts by score and the weights of the chosen ones, with kernels on GPUs and a gradient of its own."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def picked(hot: Array, x: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChooseExperts:
-    """The k experts of each token, their weights and the scores of all: of logits, and keys unless they are the rule's."""
+class ChooseExperts(operation.Operation):
+    """The k experts of each token, their weights, and all scores: of logits, and of keys unless they are the rule's."""
 
     rule: Rule
     k: int
@@ -89,19 +89,19 @@ class ChooseExperts:
 
 
 @dataclasses.dataclass(frozen=True)
-class PullBackWeights:
+class PullBackWeights(operation.Operation):
     """The gradient of the logits: of logits, experts, and the gradients of their weights and of all scores."""
 
     rule: Rule
 
-    def composed(self, logits: Array, experts: Array, *gradients: Array) -> list[Array]:
+    def composed(self, logits: Array, experts: Array, d_weights: Array, d_probs: Array) -> list[Array]:
         """The result by JAX's own derivative."""
-        return list(jax.vjp(functools.partial(self.rule.weights, experts), logits)[1](gradients))
+        return list(jax.vjp(functools.partial(self.rule.weights, experts), logits)[1]((d_weights, d_probs)))
 
-    def on_gpu(self, arch: str, logits: Array, experts: Array, *gradients: Array) -> list[Array] | None:
+    def on_gpu(self, arch: str, logits: Array, experts: Array, d_weights: Array, d_probs: Array) -> list[Array] | None:
         """The result by one kernel."""
         assert isinstance(self.rule.score, str)
-        found = kernels.route_backward(logits, experts, *gradients, self.rule.score, self.rule.normalize, arch)
+        found = kernels.route_backward(logits, experts, d_weights, d_probs, self.rule.score, self.rule.normalize, arch)
         return None if found is None else [found]
 
 
@@ -109,7 +109,8 @@ class PullBackWeights:
 def choose(rule: Rule, k: int, logits: Array, keys: Array | None) -> tuple[Array, Array, Array]:
     """The k experts of each token with the best keys, by default the rule's, their weights, and all scores.
 
-    The rule's score is one with a name: a function may close over values that have gradients of their own. Weights and scores are differentiable in logits; the backward pass keeps the logits and the experts.
+    The rule's score is one with a name: a function may close over values that have gradients of their own. Weights and
+    scores are differentiable in logits; the backward pass keeps the logits and the experts.
     """
     experts, weights, probs = operation.run(ChooseExperts(rule, k), logits, *(() if keys is None else (keys,)))
     return experts, weights, probs

@@ -19,7 +19,7 @@ MOVED = ("bfloat16", "float16", "float32", "int8", "uint8", "int32", "float8_e4m
 FLOATS = ("bfloat16", "float16", "float32")
 MOST_K = 32  # assignments of a token: the loops over them are unrolled
 TILE_BYTES = 4096  # of rows that a program copies
-IDS = 256  # a block of ids that is sorted at a time: each is compared with each
+IDS = 256  # a block of ids, one for each thread: each is compared with each
 MOST_SORTED, MOST_ROUTED = 4096, 1024  # experts
 COUNTS = 8192  # counts that a program reads at a time
 MOST_COUNTS = 1 << 24  # bytes that all programs read of the counts; of more, `sum_counts` sums them first
@@ -56,7 +56,7 @@ def sort_by_expert(
         return None
     blocks, bins = math.ceil(size / IDS), max(_power(num_experts), 32)
     sizes = _ints(num_experts)
-    common = {"SIZE": size, "EXPERTS": num_experts, "BLOCK": min(_power(size), IDS), "BINS": bins}
+    common = {"SIZE": size, "EXPERTS": num_experts, "BLOCK": IDS, "BINS": bins}
     given: dict[str, Array | None] = {"ids": experts}
     if blocks > 1:
         table = _ints(blocks, num_experts)
@@ -72,7 +72,7 @@ def sort_by_expert(
             )  # fmt: skip
             given |= {"before": before, "total": total}
     constants = common | {
-        "K": experts.shape[1], "BLOCKS": blocks, "STEP": min(common["BLOCK"], 32), "CHUNK": max(COUNTS // bins, 1),
+        "K": experts.shape[1], "BLOCKS": blocks, "STEP": min(IDS, 32), "CHUNK": max(COUNTS // bins, 1),
     }  # fmt: skip
     results = {"token": _ints(size), "inverse": _ints(size), "sizes": sizes}
     token, inverse, found = _call(sort_kernels.place, blocks, given, results, constants, arch, interpret, warps=8)
