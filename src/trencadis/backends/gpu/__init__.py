@@ -20,18 +20,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from trencadis.backends.gpu.choose import (
-    SCALE_BLOCK,
     choose,
     choose_for_tile,
     hi_lo_operand,
     mma_dtype,
-    needs_promotion,
-    needs_upcast,
     reason,
     tiling_of,
-    with_bfloat16_rows,
 )
 from trencadis.backends.gpu.layout import CONSUMERS, ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
+from trencadis.backends.gpu.scales import (
+    column_scales_by_step,
+    in_operand,
+    needs_upcast,
+    promoted_part,
+    shared_by_tile,
+    with_bfloat16_rows,
+)
 from trencadis.backends.prepare import flat_sizes, pad_to, round_up
 from trencadis.core.decision import Dtypes, Plan, Refusal, missing, unknown_dtype
 from trencadis.core.devices import card_for
@@ -113,18 +117,11 @@ def _elsewhere(target: Target) -> Refusal | None:
 
 
 def _peeled(problem: Problem) -> Problem:
-    """The problem without the steps of its epilogue that the kernel leaves to XLA.
-
-    These are an activation that does not lower in a kernel, and all but the scales where scales change along k.
-    """
+    """The problem without an activation that does not lower in a kernel: XLA applies it after the kernel."""
     epilogue = problem.epilogue
-    if epilogue.along_k and not needs_upcast(problem):
-        kept = epilogue.scaling
-    elif epilogue.activation is not None and not _lowers(epilogue.activation, accumulator(problem.sum, problem.out)):
-        kept = epilogue.without_activation
-    else:
+    if epilogue.activation is None or _lowers(epilogue.activation, accumulator(problem.sum, problem.out)):
         return problem
-    return problem if kept == epilogue else problem.replace(epilogue=kept, out=problem.sum)
+    return problem.replace(epilogue=epilogue.without_activation, out=problem.sum)
 
 
 def _missing() -> Refusal | None:
@@ -135,18 +132,12 @@ def _missing() -> Refusal | None:
 
 def _arithmetic(problem: Problem) -> Refusal | None:
     """The refusal of dtypes, scales or a precision that the kernels do not have; None if they can compute it."""
-    weights = (*OPERANDS, "int4", "float4_e2m1fn") if needs_upcast(problem) else OPERANDS
+    weights = (*OPERANDS, *["int4"] * needs_upcast(problem), *["float4_e2m1fn"] * in_operand(problem))
     unknown = unknown_dtype("gpu", problem, Dtypes(OPERANDS, weights, RESULTS, bias=RESULTS))
     if unknown is not None:
         return unknown
-    length = problem.epilogue.blocks
-    if problem.epilogue.along_k and needs_upcast(problem):
-        return _weight_scales(problem)
-    if problem.epilogue.along_k and (length != SCALE_BLOCK or mma_dtype(problem).itemsize > 1):
-        blocks = f"1 x {SCALE_BLOCK} of lhs with {SCALE_BLOCK} x {SCALE_BLOCK} of rhs"
-        return _refusal(f"scales change along k; it takes scales per {blocks}, and 8-bit dtypes of both")
-    if length and problem.k > TMA_BOX * length:
-        return _refusal(f"scales change along k; it takes at most {TMA_BOX} of them, and k = {problem.k} has more")
+    if problem.epilogue.along_k:
+        return _along_k(problem)
     if (
         (mma_dtype(problem) == jnp.float32 or hi_lo_operand(problem))
         and problem.asked not in TF32
@@ -160,11 +151,15 @@ def _arithmetic(problem: Problem) -> Refusal | None:
     return None
 
 
-def _weight_scales(problem: Problem) -> Refusal | None:
-    """The refusal of scales along k of weights that the kernel does not apply; None if it does."""
-    epilogue, (length, across) = problem.epilogue, problem.epilogue.column_block
-    if epilogue.row_block:
-        return _refusal("scales of both operands change along k, and rows are bfloat16")
+def _along_k(problem: Problem) -> Refusal | None:
+    """The refusal of scales along k that the kernel does not apply; None if it does."""
+    part, (length, across) = promoted_part(problem), problem.epilogue.column_block
+    if not needs_upcast(problem):
+        if part % WGMMA_M or mma_dtype(problem).itemsize > 2:
+            return _refusal(f"scales change along k every {part}; it takes multiples of {WGMMA_M}, and no float32")
+        if shared_by_tile(problem) and problem.k > TMA_BOX * length:
+            return _refusal(f"scales change along k; it takes at most {TMA_BOX} of them, and k = {problem.k} has more")
+        return None
     if not problem.transpose_rhs or problem.out.itemsize != 2 or problem.n <= WGMMA_M * CONSUMERS:
         return _refusal(
             "scales of weights change along k, and weights are not stored [g, n, k], or n is at most "
@@ -173,8 +168,8 @@ def _weight_scales(problem: Problem) -> Refusal | None:
         )
     if across != 1 and across % WGMMA_M:
         return _refusal(f"scales of weights change along k, and {across} columns share one; it takes 1, 64, 128, ...")
-    if needs_promotion(problem) and length != WGMMA_M and length % (2 * WGMMA_M):
-        return _refusal(f"float32 scales of weights change along k every {length}; it takes 64 and multiples of 128")
+    if part % (2 * WGMMA_M) and (part != WGMMA_M or in_operand(problem)):
+        return _refusal(f"float32 scales change along k every {part}; it takes 64 and multiples of 128")
     if length % 16:
         return _refusal(f"scales of weights change along k every {length}; it takes multiples of 16")
     return None
@@ -193,9 +188,7 @@ def _size(problem: Problem) -> Refusal | None:
 
 def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any = None) -> Array:
     """The result of a problem by a kernel of this layout; each operand is padded where a TMA copy wants it."""
-    from trencadis.backends.gpu.block_scales import stored
     from trencadis.backends.gpu.kernel import call  # here, so that a machine without a GPU need not import it
-    from trencadis.backends.gpu.store import vectors
     from trencadis.backends.gpu.upcast import permute_k
 
     lhs, rhs, sizes, first_group, *extras = operands
@@ -208,24 +201,34 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
     named["sizes"] = flat_sizes(sizes, problem.m)
     named["first_group"] = first_group
     out_shape = (*problem.out_shape[:-1], inner.n)
-    by_row, by_column = given.by_row, given.by_column
-    if by_row is not None and by_column is not None and problem.epilogue.blocks:
-        # a copy reads the scales of one step, which are to be neighbours
-        length, _ = vectors(inner, layout)["by_column"]
-        named["by_column"] = pad_to(by_column.mT.astype(jnp.float32), (*by_column.mT.shape[:2], length))
-        given = given._replace(by_row=by_row.mT, by_column=None)
-    if layout.upcast and problem.epilogue.along_k and by_column is not None:
-        named["by_column"] = stored(inner.replace(n=problem.n, k=problem.k), layout, by_column)
-        given = given._replace(by_column=None)
-    if given.by_row is not None:  # TMA wants rows of a multiple of 16 bytes
-        named["by_row"] = pad_to(given.by_row, (*given.by_row.shape[:-1], round_up(given.by_row.shape[-1], 4)))
-    for name, vector in (("by_column", given.by_column), ("bias", given.bias)):
-        if vector is not None:
-            named[name] = pad_to(vector, (problem.local_groups, inner.n))
+    if given.by_row is not None:  # TMA wants rows of a multiple of 16 bytes, and those of a step to be neighbours
+        by_row = given.by_row.mT if problem.epilogue.row_block else given.by_row
+        named["by_row"] = pad_to(by_row, (*by_row.shape[:-1], round_up(by_row.shape[-1], 4)))
+    if given.by_column is not None:
+        named["by_column"] = _column_scales(problem, inner, layout, given.by_column)
+    if given.bias is not None:
+        named["bias"] = pad_to(given.bias, (problem.local_groups, inner.n))
     if given.existing is not None:
         named["existing"] = pad_to(given.existing, out_shape)
     out = call(inner, layout, named, out_shape, interpret)
     return out if out_shape == problem.out_shape else lax.slice(out, (0,) * out.ndim, problem.out_shape)
+
+
+def _column_scales(problem: Problem, inner: Problem, layout: Layout, scales: Array) -> Array:
+    """The scales of columns, as the kernel of the inner problem reads them."""
+    from trencadis.backends.gpu.block_scales import stored
+    from trencadis.backends.gpu.store import vectors
+
+    _, across = problem.epilogue.column_block
+    if shared_by_tile(inner):
+        length, _ = vectors(inner, layout)["by_column"]
+        return pad_to(scales.mT.astype(jnp.float32), (scales.shape[0], scales.shape[2], length))
+    if column_scales_by_step(inner):
+        scales = jnp.repeat(scales.astype(jnp.float32), across, axis=2) if across > 1 else scales.astype(jnp.float32)
+        return pad_to(scales[..., : problem.n], (*scales.shape[:2], inner.n))
+    if problem.epilogue.column_block[0]:
+        return stored(inner.replace(n=problem.n, k=problem.k), scales)
+    return pad_to(scales, (problem.local_groups, inner.n))
 
 
 def _prepared(

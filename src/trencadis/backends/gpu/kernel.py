@@ -51,7 +51,7 @@ def call(
         **mainloop.scratch(),
         **store.scratch(problem, layout),
         **tile_queue.scratch(warpgroups - 1),
-        "full": mgpu.Barrier(num_arrivals=2 + bool(problem.epilogue.blocks), num_barriers=layout.stages),
+        "full": mgpu.Barrier(num_arrivals=mainloop.copies, num_barriers=layout.stages),
         "empty": mgpu.Barrier(num_arrivals=layout.consumers + bool(between), num_barriers=layout.stages),
     }
     if between == "mask":

@@ -19,6 +19,7 @@ SWAP_AB_UNIT = 16  # rows by which swap-AB tiles grow: they are the N of wgmma, 
 ROW_ALIGN = 8  # TMA copies start at a multiple of this many rows: those of a swizzle atom in shared memory
 SWIZZLE = 128  # bytes of a row of a swizzle atom, where nothing asks for a smaller one
 CONSUMERS = 2  # consumer warpgroups of a CTA, which issue wgmma, where nothing asks for more
+SCALE_BLOCK = 128  # columns of a tile whose sums are promoted: those of one block of 128 x 128 scales
 UPCAST_STAGES = 2  # buffers of weights that the upcast warpgroup has written and consumers read
 QUEUE_SLOTS = 4  # tiles that the producer may publish before the other warpgroups have read them
 
@@ -40,7 +41,7 @@ class Layout:
     swap_ab: bool = False  # weights are operand A of wgmma and rows operand B, so that tile rows are its N
     upcast: bool = False  # weights are of lower precision than rows, and the kernel upcasts them
     upcast_in_smem: bool = False  # an upcast warpgroup does so in shared memory; else they are a register (RS) operand
-    promoted: bool = False  # sums of each block of k are scaled and added up in other registers; scales of weights
+    promoted: bool = False  # sums of each part of k are scaled and added up in other registers
     k_major: bool = False  # both operands are stored K-major, as wgmma takes all but 16-bit dtypes
     dynamic: bool = False  # dynamic persistent scheduling: CTAs fetch the next tile from a counter; else static
 

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.layout import ROW_ALIGN, SWIZZLE, UPCAST_STAGES, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.mma_shapes import fit
+from trencadis.backends.gpu.scales import column_scales_by_step
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.backends.gpu.upcast import Scales, rs_operand, upcast
 from trencadis.core.dtypes import bits
@@ -52,8 +53,10 @@ class RowsMainloop:
         swizzle = self.weights_run * bits(problem.rhs) // 8 if cut.upcast else cut.swizzle
         name = "smem_weights" if cut.upcast_in_smem else "smem_rhs"
         memory[name] = mgpu.SMEM((cut.stages, *rhs), problem.rhs, transforms=swizzled(problem.rhs, swizzle))
-        if problem.epilogue.blocks:
+        if problem.epilogue.row_block:
             memory["smem_row_scales"] = mgpu.SMEM((cut.stages, cut.block_m), jnp.float32)
+        if column_scales_by_step(problem):
+            memory["smem_column_scales"] = mgpu.SMEM((cut.stages, cut.block_n), jnp.float32)
         if cut.upcast_in_smem:
             memory["smem_rhs"] = mgpu.SMEM((UPCAST_STAGES, *rhs), problem.lhs, transforms=swizzled(problem.lhs))
         return memory
@@ -77,9 +80,13 @@ class RowsMainloop:
         rhs = refs["rhs"].at[(low, *place) if cut.hi_lo == "rhs" else place]
         mgpu.copy_gmem_to_smem(rhs, refs["smem_weights" if cut.upcast_in_smem else "smem_rhs"].at[stage], full)
 
-        if problem.epilogue.blocks:
-            scales = refs["by_row"].at[step, pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), cut.block_m)]
+        if problem.epilogue.row_block:
+            rows_of_tile = pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), cut.block_m)
+            scales = refs["by_row"].at[self.scale_of(step, problem.epilogue.row_block), rows_of_tile]
             mgpu.copy_gmem_to_smem(scales, refs["smem_row_scales"].at[stage], full)
+        if column_scales_by_step(problem):
+            scales = refs["by_column"].at[tile.group, self.scale_of(step, problem.epilogue.column_block[0]), n]
+            mgpu.copy_gmem_to_smem(scales, refs["smem_column_scales"].at[stage], full)
 
         def rows(height: int) -> Callable[[], None]:
             place = (pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), height), k)
@@ -88,6 +95,15 @@ class RowsMainloop:
 
         # the shape of a copy is static: one branch for each height
         lax.switch(fit(cut, tile, cut.heights), [rows(height) for height in cut.heights])
+
+    def scale_of(self, step: Scalar, length: int) -> Scalar:
+        """The index along k of the scale of a step, where a scale has this length."""
+        return step if length == self.layout.block_k else lax.div(step * i32(self.layout.block_k), i32(length))
+
+    @property
+    def copies(self) -> int:
+        """The number of copies of a step."""
+        return 2 + bool(self.problem.epilogue.row_block) + column_scales_by_step(self.problem)
 
     def operands(
         self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int, scales: Scales | None = None

@@ -66,17 +66,20 @@ def rs_operand(ref: Ref, dtype: Any, scales: Scales | None = None) -> Any:
         factor = None if scales is None else scales.factors(given, run)
         for (row, block, *rest), held in np.ndenumerate(words.registers):
             scale = None if factor is None else factor(block, rest)
-            for i, pair in enumerate(_pairs(held, by_shifts, scale)):
+            for i, pair in enumerate(_pairs(held, by_shifts, scale, result.dtype)):
                 registers[(row, block * (word // 2) + i, *rest)] = pair
         return FragmentedArray(_registers=registers, _layout=target, _is_signed=None)
 
     return relabel(held, *given)
 
 
-def _pairs(word: Value, by_shifts: bool, scale: Value | None) -> list[Value]:
-    """The pairs of bfloat16 in a lane's word: 4-bit integers, or 4-bit floats with their scale, or numbers upcast."""
+def _pairs(word: Value, by_shifts: bool, scale: Value | None, dtype: np.dtype[Any]) -> list[Value]:
+    """The pairs of 16-bit floats in a lane's word: 4-bit integers, or 4-bit floats with their scale, or numbers upcast.
+
+    Only bfloat16 has scales.
+    """
     if by_shifts:
-        return _int4_to_bf16(word) if scale is None else _float4_to_bf16(word, scale)
+        return _int4_to_floats(word, dtype) if scale is None else _float4_to_bf16(word, scale)
     pairs = [utils.vector_slice(word, slice(i, i + 2)) for i in (0, 2)]
     return pairs if scale is None else [_times(pair, scale) for pair in pairs]
 
@@ -116,23 +119,25 @@ class Scales:
 
 def upcast(x: jax.Array, dtype: Any) -> jax.Array:
     """Low-precision weights in a dtype that holds them; float8 becomes bfloat16 only by way of float16 and float32."""
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    is_float = jnp.issubdtype(x.dtype, jnp.floating) and dtype != jnp.float16
     return (x.astype(jnp.float16).astype(jnp.float32) if is_float else x).astype(dtype)
 
 
-def _int4_to_bf16(word: Value) -> list[Value]:
-    """Eight int4 as four pairs of bfloat16: bits i to i + 3 of both halves of a word, for i = 0, 4, 8, 12.
+def _int4_to_floats(word: Value, dtype: np.dtype[Any]) -> list[Value]:
+    """Eight int4 as four pairs of 16-bit floats: bits i to i + 3 of both halves of a word, for i = 0, 4, 8, 12.
 
-    With 0x43 above them and their sign bit flipped they are the bfloat16 numbers 128 to 143, from which 136 is
-    subtracted.
+    With the bits of a power of two above them and their sign bit flipped they are the bfloat16 numbers 128 to 143, from
+    which 136 is subtracted, or the float16 numbers 1024 to 1039, from which 1032 is.
     """
-    i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
-    text = """{
+    i32, half = ir.IntegerType.get_signless(32), dtype == jnp.float16
+    pair = ir.VectorType.get((2,), ir.F16Type.get() if half else ir.BF16Type.get())
+    zero, kind = ("0x64086408", "f16x2") if half else ("0x43084308", "bf16x2")
+    text = f"""{{
         .reg .b32 number, zero;
-        lop3.b32 number, $1, 0x000F000F, 0x43084308, (0xF0 & 0xCC) ^ 0xAA;
-        mov.b32 zero, 0x43084308;
-        sub.bf16x2 $0, number, zero;
-    }"""
+        lop3.b32 number, $1, 0x000F000F, {zero}, (0xF0 & 0xCC) ^ 0xAA;
+        mov.b32 zero, {zero};
+        sub.{kind} $0, number, zero;
+    }}"""
     whole = utils.bitcast(word, i32)
     shifted = [whole, *(arith.shrui(whole, utils.c(by, i32)) for by in (4, 8, 12))]
 

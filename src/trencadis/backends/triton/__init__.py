@@ -57,7 +57,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     if elsewhere is not None:
         return elsewhere
     assert card is not None  # or `_elsewhere` had refused
-    inner = _peeled(problem)
+    inner = weights_layout.with_16_bit_rows(_peeled(problem))
     refusal = _arithmetic(inner, card) or _size(inner) or _missing()
     if refusal is not None:
         return refusal

@@ -8,6 +8,8 @@ number moves between threads.
     scales        none along k    the epilogue multiplies finished sums
     in factors    exact products  weights are multiplied by them; nothing is rounded
     promotion     any other       the sum of each block of k is multiplied by them, and added to float32 sums
+
+Scales of rows that change along k are promoted too.
 """
 
 import triton
@@ -55,6 +57,12 @@ def scales_at(scales, n, first, COUNT: tl.constexpr, SCALES: tl.constexpr, PER: 
     at = first + tl.arange(0, PER)
     there = tl.load(scales + n[:, None] + at[None, :], mask=(at < COUNT)[None, :], other=0)
     return numbers(there, SCALES)
+
+
+@triton.jit
+def row_scales_at(by_row, at, index, COUNT: tl.constexpr):
+    """The scales of the rows of a tile in the block of k with this index, of COUNT: [block_m]."""
+    return tl.load(by_row + at + tl.minimum(index, COUNT - 1))
 
 
 @triton.jit
@@ -116,12 +124,13 @@ def step(
 
 @triton.jit
 def sums(
-    lhs, rhs, scales, row, column, group, local, m, n, rows,
+    lhs, rhs, scales, by_row, row, column, group, local, m, n, rows,
     K: tl.constexpr, N: tl.constexpr, K_LHS: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr, PACK: tl.constexpr, DOT: tl.constexpr,
     UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr,
     SCALES: tl.constexpr, LENGTH: tl.constexpr, ACROSS: tl.constexpr, PER: tl.constexpr, IN_FACTORS: tl.constexpr,
+    ROW_LENGTH: tl.constexpr,
 ):  # fmt: skip
     """The sums [block_n, block_m] of a tile along k; zero if it is unowned."""
     STEP: tl.constexpr = BLOCK_K // PACK  # bytes of weights along k
@@ -134,13 +143,17 @@ def sums(
     else:
         w_at += column * BLOCK_N + n[:, None] + k[None, :] * N
         STRIDE: tl.constexpr = STEP * N
-    PROMOTED: tl.constexpr = LENGTH > 0 and not IN_FACTORS
+    PROMOTED: tl.constexpr = LENGTH > 0 and not IN_FACTORS  # scales of columns
     if LENGTH > 0:
         COUNT: tl.constexpr = (K + LENGTH - 1) // LENGTH
         scales += local.to(tl.int64) * (COUNT * ((N + ACROSS - 1) // ACROSS))
         s = (column * BLOCK_N + n) // ACROSS * COUNT  # [block_n]
     if PROMOTED:
         ahead = scales_at(scales, s, 0, COUNT, SCALES, 1)
+    if ROW_LENGTH > 0:
+        ROW_COUNT: tl.constexpr = (K + ROW_LENGTH - 1) // ROW_LENGTH
+        of_rows = (row + m).to(tl.int64) * ROW_COUNT  # [block_m]
+        row_ahead = row_scales_at(by_row, of_rows, 0, ROW_COUNT)
     acc = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
     for done in range(0, tl.where(group >= 0, K, 0), BLOCK_K):
         scale = None
@@ -152,15 +165,22 @@ def sums(
         inside = None
         if K % BLOCK_K != 0:
             inside = k < (K - done) // PACK
+        if ROW_LENGTH > 0:
+            row_scale = row_ahead
+            row_ahead = row_scales_at(by_row, of_rows, (done + BLOCK_K) // ROW_LENGTH, ROW_COUNT)
         part = acc
-        if PROMOTED:
+        if PROMOTED or ROW_LENGTH > 0:
             part = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
         part = step(
             part, w_at, x_at, scale, rows, inside,
             FORMAT, PACK, DOT, STEP, UNPACK, UNPACK_HIGH, PRODUCT, PER, IN_FACTORS,
         )  # fmt: skip
+        if ROW_LENGTH > 0:
+            part = part * row_scale[None, :]
         if PROMOTED:
-            acc += part * scale
+            part = part * scale
+        if PROMOTED or ROW_LENGTH > 0:
+            acc += part
         else:
             acc = part
         x_at += BLOCK_K
@@ -177,11 +197,12 @@ def weights(
     FORMAT: tl.constexpr, PACK: tl.constexpr, DOT: tl.constexpr,
     UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr,
     SCALES: tl.constexpr, LENGTH: tl.constexpr, ACROSS: tl.constexpr, PER: tl.constexpr,
-    IN_FACTORS: tl.constexpr, ACTIVATION: tl.constexpr,
+    IN_FACTORS: tl.constexpr, ROW_LENGTH: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """A program for each tile. K_LHS is the length of rows of lhs, PACK the numbers in a byte.
 
-    LENGTH and ACROSS are the entries of k and of n that share a scale, and PER the scales of a step along k.
+    LENGTH and ACROSS are the entries of k and of n that share a scale, and PER the scales of a step along k. ROW_LENGTH
+    is the entries of k that share a scale of a row; 0: all of them.
     """
     total = tl.load(count + 1)  # row tiles, those of unowned rows among them
     DOWN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -201,10 +222,13 @@ def weights(
         if N % BLOCK_N != 0:
             n = tl.max_contiguous(tl.multiple_of(tl.where(n_inside, across, 0), BLOCK_N), BLOCK_N)  # [block_n]
         acc = sums(
-            lhs, rhs, scales, row, column, group, local, m, n, rows_inside, K, N, K_LHS, TRANSPOSED, WEIGHTS,
+            lhs, rhs, scales, by_row, row, column, group, local, m, n, rows_inside, K, N, K_LHS, TRANSPOSED, WEIGHTS,
             BLOCK_M, BLOCK_N, BLOCK_K, FORMAT, PACK, DOT, UNPACK, UNPACK_HIGH, PRODUCT,
-            SCALES, LENGTH, ACROSS, PER, IN_FACTORS,
+            SCALES, LENGTH, ACROSS, PER, IN_FACTORS, ROW_LENGTH,
         )  # fmt: skip
+        of_rows = by_row
+        if ROW_LENGTH > 0:
+            of_rows = None  # they are applied
         at = row.to(tl.int64) * N + column * BLOCK_N
         offsets = m[:, None] * N + n[None, :]
         stored = rows_inside[:, None] & n_inside[None, :]
@@ -212,7 +236,7 @@ def weights(
         if existing is not None:
             kept = existing + at
         z = finish(
-            tl.trans(acc), by_row, by_column, bias, kept, row + m, local * N + column * BLOCK_N + n,
+            tl.trans(acc), of_rows, by_column, bias, kept, row + m, local * N + column * BLOCK_N + n,
             offsets, stored, ACTIVATION, True,
         )  # fmt: skip
         z = tl.where(group >= 0, z, 0.0)  # unowned rows are zero, whatever their scales are
