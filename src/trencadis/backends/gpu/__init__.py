@@ -36,7 +36,7 @@ from trencadis.backends.gpu.scales import (
     shared_by_tile,
     with_bfloat16_rows,
 )
-from trencadis.backends.prepare import flat_sizes, pad_to, round_up
+from trencadis.backends.prepare import PREPARE, flat_sizes, in_order, pad_to, round_up, with_k_last
 from trencadis.core.decision import Dtypes, Plan, Refusal, missing, unknown_dtype
 from trencadis.core.devices import card_for
 from trencadis.core.dtypes import accumulator, bits
@@ -53,8 +53,6 @@ OPERANDS = (*RESULTS, "float8_e4m3fn", "float8_e5m2", "int8")
 TMA_BOX = 256  # entries that one TMA copy takes along an axis
 TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
 
-PREPARE = "trencadis.quant.prepare(w) stores them in that order once"
-
 _refusal = functools.partial(Refusal, "gpu")
 
 
@@ -65,7 +63,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
 
 def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """The plan for a Hopper GPU, or why there is none."""
-    card, inner = card_for(target), with_bfloat16_rows(_peeled(problem))
+    card, inner = card_for(target), with_k_last(with_bfloat16_rows(_peeled(problem)))
     assert card is not None  # or `_elsewhere` had refused
     refusal = _arithmetic(inner) or _size(inner) or _missing()
     if refusal is not None:
@@ -77,7 +75,7 @@ def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan |
     return Plan(
         asked=problem, problem=inner, target=target, backend="gpu", interpret=overrides.interpret,
         tiling=tiling_of(inner, layout), layout=layout,
-        because=reason(inner, layout, card), slow=_slow_order(inner, layout, overrides), advice=PREPARE,
+        because=reason(inner, layout, card), slow=_slow_order(problem, layout, overrides), advice=PREPARE,
     )  # fmt: skip
 
 
@@ -85,15 +83,20 @@ def _slow_order(problem: Problem, layout: Layout, overrides: Overrides) -> str:
     """What a plan says of low-precision weights that are not stored K-major; nothing where they are."""
     if problem.form is not Form.ROWS or problem.transpose_rhs or bits(problem.rhs) > 8 or not overrides.advise:
         return ""
-    if not layout.k_major and not layout.upcast:
+    how = "they are transposed before each product"
+    if layout.rewrites:
+        what = "transposes" if layout.transpose_in_smem else "converts"
+        how = f"the kernel {what} them in shared memory"
+    elif not layout.k_major and not layout.upcast:
         return ""
-    how = "the kernel converts them in shared memory" if layout.upcast else "they are transposed before each product"
     return f"{problem.rhs.name} weights are stored [g, k, n], and tensor cores read them with k last: {how}"
 
 
 def run(plan: Plan, *operands: Array) -> Array:
     """The result of a plan's problem, computed by one kernel."""
-    return execute(plan.problem, plan.layout, *operands, interpret=gpu_interpreter() if plan.interpret else None)
+    lhs, rhs, *rest = operands
+    interpret = gpu_interpreter() if plan.interpret else None
+    return execute(plan.problem, plan.layout, lhs, in_order(plan.asked, plan.problem, rhs), *rest, interpret=interpret)
 
 
 def _elsewhere(target: Target) -> Refusal | None:
@@ -160,11 +163,11 @@ def _along_k(problem: Problem) -> Refusal | None:
         if shared_by_tile(problem) and problem.k > TMA_BOX * length:
             return _refusal(f"scales change along k; it takes at most {TMA_BOX} of them, and k = {problem.k} has more")
         return None
-    if not problem.transpose_rhs or problem.out.itemsize != 2 or problem.n <= WGMMA_M * CONSUMERS:
+    if problem.out.itemsize != 2 or problem.n <= WGMMA_M * CONSUMERS:
         return _refusal(
-            "scales of weights change along k, and weights are not stored [g, n, k], or n is at most "
-            f"{WGMMA_M * CONSUMERS}, or the result is {problem.out.name}",
-            "store weights [g, n, k] (quant.prepare does so once), and pass preferred_element_type=bfloat16",
+            f"scales of weights change along k, and n is at most {WGMMA_M * CONSUMERS}, or the result is "
+            f"{problem.out.name}",
+            "pass preferred_element_type=bfloat16",
         )
     if across != 1 and across % WGMMA_M:
         return _refusal(f"scales of weights change along k, and {across} columns share one; it takes 1, 64, 128, ...")
@@ -193,8 +196,11 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
 
     lhs, rhs, sizes, first_group, *extras = operands
     given = problem.epilogue.split(tuple(extras))
-    if interpret is not None:  # the interpreter has no atomic operations and no register operands
-        layout = layout.replace(dynamic=False, num_ctas=min(layout.num_ctas, 2), upcast_in_smem=layout.upcast)
+    if interpret is not None:  # the interpreter has no atomic operations, no register operands and no transposes
+        layout = layout.replace(
+            dynamic=False, num_ctas=min(layout.num_ctas, 2), upcast_in_smem=layout.upcast, transpose_in_smem=False,
+            k_major=layout.k_major or (layout.transpose_in_smem and not layout.upcast),
+        )  # fmt: skip
     inner, named = _prepared(problem, layout, lhs, rhs, interpret is not None)
     if layout.upcast and not layout.upcast_in_smem:
         named["lhs"] = permute_k(named["lhs"], inner.rhs)
@@ -245,12 +251,13 @@ def _prepared(
     run, out_run = swizzle_elements(dtype, layout.swizzle), swizzle_elements(problem.out)
     rows_form = problem.form is Form.ROWS
     rows, k = round_up(problem.rows, ROW_ALIGN), round_up(problem.k, layout.block_k if interpret and rows_form else run)
-    n = round_up(problem.n, out_run if layout.k_major else max(run, out_run))
+    n = round_up(problem.n, out_run if layout.k_major else max(WGMMA_M if layout.transpose_in_smem else run, out_run))
     if rows_form:
         k_major = problem.transpose_rhs or layout.k_major
         rhs = rhs.mT if layout.k_major and not problem.transpose_rhs else rhs
         weights = problem.weights
-        shapes: list[tuple[int, ...]] = [(rows, k), (weights, n, k) if k_major else (weights, k, n)]
+        last = round_up(problem.k, ROW_ALIGN) if not interpret else k  # a copy of rows past the end reads 0
+        shapes: list[tuple[int, ...]] = [(rows, k), (weights, n, k) if k_major else (weights, last, n)]
         inner = problem.replace(k=k, n=n, transpose_rhs=k_major)
     else:
         k_major = problem.transpose_lhs or layout.k_major

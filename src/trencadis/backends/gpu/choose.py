@@ -21,15 +21,15 @@ import numpy as np
 from trencadis.backends.gpu.layout import (
     CONSUMERS,
     QUEUE_SLOTS,
+    REWRITE_STAGES,
     SCALE_BLOCK,
     SWAP_AB_UNIT,
     SWIZZLE,
-    UPCAST_STAGES,
     WGMMA_M,
     Layout,
     swizzle_elements,
 )
-from trencadis.backends.gpu.scales import column_scales_by_step, in_operand, needs_upcast, promoted_part, shared_by_tile
+from trencadis.backends.gpu.scales import column_scales_by_step, in_operand, needs_upcast, promoted_part, shared_by_tile, transposes
 from trencadis.core.devices import Card
 from trencadis.core.dtypes import bits
 from trencadis.core.problem import Form, Problem
@@ -38,7 +38,7 @@ from trencadis.core.tiling import Tiling
 MAX_STAGES = 8  # more stages hide no more latency
 LARGE_M, LARGE_N = 256, 192  # the largest tile, exchanged in swap-AB: two consumers have registers for no more sums
 MAX_N = {Form.ROWS: 256, Form.CONTRACTION: LARGE_N}  # of one wgmma; a mask warpgroup leaves fewer registers
-UPCAST_N = 128  # columns of a tile whose weights are upcast
+UPCAST_N = 128  # columns of a tile whose weights are upcast or transposed
 MORE_CONSUMERS = 4  # where unpacking weights takes the time, and there are few rows
 SMALL_GROUP = 64  # mean rows of a group up to which the product is bound by reading weights
 TINY_GROUP = 16  # mean rows of a group up to which the smallest tiles do
@@ -65,6 +65,8 @@ def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
     block_m, block_n = (tiling.m if problem.form is Form.ROWS else tiling.k), tiling.n
     if needs_upcast(problem):
         return _layout(problem, card, *_upcast_tile(problem, block_m))
+    if transposes(problem) and not promoted_part(problem):
+        return _layout(problem, card, *_transpose_tile(problem, block_m))
     if _swap_ab(problem) and block_m < LARGE_M and block_n >= max_n:
         return _layout(problem, card, max(block_m // WGMMA_M * WGMMA_M, WGMMA_M), max_n)
     if promoted_part(problem):
@@ -128,11 +130,14 @@ def _tile(problem: Problem, cores: int) -> tuple[int, int]:
         return _upcast_tile(problem, 2 * SWAP_AB_UNIT if problem.m / problem.groups <= TINY_GROUP else LARGE_N)
     if promoted_part(problem):  # promoted sums take as many registers again as the accumulators
         return CONSUMERS * WGMMA_M, SCALE_BLOCK
+    rows = problem.m / problem.groups
+    tall = WGMMA_M if rows <= TINY_GROUP else 128 if rows <= SMALL_GROUP else LARGE_N
+    if transposes(problem):
+        return _transpose_tile(problem, tall if _swap_ab(problem) else LARGE_M)
     if problem.n <= 128:
         return LARGE_M, WGMMA_M if problem.n <= WGMMA_M else 128
-    rows = problem.m / problem.groups
     if _swap_ab(problem):
-        return WGMMA_M if rows <= TINY_GROUP else 128 if rows <= SMALL_GROUP else LARGE_N, MAX_N[Form.ROWS]
+        return tall, MAX_N[Form.ROWS]
     if rows <= SMALL_GROUP:
         return (128, 256) if problem.form is Form.ROWS else (LARGE_M, 128)
     # K-major weights are read in swizzle rows from as many rows of memory as a tile has columns: the more, the better
@@ -141,11 +146,19 @@ def _tile(problem: Problem, cores: int) -> tuple[int, int]:
     return min(RELATIVE_TIME[problem.form], key=lambda tile: _estimated_time(problem, cores, *tile))
 
 
+def _transpose_tile(problem: Problem, block_m: int) -> tuple[int, int]:
+    """The tile for 8-bit weights that are transposed, of at most this many rows unless the smallest has more."""
+    if _swap_ab(problem):
+        return min(max(block_m // WGMMA_M * WGMMA_M, WGMMA_M), LARGE_N), UPCAST_N
+    return LARGE_M if block_m >= LARGE_M else CONSUMERS * WGMMA_M, UPCAST_N
+
+
 def _upcast_tile(problem: Problem, block_m: int) -> tuple[int, int]:
     """The tile for weights that are upcast, of at most this many rows unless the smallest has more."""
     if _swap_ab(problem):
         # less beside weights that are upcast in shared memory, and beside promoted sums
-        most = LARGE_N if problem.transpose_rhs and not promoted_part(problem) else 2 * WGMMA_M
+        in_registers = problem.transpose_rhs or transposes(problem)
+        most = LARGE_N if in_registers and not promoted_part(problem) else 2 * WGMMA_M
         block_m = min(max(block_m // SWAP_AB_UNIT * SWAP_AB_UNIT, SWAP_AB_UNIT), most)
         return block_m, MORE_CONSUMERS * WGMMA_M if _more_consumers(problem, block_m) else UPCAST_N
     return CONSUMERS * WGMMA_M, UPCAST_N if problem.n > WGMMA_M else WGMMA_M
@@ -188,16 +201,19 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
     """The layout with this tile and as many stages as fit into shared memory."""
     dtype, upcast = mma_dtype(problem), needs_upcast(problem)
     swizzle = _swizzle(problem)
-    swap_ab = _swap_ab(problem) and (upcast or block_n == MAX_N[Form.ROWS])
+    transpose = transposes(problem)
+    swap_ab = _swap_ab(problem) and (upcast or block_n == (UPCAST_N if transpose else MAX_N[Form.ROWS]))
     # RS wgmma takes weights from registers only as operand A, K-major
-    in_smem = upcast and not (swap_ab and problem.transpose_rhs)
+    in_smem = upcast and not (swap_ab and (problem.transpose_rhs or transpose))
+    transpose = transpose and not in_smem
     more = _more_consumers(problem, block_m)
     consumers = MORE_CONSUMERS if more else CONSUMERS
     block_k = _block_k(problem, swizzle, block_m > WGMMA_M or in_smem or more)
     stage = block_k * (block_m * bits(dtype) + block_n * bits(problem.rhs if upcast else dtype)) // 8
     buffers, rows = (1, block_m) if swap_ab else (_store_buffers(problem, block_n), WGMMA_M)
     others = _shared_beside_stages(problem, block_n, buffers, rows, consumers)
-    others += in_smem * UPCAST_STAGES * block_k * block_n * dtype.itemsize
+    others += in_smem * REWRITE_STAGES * block_k * block_n * dtype.itemsize
+    others += transpose * REWRITE_STAGES * block_k * block_n
     flops = 2 * problem.rows * problem.k * problem.n
     return Layout(
         block_m=block_m,
@@ -213,8 +229,9 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
         swap_ab=swap_ab,
         upcast=upcast,
         upcast_in_smem=in_smem,
+        transpose_in_smem=transpose,
         promoted=promoted_part(problem) > 0,
-        k_major=dtype.itemsize != 2,
+        k_major=dtype.itemsize != 2 and not transpose,
         dynamic=flops >= DYNAMIC_FLOPS,
     )
 
@@ -269,5 +286,5 @@ def _shared_beside_stages(problem: Problem, block_n: int, buffers: int, rows: in
     vectors += [4 * MAX_STAGES * length // consumers for length in by_step]
     vectors += [] if epilogue.bias is None else [block_n * epilogue.bias.itemsize]
     loaded = sum(-(-consumers * size // 1024) * 1024 for size in vectors)
-    barriers = 8 * (4 * MAX_STAGES + 2 * UPCAST_STAGES + 2 * QUEUE_SLOTS + (1 + buffers) * consumers + 1)
+    barriers = 8 * (4 * MAX_STAGES + 2 * REWRITE_STAGES + 2 * QUEUE_SLOTS + (1 + buffers) * consumers + 1)
     return stored + loaded + 1024 + barriers

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from trencadis.backends.gpu import tile_queue
 from trencadis.backends.gpu.block_scales import BlockScales
 from trencadis.backends.gpu.contraction import ContractionMainloop
-from trencadis.backends.gpu.layout import UPCAST_STAGES, WGMMA_M, Layout
+from trencadis.backends.gpu.layout import REWRITE_STAGES, WGMMA_M, Layout
 from trencadis.backends.gpu.mma_shapes import MmaShape, mma_shapes
 from trencadis.backends.gpu.rows import RowsMainloop
 from trencadis.backends.gpu.scales import column_scales_by_step, in_operand, promoted_part, shared_by_tile
@@ -184,17 +184,17 @@ class Consumer:
         if isinstance(self.mainloop, ContractionMainloop):
             may_need_mask = self.mainloop.may_need_mask(self.scheduler, tile, i)
             pl.when(may_need_mask)(lambda: mgpu.barrier_wait(refs["masked"].at[at]))
-        if not self.layout.upcast_in_smem:
+        if not self.layout.rewrites:
             return at, at
-        to = tile_queue.slot(done + i, UPCAST_STAGES)
-        mgpu.barrier_wait(refs["upcast_full"].at[to])
+        to = tile_queue.slot(done + i, REWRITE_STAGES)
+        mgpu.barrier_wait(refs["rewritten"].at[to])
         return at, to
 
     def _release(self, done: Scalar, i: Scalar) -> None:
-        """Tell the producer, and the upcast warpgroup, that this consumer has read step i of a tile."""
+        """Tell the producer, and the warpgroup that rewrites weights, that this consumer has read step i of a tile."""
         mgpu.barrier_arrive(self.refs["empty"].at[tile_queue.slot(done + i, self.layout.stages)])
-        if self.layout.upcast_in_smem:
-            mgpu.barrier_arrive(self.refs["upcast_empty"].at[tile_queue.slot(done + i, UPCAST_STAGES)])
+        if self.layout.rewrites:
+            mgpu.barrier_arrive(self.refs["rewritten_empty"].at[tile_queue.slot(done + i, REWRITE_STAGES)])
 
 
 def _scaled(acc: jax.Array, down: jax.Array | None, across: jax.Array | None) -> jax.Array:

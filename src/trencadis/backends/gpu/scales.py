@@ -31,6 +31,13 @@ def needs_upcast(problem: Problem) -> bool:
     return problem.lhs.name in ("bfloat16", "float16")
 
 
+def transposes(problem: Problem) -> bool:
+    """Whether the kernel transposes the weights: 8 bits, multiplied as they are or upcast in registers, not K-major."""
+    if problem.form is not Form.ROWS or problem.transpose_rhs or bits(problem.rhs) != 8:
+        return False
+    return problem.lhs == problem.rhs or needs_upcast(problem)
+
+
 def in_operand(problem: Problem) -> bool:
     """Whether weights that are upcast are multiplied by their scales along k: bfloat16 holds the products."""
     epilogue = problem.epilogue
