@@ -37,6 +37,10 @@ UPCAST_PAIRS = {
     "int8 x int4": (("int8", "row"), ("int4", "column")),
     "float8_e4m3fn per 128 of k x int8 per 128 of k": ((E4M3, (1, 128)), ("int8", (1, 128, 1))),
     "float8_e4m3fn per 128 of k x int4 per 64 of k": ((E4M3, (1, 128)), ("int4", (1, 64, 1))),
+    "float8_e4m3fn per 32 of k x float8_e4m3fn": ((E4M3, (1, 32)), (E4M3, "column")),
+    "float8_e4m3fn per 128 of k x int4 per 128 of k": ((E4M3, (1, 128)), ("int4", (1, 128, 1))),
+    "int8 x int4 per 128 of k": (("int8", "row"), ("int4", (1, 128, 1))),
+    "float8_e4m3fn per 32 of k x mxfp4": ((E4M3, (1, 32)), ("mxfp4", (1, 32, 1))),
     "float8_e4m3fn per 128 of k x mxfp4": ((E4M3, (1, 128)), ("mxfp4", (1, 32, 1))),
 }
 FIRST, LOCAL = 1, 3  # the window: group 0 is not held here

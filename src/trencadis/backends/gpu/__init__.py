@@ -27,13 +27,14 @@ from trencadis.backends.gpu.choose import (
     reason,
     tiling_of,
 )
-from trencadis.backends.gpu.layout import CONSUMERS, ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
+from trencadis.backends.gpu.layout import CONSUMERS, ROW_ALIGN, SHORT_PART, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.scales import (
     column_scales_by_step,
     in_operand,
     needs_upcast,
     promoted_part,
     shared_by_tile,
+    unpacks,
     with_bfloat16_rows,
 )
 from trencadis.backends.prepare import PREPARE, flat_sizes, in_order, pad_to, round_up, with_k_last
@@ -63,7 +64,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
 
 def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """The plan for a Hopper GPU, or why there is none."""
-    card, inner = card_for(target), with_k_last(with_bfloat16_rows(_peeled(problem)))
+    card, inner = card_for(target), with_bfloat16_rows(with_k_last(_peeled(problem)))
     assert card is not None  # or `_elsewhere` had refused
     refusal = _arithmetic(inner) or _size(inner) or _missing()
     if refusal is not None:
@@ -135,7 +136,7 @@ def _missing() -> Refusal | None:
 
 def _arithmetic(problem: Problem) -> Refusal | None:
     """The refusal of dtypes, scales or a precision that the kernels do not have; None if they can compute it."""
-    weights = (*OPERANDS, *["int4"] * needs_upcast(problem), *["float4_e2m1fn"] * in_operand(problem))
+    weights = (*OPERANDS, *["int4"] * (needs_upcast(problem) or unpacks(problem)), *["float4_e2m1fn"] * needs_upcast(problem))
     unknown = unknown_dtype("gpu", problem, Dtypes(OPERANDS, weights, RESULTS, bias=RESULTS))
     if unknown is not None:
         return unknown
@@ -171,8 +172,8 @@ def _along_k(problem: Problem) -> Refusal | None:
         )
     if across != 1 and across % WGMMA_M:
         return _refusal(f"scales of weights change along k, and {across} columns share one; it takes 1, 64, 128, ...")
-    if part % (2 * WGMMA_M) and (part != WGMMA_M or in_operand(problem)):
-        return _refusal(f"float32 scales change along k every {part}; it takes 64 and multiples of 128")
+    if part % (2 * WGMMA_M) and part != SHORT_PART and (part != WGMMA_M or in_operand(problem)):
+        return _refusal(f"float32 scales change along k every {part}; it takes 32, 64 and multiples of 128")
     if length % 16:
         return _refusal(f"scales of weights change along k every {length}; it takes multiples of 16")
     return None
@@ -196,11 +197,8 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
 
     lhs, rhs, sizes, first_group, *extras = operands
     given = problem.epilogue.split(tuple(extras))
-    if interpret is not None:  # the interpreter has no atomic operations, no register operands and no transposes
-        layout = layout.replace(
-            dynamic=False, num_ctas=min(layout.num_ctas, 2), upcast_in_smem=layout.upcast, transpose_in_smem=False,
-            k_major=layout.k_major or (layout.transpose_in_smem and not layout.upcast),
-        )  # fmt: skip
+    if interpret is not None:
+        problem, layout, rhs = _interpreted(problem, layout, rhs)
     inner, named = _prepared(problem, layout, lhs, rhs, interpret is not None)
     if layout.upcast and not layout.upcast_in_smem:
         named["lhs"] = permute_k(named["lhs"], inner.rhs)
@@ -218,6 +216,18 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
         named["existing"] = pad_to(given.existing, out_shape)
     out = call(inner, layout, named, out_shape, interpret)
     return out if out_shape == problem.out_shape else lax.slice(out, (0,) * out.ndim, problem.out_shape)
+
+
+def _interpreted(problem: Problem, layout: Layout, rhs: Array) -> tuple[Problem, Layout, Array]:
+    """A problem, its layout and weights for the interpreter: it has no atomics, register operands and inlined PTX."""
+    eight = problem.lhs.itemsize == 1
+    if layout.upcast and eight:
+        problem, rhs = problem.replace(rhs=problem.lhs), rhs.astype(problem.lhs)
+    layout = layout.replace(
+        dynamic=False, num_ctas=min(layout.num_ctas, 2), upcast=layout.upcast and not eight,
+        upcast_in_smem=layout.upcast and not eight, transpose_in_smem=False, k_major=layout.k_major or eight,
+    )  # fmt: skip
+    return problem, layout, rhs
 
 
 def _column_scales(problem: Problem, inner: Problem, layout: Layout, scales: Array) -> Array:

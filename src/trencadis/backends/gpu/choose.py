@@ -23,13 +23,23 @@ from trencadis.backends.gpu.layout import (
     QUEUE_SLOTS,
     REWRITE_STAGES,
     SCALE_BLOCK,
+    SHORT_PART,
     SWAP_AB_UNIT,
     SWIZZLE,
     WGMMA_M,
     Layout,
     swizzle_elements,
 )
-from trencadis.backends.gpu.scales import column_scales_by_step, in_operand, needs_upcast, promoted_part, shared_by_tile, transposes
+from trencadis.backends.gpu.scales import (
+    column_scales_by_step,
+    in_operand,
+    needs_upcast,
+    promoted_part,
+    row_scales_of_step,
+    shared_by_tile,
+    transposes,
+    unpacks,
+)
 from trencadis.core.devices import Card
 from trencadis.core.dtypes import bits
 from trencadis.core.problem import Form, Problem
@@ -65,8 +75,8 @@ def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
     block_m, block_n = (tiling.m if problem.form is Form.ROWS else tiling.k), tiling.n
     if needs_upcast(problem):
         return _layout(problem, card, *_upcast_tile(problem, block_m))
-    if transposes(problem) and not promoted_part(problem):
-        return _layout(problem, card, *_transpose_tile(problem, block_m))
+    if (transposes(problem) or unpacks(problem)) and not promoted_part(problem):
+        return _layout(problem, card, *_rewrite_tile(problem, block_m))
     if _swap_ab(problem) and block_m < LARGE_M and block_n >= max_n:
         return _layout(problem, card, max(block_m // WGMMA_M * WGMMA_M, WGMMA_M), max_n)
     if promoted_part(problem):
@@ -109,6 +119,8 @@ def mma_dtype(problem: Problem) -> np.dtype[Any]:
         return problem.lhs
     if hi_lo_operand(problem):
         return np.dtype(jnp.bfloat16)
+    if unpacks(problem):
+        return problem.lhs
     if "float32" in kinds or kinds == {"bfloat16", "float16"}:
         return np.dtype(np.float32)
     return np.dtype(np.float16 if "float16" in kinds else jnp.bfloat16)  # either holds every 8-bit number
@@ -132,8 +144,8 @@ def _tile(problem: Problem, cores: int) -> tuple[int, int]:
         return CONSUMERS * WGMMA_M, SCALE_BLOCK
     rows = problem.m / problem.groups
     tall = WGMMA_M if rows <= TINY_GROUP else 128 if rows <= SMALL_GROUP else LARGE_N
-    if transposes(problem):
-        return _transpose_tile(problem, tall if _swap_ab(problem) else LARGE_M)
+    if transposes(problem) or unpacks(problem):
+        return _rewrite_tile(problem, tall if _swap_ab(problem) else LARGE_M)
     if problem.n <= 128:
         return LARGE_M, WGMMA_M if problem.n <= WGMMA_M else 128
     if _swap_ab(problem):
@@ -146,8 +158,8 @@ def _tile(problem: Problem, cores: int) -> tuple[int, int]:
     return min(RELATIVE_TIME[problem.form], key=lambda tile: _estimated_time(problem, cores, *tile))
 
 
-def _transpose_tile(problem: Problem, block_m: int) -> tuple[int, int]:
-    """The tile for 8-bit weights that are transposed, of at most this many rows unless the smallest has more."""
+def _rewrite_tile(problem: Problem, block_m: int) -> tuple[int, int]:
+    """The tile for weights that are transposed, or unpacked to 8 bits, of at most this many rows unless the smallest has more."""
     if _swap_ab(problem):
         return min(max(block_m // WGMMA_M * WGMMA_M, WGMMA_M), LARGE_N), UPCAST_N
     return LARGE_M if block_m >= LARGE_M else CONSUMERS * WGMMA_M, UPCAST_N
@@ -156,9 +168,8 @@ def _transpose_tile(problem: Problem, block_m: int) -> tuple[int, int]:
 def _upcast_tile(problem: Problem, block_m: int) -> tuple[int, int]:
     """The tile for weights that are upcast, of at most this many rows unless the smallest has more."""
     if _swap_ab(problem):
-        # less beside weights that are upcast in shared memory, and beside promoted sums
-        in_registers = problem.transpose_rhs or transposes(problem)
-        most = LARGE_N if in_registers and not promoted_part(problem) else 2 * WGMMA_M
+        # less beside weights that are rewritten in shared memory, and beside promoted sums
+        most = LARGE_N if problem.transpose_rhs and not promoted_part(problem) else 2 * WGMMA_M
         block_m = min(max(block_m // SWAP_AB_UNIT * SWAP_AB_UNIT, SWAP_AB_UNIT), most)
         return block_m, MORE_CONSUMERS * WGMMA_M if _more_consumers(problem, block_m) else UPCAST_N
     return CONSUMERS * WGMMA_M, UPCAST_N if problem.n > WGMMA_M else WGMMA_M
@@ -199,12 +210,12 @@ def _swap_ab(problem: Problem) -> bool:
 
 def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
     """The layout with this tile and as many stages as fit into shared memory."""
-    dtype, upcast = mma_dtype(problem), needs_upcast(problem)
+    dtype, upcast = mma_dtype(problem), needs_upcast(problem) or unpacks(problem)
     swizzle = _swizzle(problem)
     transpose = transposes(problem)
     swap_ab = _swap_ab(problem) and (upcast or block_n == (UPCAST_N if transpose else MAX_N[Form.ROWS]))
     # RS wgmma takes weights from registers only as operand A, K-major
-    in_smem = upcast and not (swap_ab and (problem.transpose_rhs or transpose))
+    in_smem = unpacks(problem) or (upcast and not (swap_ab and (problem.transpose_rhs or transpose)))
     transpose = transpose and not in_smem
     more = _more_consumers(problem, block_m)
     consumers = MORE_CONSUMERS if more else CONSUMERS
@@ -242,7 +253,7 @@ def _block_k(problem: Problem, swizzle: int, short: bool) -> int:
     Where weights are upcast it is two swizzle rows of lhs if steps are to be short, and otherwise one of the weights.
     """
     part = promoted_part(problem)
-    if part % (2 * WGMMA_M):
+    if part % (2 * WGMMA_M) and part != SHORT_PART:
         return WGMMA_M
     if needs_upcast(problem):  # beside promoted sums, registers hold scales of rows or longer steps
         short = short or problem.epilogue.row_block > 0
@@ -253,8 +264,8 @@ def _block_k(problem: Problem, swizzle: int, short: bool) -> int:
 def _swizzle(problem: Problem) -> int:
     """The bytes of a swizzle row of the operands; half of the usual where that wastes less of K-major operands."""
     size = mma_dtype(problem).itemsize
-    if size == 2:
-        return SWIZZLE
+    if size == 2:  # so that a part of a step is whole swizzle rows
+        return SWIZZLE // 2 if promoted_part(problem) == SHORT_PART else SWIZZLE
     if problem.form is Form.CONTRACTION:
         return SWIZZLE // 2 if size == 1 else SWIZZLE
     half = problem.k * size % SWIZZLE == SWIZZLE // 2 or (size == 1 and promoted_part(problem) % SWIZZLE)
@@ -282,7 +293,7 @@ def _shared_beside_stages(problem: Problem, block_n: int, buffers: int, rows: in
     vectors = [4 * LARGE_M] * (epilogue.by_row and not epilogue.row_block)
     vectors += [4 * block_n] * (epilogue.by_column and not along_k)
     vectors += [4 * -(-problem.k // along_k) + 128] if shared_by_tile(problem) else []
-    by_step = [LARGE_M] * (epilogue.row_block > 0) + [block_n] * column_scales_by_step(problem)
+    by_step = [2 * WGMMA_M * row_scales_of_step(problem, 2 * WGMMA_M)] + [block_n] * column_scales_by_step(problem)
     vectors += [4 * MAX_STAGES * length // consumers for length in by_step]
     vectors += [] if epilogue.bias is None else [block_n * epilogue.bias.itemsize]
     loaded = sum(-(-consumers * size // 1024) * 1024 for size in vectors)

@@ -55,7 +55,7 @@ class Consumer:
         store = Store(self.problem, self.layout, self.refs, self.warpgroup)
         subtiles = store.subtiles(top, shape)
         store.prefetch(tile, subtiles)
-        if self.layout.promoted and self.layout.upcast:
+        if self.layout.promoted and self.layout.upcast and not self.layout.upcast_in_smem:
             store.store(tile, subtiles, [self._upcast_promoted_sums(tile, done, top, shape)])
             return
         if self.layout.promoted:
@@ -123,7 +123,7 @@ class Consumer:
         """The scales of 64 rows of a tile in a step times a factor that they share, [64]; None without either."""
         if not self.problem.epilogue.row_block:
             return None if factor is None else lax.broadcast(factor, (WGMMA_M,))
-        scales = self.refs["smem_row_scales"][stage, pl.ds(row, WGMMA_M)]
+        scales = self.refs["smem_row_scales"][stage, 0, pl.ds(row, WGMMA_M)]
         return scales if factor is None else scales * factor
 
     def _upcast_promoted_sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape) -> jax.Array:
@@ -132,7 +132,7 @@ class Consumer:
         Those of weights have one number for each row of operand A, those of rows one for each column of the sums.
         """
         assert isinstance(self.mainloop, RowsMainloop)
-        mainloop, by_row, exact = self.mainloop, self.problem.epilogue.row_block > 0, in_operand(self.problem)
+        mainloop, row_block, exact = self.mainloop, self.problem.epilogue.row_block, in_operand(self.problem)
         source = BlockScales(self.problem, self.layout) if self.problem.epilogue.column_block[0] else None
         length = min(promoted_part(self.problem), self.layout.block_k)
 
@@ -146,14 +146,15 @@ class Consumer:
             at = self._wait(tile, done, i)
             factors = Scales(scales, source.dtype, source.length) if source is not None and exact else None
             weights, _ = self._operands(at, top, 1, shape.n, factors)
-            rows = self.refs["smem_row_scales"][at[0], pl.ds(0, shape.n)] if by_row else None
-            parts = self.layout.block_k // length
-            for part in range(parts):
-                a = weights[:, part * length : (part + 1) * length] if parts > 1 else weights
-                b = mainloop.lhs_part(self.refs, at[0], shape.n, pl.ds(part * length, length))
+            of_rows = self.refs["smem_row_scales"] if row_block else None
+            for k in range(0, self.layout.block_k, length):
+                a = weights if length == self.layout.block_k else weights[:, k : k + length]
+                b = mainloop.lhs_part(self.refs, at[0], shape.n, pl.ds(k, length))
                 multiply = functools.partial(product, a, b)
                 acc = pl.run_scoped(multiply, mgpu.ACC((WGMMA_M, shape.n), self.problem.acc))
-                sums = sums + _scaled(acc, scales[part] if scales and not exact else None, rows)
+                rows = None if of_rows is None else of_rows[at[0], k // row_block, pl.ds(0, shape.n)]
+                columns = None if source is None or exact else scales[k // source.length]
+                sums = sums + _scaled(acc, columns, rows)
             self._release(done, i)
             return sums
 

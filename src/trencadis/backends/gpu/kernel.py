@@ -35,7 +35,7 @@ PARAMS = mgpu.CompilerParams(
     unsafe_no_auto_barriers=True,  # all threads arrive at a barrier, and `commit_smem` is called where they must meet
 )
 # registers of a thread: of consumers, producer, and the warpgroup between; 512 for all together, 480 for five
-REGISTERS = {"": (232, 40, 0), "mask": (224, 32, 32), "upcast": (168, 40, 136), "transpose": (208, 40, 56)}
+REGISTERS = {"": (232, 40, 0), "mask": (224, 32, 32), "upcast": (168, 40, 136), "eight": (208, 40, 56)}
 REGISTERS_OF_MORE_CONSUMERS = 112, 32, 0
 
 
@@ -90,11 +90,11 @@ def call(
 
 
 def _between(mainloop: Mainloop) -> str:
-    """The warpgroup between producer and consumers, "mask", "upcast" or "transpose"; "" if there is none."""
+    """The warpgroup between producer and consumers: "mask", "upcast", "eight" where it writes bytes, or ""."""
     if isinstance(mainloop, ContractionMainloop):
         return "mask"
-    if mainloop.layout.transpose_in_smem:
-        return "transpose"
+    if mainloop.layout.rewrites and mainloop.rewritten.itemsize == 1:
+        return "eight"
     return "upcast" if mainloop.layout.upcast_in_smem else ""
 
 
@@ -122,7 +122,7 @@ def _body(problem: Problem, layout: Layout, mainloop: Mainloop, refs: Refs) -> N
         tile_queue.consume(refs, functools.partial(_mask, layout, mainloop, refs, scheduler))
 
     def rewrite(mainloop: RowsMainloop) -> None:
-        mgpu.set_max_registers(of_between, action="increase" if layout.upcast_in_smem else "decrease")
+        mgpu.set_max_registers(of_between, action="increase" if of_between > 128 else "decrease")
         done = tile_queue.consume(refs, functools.partial(_rewrite, layout, mainloop, refs))
         tile_queue.drain(refs["rewritten_empty"], done, REWRITE_STAGES)
 

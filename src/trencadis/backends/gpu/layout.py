@@ -20,6 +20,7 @@ ROW_ALIGN = 8  # TMA copies start at a multiple of this many rows: those of a sw
 SWIZZLE = 128  # bytes of a row of a swizzle atom, where nothing asks for a smaller one
 CONSUMERS = 2  # consumer warpgroups of a CTA, which issue wgmma, where nothing asks for more
 SCALE_BLOCK = 128  # columns of a tile whose sums are promoted: those of one block of 128 x 128 scales
+SHORT_PART = 32  # entries of k: the shortest part whose sum is scaled, of weights in registers
 REWRITE_STAGES = 2  # buffers of weights that a warpgroup has upcast or transposed and consumers read
 QUEUE_SLOTS = 4  # tiles that the producer may publish before the other warpgroups have read them
 

@@ -11,15 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.layout import REWRITE_STAGES, ROW_ALIGN, SWIZZLE, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.mma_shapes import fit
-from trencadis.backends.gpu.scales import column_scales_by_step
+from trencadis.backends.gpu.scales import column_scales_by_step, row_scales_of_step
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.backends.gpu.transpose import transpose_bytes
+from trencadis.backends.gpu.unpack import unpacked
 from trencadis.backends.gpu.upcast import Scales, rs_operand, upcast
 from trencadis.core.dtypes import bits
 from trencadis.core.jax_compat import transpose_ref
@@ -55,15 +57,21 @@ class RowsMainloop:
         name = "smem_weights" if cut.rewrites else "smem_rhs"
         memory[name] = mgpu.SMEM((cut.stages, *rhs), problem.rhs, transforms=swizzled(problem.rhs, swizzle))
         if problem.epilogue.row_block:
-            memory["smem_row_scales"] = mgpu.SMEM((cut.stages, cut.block_m), jnp.float32)
+            memory["smem_row_scales"] = mgpu.SMEM((cut.stages, self.row_scales, cut.block_m), jnp.float32)
         if column_scales_by_step(problem):
             memory["smem_column_scales"] = mgpu.SMEM((cut.stages, cut.block_n), jnp.float32)
         if cut.upcast_in_smem:
-            memory["smem_rhs"] = mgpu.SMEM((REWRITE_STAGES, *rhs), problem.lhs, transforms=swizzled(problem.lhs))
+            transforms = swizzled(problem.lhs, cut.swizzle)
+            memory["smem_rhs"] = mgpu.SMEM((REWRITE_STAGES, *rhs), problem.lhs, transforms=transforms)
         if cut.transpose_in_smem:
             transforms = swizzled(problem.rhs, self.transposed_swizzle)
             memory["smem_rhs"] = mgpu.SMEM((REWRITE_STAGES, *rhs[::-1]), problem.rhs, transforms=transforms)
         return memory
+
+    @property
+    def rewritten(self) -> np.dtype[Any]:
+        """The dtype of weights that are rewritten in shared memory."""
+        return self.problem.rhs if self.layout.transpose_in_smem else self.problem.lhs
 
     @property
     def weights_run(self) -> int:
@@ -96,7 +104,8 @@ class RowsMainloop:
 
         if problem.epilogue.row_block:
             rows_of_tile = pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), cut.block_m)
-            scales = refs["by_row"].at[self.scale_of(step, problem.epilogue.row_block), rows_of_tile]
+            first = self.scale_of(step, problem.epilogue.row_block)
+            scales = refs["by_row"].at[pl.ds(first, self.row_scales), rows_of_tile]
             mgpu.copy_gmem_to_smem(scales, refs["smem_row_scales"].at[stage], full)
         if column_scales_by_step(problem):
             scales = refs["by_column"].at[tile.group, self.scale_of(step, problem.epilogue.column_block[0]), n]
@@ -111,8 +120,13 @@ class RowsMainloop:
         lax.switch(fit(cut, tile, cut.heights), [rows(height) for height in cut.heights])
 
     def scale_of(self, step: Scalar, length: int) -> Scalar:
-        """The index along k of the scale of a step, where a scale has this length."""
+        """The index along k of the first scale of a step, where a scale has this length."""
         return step if length == self.layout.block_k else lax.div(step * i32(self.layout.block_k), i32(length))
+
+    @property
+    def row_scales(self) -> int:
+        """The number of scales along k of a row in one step."""
+        return row_scales_of_step(self.problem, self.layout.block_k)
 
     @property
     def copies(self) -> int:
@@ -148,10 +162,12 @@ class RowsMainloop:
         mgpu.commit_smem()
 
     def _upcast(self, weights: Ref, out: Ref) -> None:
-        """Write weights in the dtype of lhs."""
+        """Write weights in the dtype of lhs, which is of 16 bits, or of 8 for weights of 4."""
         rows = 256 // self.weights_run
         tiles = mgpu.Tiling(((4 * rows, self.weights_run), (rows, self.weights_run), (8,)))  # 8 numbers to a lane
         layout = mgpu.Layout.TILED(tiles, (-5,), (-3, -2), -1)
         for top in range(0, out.shape[0], WGMMA_M):
             some = pl.ds(top, WGMMA_M)
-            out.at[some][...] = upcast(mgpu.layout_cast(weights.at[some][...], layout), out.dtype)
+            held = mgpu.layout_cast(weights.at[some][...], layout)
+            eight = out.dtype.itemsize == 1
+            out.at[some][...] = unpacked(held, out.dtype, layout) if eight else upcast(held, out.dtype)

@@ -3,8 +3,9 @@
     in the operand     weights that are upcast, times their scales, are exact in bfloat16: mxfp4, mxfp8, nvfp4
     promotion          the sum of each part of k is multiplied by scales, and added to float32 sums in other registers
 
-Rows and weights of the same 8-bit dtype are multiplied as they are. Any other pair of low precision is multiplied as
-16-bit numbers, which hold its values: XLA converts the rows, and the kernel upcasts the weights.
+Rows and weights of the same 8-bit dtype are multiplied as they are. 4-bit weights beside 8-bit rows are unpacked to the
+dtype of the rows. Any other pair of low precision is multiplied as 16-bit numbers, which hold its values: XLA converts
+the rows, and the kernel upcasts the weights.
 """
 
 from __future__ import annotations
@@ -29,6 +30,14 @@ def needs_upcast(problem: Problem) -> bool:
     if problem.form is not Form.ROWS or problem.rhs.name not in DIGITS:
         return False
     return problem.lhs.name in ("bfloat16", "float16")
+
+
+def unpacks(problem: Problem) -> bool:
+    """Whether the kernel unpacks 4-bit weights, stored K-major, to the 8-bit dtype of the rows, which holds them."""
+    if problem.form is not Form.ROWS or not problem.transpose_rhs or promoted_part(problem) % WGMMA_M:
+        return False
+    float8 = problem.lhs.name in ("float8_e4m3fn", "float8_e5m2")
+    return problem.rhs.name == "int4" and (float8 or problem.lhs == jnp.int8)
 
 
 def transposes(problem: Problem) -> bool:
@@ -58,6 +67,12 @@ def shared_by_tile(problem: Problem) -> bool:
     return bool(length) and across % SCALE_BLOCK == 0 and not needs_upcast(problem)
 
 
+def row_scales_of_step(problem: Problem, block_k: int) -> int:
+    """The number of scales along k of a row in a step of the mainloop; 0 if they do not change along k."""
+    length = problem.epilogue.row_block
+    return max(block_k // length, 1) if length else 0
+
+
 def column_scales_by_step(problem: Problem) -> bool:
     """Whether scales of weights along k, one for each column of a tile, are copied with each step of the mainloop."""
     return problem.epilogue.column_block[0] > 0 and not needs_upcast(problem) and not shared_by_tile(problem)
@@ -70,6 +85,6 @@ def with_bfloat16_rows(problem: Problem) -> Problem:
     """
     if problem.form is not Form.ROWS or problem.lhs.itemsize > 1 or bits(problem.rhs) > 8:
         return problem
-    if problem.lhs == problem.rhs and promoted_part(problem) % WGMMA_M == 0:
+    if unpacks(problem) or (problem.lhs == problem.rhs and promoted_part(problem) % WGMMA_M == 0):
         return problem
     return problem.replace(lhs=np.dtype(jnp.bfloat16))
