@@ -14,7 +14,6 @@ from trencadis.core.jax_compat import SLICES_WIDEN_NARROW_FLOATS
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import clamped
 
-
 PREPARE = "trencadis.quant.prepare(w) stores them in that order once"  # advice of a plan
 
 

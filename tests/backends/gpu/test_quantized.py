@@ -123,12 +123,15 @@ LOWERED = {
     "e4m3, transposed in shared memory": lambda: rows("float8_e4m3fn", "float8_e4m3fn", last=False),
     "int8, RS operand, transposed in shared memory": lambda: rows("bfloat16", "int8", last=False),
     "float16, int4, RS operand": lambda: rows("float16", "int4"),
+    "int8 x int4, unpacked in shared memory": lambda: rows("int8", "int4"),
+    "float4, RS operand, promoted every 32": lambda: along_k("float4_e2m1fn", 32),
 }
 
 
 DEFAULT = [
     "int8, blocks", "int4, RS operand", "nvfp4, RS operand times scales", "int4, RS operand, promoted",
     "mxfp4, RS operand times scales, rows of an odd number of scales", "e4m3, transposed in shared memory",
+    "float4, RS operand, promoted every 32",
 ]  # fmt: skip
 
 
@@ -148,15 +151,13 @@ def test_lowers_to_one_kernel(name):
         ({"out": np.dtype("float32")}, "the result is float32"),
         ({"n": 128}, "n is at most 128"),
         (
-            {"rhs": np.dtype("int8"), "epilogue": Epilogue(by_column=True, column_block=(32, 1))},
-            "64 and multiples of 128",
+            {"rhs": np.dtype("int8"), "epilogue": Epilogue(by_column=True, column_block=(48, 1))},
+            "32, 64 and multiples of 128",
         ),
         (
             {"rhs": np.dtype("int8"), "epilogue": Epilogue(by_column=True, column_block=(128, 3))},
             "3 columns share one",
         ),
-        ({"epilogue": Epilogue(by_column=True, column_block=(128, 1))}, "rhs is float4_e2m1fn"),
-        ({"lhs": np.dtype("float16")}, "rhs is float4_e2m1fn"),
     ],
 )
 def test_scales_along_k_that_the_kernel_does_not_apply(changes, said):
@@ -201,7 +202,9 @@ def test_4_bit_weights_as_they_lie_are_transposed_once_for_scales_along_k():
     def call(x, values, scale, sizes):
         return tr.grouped_matmul(x, Scaled(values, scale, "mxfp4", (1, 32, 1)), sizes, jnp.bfloat16)
 
-    args = structs(((M, K), "bfloat16"), ((G, K, N), "float4_e2m1fn"), ((G, K // 32, N), "float8_e8m0fnu"), ((G,), "int32"))
+    args = structs(
+        ((M, K), "bfloat16"), ((G, K, N), "float4_e2m1fn"), ((G, K // 32, N), "float8_e8m0fnu"), ((G,), "int32")
+    )
     product = tr.why(call, *args, target="h200").passes[0]
     assert product.plan.backend == "gpu" and not product.plan.split
     assert "transposed before each product" in product.plan.slow and "prepare" in product.plan.advice
@@ -213,7 +216,8 @@ PAIRS = {  # lhs, rhs, and the dtype in which rows are multiplied
     "nvfp4 x e4m3": (("nvfp4", (1, 16)), (E4M3, "column"), "bfloat16"),
     "e4m3 x nvfp4": ((E4M3, "row"), ("nvfp4", (1, 16, 1)), "bfloat16"),
     "int8 x int4 by 128": (("int8", "row"), ("int4", (1, 128, 1)), "bfloat16"),
-    "int8 x int4": (("int8", "row"), ("int4", "column"), "bfloat16"),
+    "int8 x int4": (("int8", "row"), ("int4", "column"), "int8"),
+    "e4m3 by 32 x e4m3": ((E4M3, (1, 32)), (E4M3, "column"), "bfloat16"),
     "e5m2 x e4m3": (("float8_e5m2", "row"), (E4M3, "column"), "bfloat16"),
     "int8 x int8 by 128": (("int8", "row"), ("int8", (1, 128, 1)), "int8"),
     "e4m3 by 128 x e4m3": ((E4M3, (1, 128)), (E4M3, "column"), E4M3),

@@ -178,7 +178,9 @@ FORMATS = {
 PAIRS = [(card, name) for card in INSTRUCTIONS for name in FORMATS]
 
 
-@pytest.mark.parametrize(("card", "name"), sweep(PAIRS, [("a100", "mxfp4"), ("mi300x", "nvfp4"), ("h200", "int4 by 128, rows by 32")]))
+@pytest.mark.parametrize(
+    ("card", "name"), sweep(PAIRS, [("a100", "mxfp4"), ("mi300x", "nvfp4"), ("h200", "int4 by 128, rows by 32")])
+)
 def test_compiles_to_tensor_cores(card, name):
     problem, some = FORMATS[name], CARDS[card]
     layout = weights_layout.choose(problem, some)
@@ -200,7 +202,7 @@ def test_every_card_has_one_kernel(name):
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
-        (asked("int4", length=32, last=False), r"4-bit weights are unpacked where they are stored \[g, n, k\]"),
+        (asked("int4", length=32, k=97), r"4-bit weights are unpacked where they are stored \[g, n, k\], and k is even"),
         (asked("int8", length=24), "every 24"),
         (asked("float4_e2m1fn", length=16), "every 16"),
         (asked("int8", length=32, rows="float32"), "rows of bfloat16 or float16"),
@@ -209,6 +211,12 @@ def test_every_card_has_one_kernel(name):
 def test_refusals(problem, reason):
     assert re.search(reason, triton.plan(problem, target_of("a100"), Overrides()).reason)
     assert plan(problem, target_of("a100"), Overrides()).split
+
+
+def test_4_bit_weights_as_they_lie_are_transposed_before_the_kernel():
+    answer = triton.plan(asked("int4", length=32, last=False), target_of("a100"), Overrides())
+    assert answer.problem.transpose_rhs and not answer.asked.transpose_rhs
+    assert "transposed before each product" in answer.slow and "prepare" in answer.advice
 
 
 @pytest.mark.parametrize(("name", "length"), [("mxfp4", 32), ("nvfp4", 16), ("mxfp8", 32), ("int4", 128)])

@@ -136,7 +136,11 @@ def _missing() -> Refusal | None:
 
 def _arithmetic(problem: Problem) -> Refusal | None:
     """The refusal of dtypes, scales or a precision that the kernels do not have; None if they can compute it."""
-    weights = (*OPERANDS, *["int4"] * (needs_upcast(problem) or unpacks(problem)), *["float4_e2m1fn"] * needs_upcast(problem))
+    weights = (
+        *OPERANDS,
+        *["int4"] * (needs_upcast(problem) or unpacks(problem)),
+        *["float4_e2m1fn"] * needs_upcast(problem),
+    )
     unknown = unknown_dtype("gpu", problem, Dtypes(OPERANDS, weights, RESULTS, bias=RESULTS))
     if unknown is not None:
         return unknown

@@ -159,7 +159,7 @@ def _tile(problem: Problem, cores: int) -> tuple[int, int]:
 
 
 def _rewrite_tile(problem: Problem, block_m: int) -> tuple[int, int]:
-    """The tile for weights that are transposed, or unpacked to 8 bits, of at most this many rows unless the smallest has more."""
+    """The tile for weights that are transposed, or unpacked to 8 bits, of at most so many rows if that is possible."""
     if _swap_ab(problem):
         return min(max(block_m // WGMMA_M * WGMMA_M, WGMMA_M), LARGE_N), UPCAST_N
     return LARGE_M if block_m >= LARGE_M else CONSUMERS * WGMMA_M, UPCAST_N

@@ -23,6 +23,7 @@ from trencadis.core.problem import Form, Problem
 DIGITS = {"int4": 3, "int8": 7, "float8_e4m3fn": 4, "float8_e5m2": 3, "float4_e2m1fn": 2}
 SCALE_DIGITS = {"float8_e8m0fnu": 0, "float8_e4m3fn": 4}
 BFLOAT16_DIGITS = 8
+FEW_ROWS = 64  # mean rows of a group up to which int4 weights are upcast in registers, also beside 8-bit rows
 
 
 def needs_upcast(problem: Problem) -> bool:
@@ -33,8 +34,14 @@ def needs_upcast(problem: Problem) -> bool:
 
 
 def unpacks(problem: Problem) -> bool:
-    """Whether the kernel unpacks 4-bit weights, stored K-major, to the 8-bit dtype of the rows, which holds them."""
-    if problem.form is not Form.ROWS or not problem.transpose_rhs or promoted_part(problem) % WGMMA_M:
+    """Whether the kernel unpacks int4 weights, stored K-major, to the 8-bit dtype of the rows, which holds them.
+
+    It pays for many rows, which tensor cores then multiply twice as fast. For few rows, and beside promotion, unpacking
+    to bfloat16 in registers is faster.
+    """
+    if problem.form is not Form.ROWS or not problem.transpose_rhs or problem.epilogue.along_k:
+        return False
+    if problem.m <= FEW_ROWS * problem.groups:
         return False
     float8 = problem.lhs.name in ("float8_e4m3fn", "float8_e5m2")
     return problem.rhs.name == "int4" and (float8 or problem.lhs == jnp.int8)

@@ -52,7 +52,7 @@ def unpacked(x: jax.Array, dtype: Any, layout: Any) -> jax.Array:
         tables = [utils.c(word, i32) for word in words]
         registers = np.empty(packed.registers.shape, dtype=object)
         for at, register in np.ndenumerate(packed.registers):
-            out = llvm.inline_asm(both, [utils.bitcast(register, i32), *tables], TEXT, "=&r,=&r,r,r,r,r,r")
+            out: Any = llvm.inline_asm(both, [utils.bitcast(register, i32), *tables], TEXT, "=&r,=&r,r,r,r,r,r")
             halves = [llvm.extractvalue(i32, out, [i]) for i in (0, 1)]
             registers[at] = utils.bitcast(vector.from_elements(pair, halves), bytes_)
         signed = True if jnp.issubdtype(dtype, jnp.integer) else None

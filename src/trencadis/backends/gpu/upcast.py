@@ -83,7 +83,7 @@ def _conversion(source: Any, dtype: np.dtype[Any]) -> Callable[[Value], list[Val
 
 
 def _pairs(word: Value, convert: Callable[[Value], list[Value]] | None, scale: Value | None) -> list[Value]:
-    """The pairs of 16-bit floats in a lane's word, converted here or before, times their scale; only bfloat16 has one."""
+    """The pairs of 16-bit floats in a lane's word, converted here or before, times a scale; only bfloat16 has one."""
     pairs = [utils.vector_slice(word, slice(i, i + 2)) for i in (0, 2)] if convert is None else convert(word)
     return pairs if scale is None else [_times(pair, scale) for pair in pairs]
 

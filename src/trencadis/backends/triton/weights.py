@@ -60,12 +60,6 @@ def scales_at(scales, n, first, COUNT: tl.constexpr, SCALES: tl.constexpr, PER: 
 
 
 @triton.jit
-def row_scales_at(by_row, at, index, COUNT: tl.constexpr):
-    """The scales of the rows of a tile in the block of k with this index, of COUNT: [block_m]."""
-    return tl.load(by_row + at + tl.minimum(index, COUNT - 1))
-
-
-@triton.jit
 def spread(scale, LENGTH: tl.constexpr):
     """Scales [block_n, PER] in all places of their blocks: [block_n, PER * LENGTH]."""
     return tl.reshape(
@@ -123,6 +117,17 @@ def step(
 
 
 @triton.jit
+def promoted(acc, part, scale, by_row, rows, done, K: tl.constexpr, ROW_LENGTH: tl.constexpr):
+    """Sums [block_n, block_m], plus those of the step at `done` times the scales of its columns and of its rows."""
+    if ROW_LENGTH > 0:
+        COUNT: tl.constexpr = (K + ROW_LENGTH - 1) // ROW_LENGTH
+        part = part * tl.load(by_row + rows.to(tl.int64) * COUNT + done // ROW_LENGTH)[None, :]
+    if scale is not None:
+        part = part * scale
+    return acc + part
+
+
+@triton.jit
 def sums(
     lhs, rhs, scales, by_row, row, column, group, local, m, n, rows,
     K: tl.constexpr, N: tl.constexpr, K_LHS: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr,
@@ -150,10 +155,6 @@ def sums(
         s = (column * BLOCK_N + n) // ACROSS * COUNT  # [block_n]
     if PROMOTED:
         ahead = scales_at(scales, s, 0, COUNT, SCALES, 1)
-    if ROW_LENGTH > 0:
-        ROW_COUNT: tl.constexpr = (K + ROW_LENGTH - 1) // ROW_LENGTH
-        of_rows = (row + m).to(tl.int64) * ROW_COUNT  # [block_m]
-        row_ahead = row_scales_at(by_row, of_rows, 0, ROW_COUNT)
     acc = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
     for done in range(0, tl.where(group >= 0, K, 0), BLOCK_K):
         scale = None
@@ -165,9 +166,6 @@ def sums(
         inside = None
         if K % BLOCK_K != 0:
             inside = k < (K - done) // PACK
-        if ROW_LENGTH > 0:
-            row_scale = row_ahead
-            row_ahead = row_scales_at(by_row, of_rows, (done + BLOCK_K) // ROW_LENGTH, ROW_COUNT)
         part = acc
         if PROMOTED or ROW_LENGTH > 0:
             part = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
@@ -175,12 +173,8 @@ def sums(
             part, w_at, x_at, scale, rows, inside,
             FORMAT, PACK, DOT, STEP, UNPACK, UNPACK_HIGH, PRODUCT, PER, IN_FACTORS,
         )  # fmt: skip
-        if ROW_LENGTH > 0:
-            part = part * row_scale[None, :]
-        if PROMOTED:
-            part = part * scale
         if PROMOTED or ROW_LENGTH > 0:
-            acc += part
+            acc = promoted(acc, part, None if IN_FACTORS else scale, by_row, row + m, done, K, ROW_LENGTH)
         else:
             acc = part
         x_at += BLOCK_K
