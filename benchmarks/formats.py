@@ -55,7 +55,7 @@ FORMATS = {
     "w-nvfp4": Operands(None, ("nvfp4", (1, 16, 1))),
 }
 ROWS_128 = (E4M3, (1, 128))  # rows as in DeepSeek
-FORMATS |= {  # both operands quantized, with scales along k of one or of both
+PAIRS = {  # both operands quantized, in different formats or with scales along k
     "mxfp8": Operands(("mxfp8", (1, 32)), ("mxfp8", (1, 32, 1))),
     "mxfp8-mxfp4": Operands(("mxfp8", (1, 32)), ("mxfp4", (1, 32, 1))),
     "e4m3-nvfp4": Operands((E4M3, "row"), ("nvfp4", (1, 16, 1))),
@@ -69,12 +69,15 @@ FORMATS |= {  # both operands quantized, with scales along k of one or of both
     "int8-int4-128": Operands(("int8", "row"), ("int4", (1, 128, 1))),
     "int8-int4": Operands(("int8", "row"), ("int4", "column")),
 }
-LOW_BOTH = tuple(FORMATS)[-12:]
 FLOAT16 = ("w-int8", "w-int4", "w-int4-128", "w-int8-128", "w-e4m3-128x128", "w-mxfp4", "w-mxfp8", "w-nvfp4")
-FORMATS |= {f"f16-{name}": dataclasses.replace(FORMATS[name], dtype="float16") for name in FLOAT16}
-FORMATS["f16"] = Operands(None, None, "float16")
 AS_THEY_LIE = ("e4m3", "int8", "w-int8", "w-int8-128", "w-int4-128", "e4m3-128")
-FORMATS |= {f"{name}-kn": dataclasses.replace(FORMATS[name], k_last=False) for name in AS_THEY_LIE}
+MORE = {  # measured where they are named
+    **PAIRS,
+    "f16": Operands(None, None, "float16"),
+    **{f"f16-{name}": dataclasses.replace(FORMATS[name], dtype="float16") for name in FLOAT16},
+    **{f"{name}-kn": dataclasses.replace((FORMATS | PAIRS)[name], k_last=False) for name in AS_THEY_LIE},
+}
+FORMATS |= MORE
 BOTH = ("e4m3", "e5m2", "int8")  # formats of both operands with all three passes
 ALONG_K = ("w-int4-128", "w-int8-128", "w-e4m3-128x128", "w-mxfp4", "w-mxfp8", "w-nvfp4")
 GPU = ("bf16", "e4m3", "int8", "deepseek", "w-int8", "w-e4m3", "w-int4", *ALONG_K)

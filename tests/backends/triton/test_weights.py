@@ -202,7 +202,10 @@ def test_every_card_has_one_kernel(name):
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
-        (asked("int4", length=32, k=97), r"4-bit weights are unpacked where they are stored \[g, n, k\], and k is even"),
+        (
+            asked("int4", length=32, k=97),
+            r"4-bit weights are unpacked where they are stored \[g, n, k\], and k is even",
+        ),
         (asked("int8", length=24), "every 24"),
         (asked("float4_e2m1fn", length=16), "every 16"),
         (asked("int8", length=32, rows="float32"), "rows of bfloat16 or float16"),
