@@ -68,8 +68,10 @@ class BlockScales:
         """
         weights, across = self.problem.weights, self.problem.epilogue.column_block[1]
         group = tile.group if weights == self.problem.spans else lax.rem(tile.group, i32(weights))
-        ref, first = refs["by_column"], lax.div(tile.column + top, i32(across))
-        rows = ref.at[group, pl.ds(first, WGMMA_M if across == 1 else 1)]
+        ref, height = refs["by_column"], WGMMA_M if across == 1 else 1
+        first = lax.div(tile.column + top, i32(across))
+        # the last tile may be wider than the result: what it computes there is not stored
+        rows = ref.at[group, pl.ds(lax.min(first, i32(ref.shape[1] - height)), height)]
         start = lax.div(step * i32(self.layout.block_k), i32(self.length))
         count = self.per_step
         if self.packed:
