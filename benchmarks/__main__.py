@@ -115,7 +115,7 @@ def _ragged(commands: Commands) -> None:
 def _check(commands: Commands) -> None:
     ask = _command(commands, "check", "compare the kernels with float64, by value; nothing is timed")
     ask.add_argument("--device", choices=("cpu", "gpu"), default="gpu", help="default: %(default)s")
-    ask.add_argument("--backend", help="of the cases that are not quantized; default: gpu, or xla on a CPU")
+    ask.add_argument("--backend", help="default: gpu, or xla on a CPU; triton: the kernels of every other GPU")
     ask.add_argument("--quick", action="store_true", help="leave out the large cases")
     ask.add_argument("--only", default="", metavar="WORDS", help="cases whose names contain this")
     ask.add_argument("--jobs", type=int, default=8, help="processes; 0: this one (default: %(default)s)")

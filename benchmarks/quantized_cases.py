@@ -59,10 +59,11 @@ class Check:
         return 3e-3 if np.dtype(self.out).itemsize == 2 else 1e-3
 
 
-def checks() -> dict[str, Check]:
-    """The cases by name; their operands are made when they run."""
+def checks(backend: str = "gpu") -> dict[str, Check]:
+    """The cases by name, of the kernels of "gpu" or "triton"; their operands are made when they run."""
+    backend = "triton" if backend == "triton" else "gpu"
     interpret = jax.default_backend() == "cpu"
-    data = functools.cache(lambda: Data(interpret=interpret))
+    data = functools.cache(lambda: Data(backend, interpret=interpret))
 
     def check(method: str, out: Any, *how: Any) -> Check:
         return Check(lambda: getattr(data(), method)(*how, out), out)
@@ -70,31 +71,42 @@ def checks() -> dict[str, Check]:
     found: dict[str, Check] = {}
     for name in ("int8", "int4", "float8_e4m3fn", "float8_e5m2"):
         for last, out in ((True, jnp.bfloat16), (False, jnp.bfloat16), (True, jnp.float32)):
+            if backend == "triton" and name == "int4" and not last:
+                continue  # its kernel unpacks 4-bit weights along k alone
             found[f"bf16 x {name}, last={last}, {out.__name__}"] = check("weights", out, name, last)
         if name != "int4":
             found[f"{name} x {name}"] = check("both", jnp.bfloat16, name)
             found[f"{name} x {name}, blocks"] = check("blocks", jnp.float32, name)
             found[f"{name}, contraction"] = check("contraction", jnp.bfloat16, name)
         if not interpret:
-            few = functools.partial(few_rows, name, None, jnp.bfloat16)
+            few = functools.partial(few_rows, backend, name, None, jnp.bfloat16)
             found[f"bf16 x {name}, many groups of few rows"] = Check(few, jnp.bfloat16)
-    for name, (left, right) in (PAIRS if interpret else PAIRS | UPCAST_PAIRS).items():
-        found[name] = check("pair", jnp.bfloat16, left, right)
-    if not interpret:
-        for name in ("int8", "float8_e4m3fn"):
-            found[f"{name} x {name}, last=False"] = check("pair", jnp.bfloat16, (name, "row"), (name, "column"), False)
+    for name, how in _pairs(backend, interpret=interpret).items():
+        found[name] = check("pair", jnp.bfloat16, *how)
     for name, length in ALONG_K:
         found[f"bf16 x {name} per {length} of k"] = check("along_k", jnp.bfloat16, name, length)
         if not interpret:
-            few = functools.partial(few_rows, name, length, jnp.bfloat16)
+            few = functools.partial(few_rows, backend, name, length, jnp.bfloat16)
             found[f"bf16 x {name} per {length} of k, many groups of few rows"] = Check(few, jnp.bfloat16)
+        if backend == "triton":  # the Hopper kernel upcasts to bfloat16 alone
+            found[f"f16 x {name} per {length} of k"] = check("along_k", jnp.float32, name, length, jnp.float16)
     return found
+
+
+def _pairs(backend: str, *, interpret: bool) -> dict[str, tuple[Any, ...]]:
+    """Formats of both operands by name, and whether weights are stored with k last: what the kernels are checked by."""
+    if backend == "triton":
+        return UPCAST_PAIRS
+    if interpret:
+        return PAIRS
+    lying = {f"{name} x {name}, last=False": ((name, "row"), (name, "column"), False) for name in ("int8", E4M3)}
+    return {**PAIRS, **UPCAST_PAIRS, **lying}
 
 
 class Data:
     """Normal rows x [m, k], weights w [3, k, n] and y [m, n], and calls on them."""
 
-    def __init__(self, *, interpret: bool) -> None:
+    def __init__(self, backend: str, *, interpret: bool) -> None:
         """Make the data: small, if the kernels are interpreted."""
         self.interpret = interpret
         self.m, self.k, self.n = (96, 192, 192) if interpret else (700, 576, 320)
@@ -104,16 +116,17 @@ class Data:
         shapes = ((self.m, self.k), (LOCAL, self.k, self.n), (self.m, self.n))
         keys = jax.random.split(jax.random.key(0), 3)
         self.x, self.w, self.y = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
-        self.how: dict[str, Any] = {"backend": "gpu", "interpret": interpret, "group_offset": FIRST}
+        self.how: dict[str, Any] = {"backend": backend, "interpret": interpret, "group_offset": FIRST}
 
     def weights(self, name: str, last: bool, out: Any) -> float:
         """The error with bfloat16 rows, NaN in unowned ones, and weights of a format."""
         rows = jnp.where(self.owned[:, None], self.x, jnp.nan).astype(jnp.bfloat16)
         return self.rows(rows, quantize(self.w, name, "column"), last, out)
 
-    def along_k(self, name: str, length: int, out: Any) -> float:
-        """The error with bfloat16 rows, NaN in unowned ones, and weights with a scale for each block of k."""
-        rows = jnp.where(self.owned[:, None], self.x, jnp.nan).astype(jnp.bfloat16)
+    def along_k(self, name: str, length: int, *dtypes: Any) -> float:
+        """The error with NaN in unowned rows and a scale for each block of k; rows are bfloat16, or as given."""
+        *given, out = dtypes
+        rows = jnp.where(self.owned[:, None], self.x, jnp.nan).astype(*given or (jnp.bfloat16,))
         across = 128 if name == "float8_e4m3fn" else 1
         return self.rows(rows, quantize(self.w, name, (1, length, across)), True, out)
 
@@ -152,7 +165,7 @@ class Data:
         return oracle.error(got, oracle.contraction(a.mT, b.mT, self.sizes, first=FIRST, local=LOCAL))
 
 
-def few_rows(name: str, length: int | None, out: Any) -> float:
+def few_rows(backend: str, name: str, length: int | None, out: Any) -> float:
     """The error of quantized weights with a few rows each: long sums, and one tile after the other without a pause.
 
     Scales are per column, or per column and block of k.
@@ -162,6 +175,6 @@ def few_rows(name: str, length: int | None, out: Any) -> float:
     x = jax.random.normal(jax.random.key(0), (int(sizes.sum()), k), jnp.bfloat16)
     w = quantize(jax.random.normal(jax.random.key(1), (g, n, k), jnp.bfloat16), name, (1, 1, length or k))
     call: Callable[..., Any] = jax.jit(
-        lambda x, w: tr.grouped_matmul(x, w, sizes, out, transpose_rhs=True, backend="gpu")
+        lambda x, w: tr.grouped_matmul(x, w, sizes, out, transpose_rhs=True, backend=backend)
     )
     return oracle.error(call(x, w), oracle.rows(x, w, sizes, transpose_rhs=True))

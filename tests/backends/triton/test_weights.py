@@ -60,6 +60,8 @@ CASES = {
     "mxfp8, float16": (asked("float8_e4m3fn", scales=E8M0, length=32, rows="float16"), {}),
     "int8, float16": (asked("int8", length=48, rows="float16", n=41), {"block_k": 16}),
     "blocks of 64 x 32": (asked("float8_e4m3fn", length=64, across=32, n=72, k=130), {"block_k": 64}),
+    "int4 by 32, steps of two blocks": (asked("int4", length=32, k=160), {"block_k": 64}),
+    "int8 by 16, steps of four blocks": (asked("int8", length=16, k=72, last=False), {"block_k": 64}),
     "int4, e4m3 scales": (asked("int4", scales=E4M3, length=64, n=33), {}),
     "bfloat16 scales": (asked("int4", scales="bfloat16", length=32, accumulate=True), {}),
     "stored [g, k, n]": (asked("int8", length=32, last=False, bias=np.dtype("float32")), {}),

@@ -231,7 +231,7 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
         block_n=block_n,
         block_k=block_k,
         stages=min((card.shared - others) // stage, MAX_STAGES),
-        raster_group=8 if block_m > 128 else 16,
+        raster_group=8 if block_m > 128 or (problem.transpose_rhs and dtype.itemsize == 2 and not swap_ab) else 16,
         num_ctas=card.cores,
         consumers=consumers,
         swizzle=swizzle,

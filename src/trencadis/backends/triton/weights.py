@@ -137,8 +137,13 @@ def sums(
     SCALES: tl.constexpr, LENGTH: tl.constexpr, ACROSS: tl.constexpr, PER: tl.constexpr, IN_FACTORS: tl.constexpr,
     ROW_LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """The sums [block_n, block_m] of a tile along k; zero if it is unowned."""
-    STEP: tl.constexpr = BLOCK_K // PACK  # bytes of weights along k
+    """The sums [block_n, block_m] of a tile along k; zero if it is unowned.
+
+    A step of several blocks of k is multiplied block by block where the sum of each is scaled.
+    """
+    PROMOTED: tl.constexpr = LENGTH > 0 and not IN_FACTORS
+    PARTS: tl.constexpr = BLOCK_K // LENGTH if PROMOTED and BLOCK_K > LENGTH else 1
+    STEP: tl.constexpr = BLOCK_K // PARTS // PACK  # bytes of weights along k that are multiplied at once
     k = tl.arange(0, STEP)
     x_at = lhs + row.to(tl.int64) * K_LHS + m[None, :] * K_LHS + k[:, None]  # [step, block_m]
     w_at = rhs + (tl.maximum(group, 0) % WEIGHTS).to(tl.int64) * (K // PACK * N)  # [block_n, step]
@@ -148,7 +153,6 @@ def sums(
     else:
         w_at += column * BLOCK_N + n[:, None] + k[None, :] * N
         STRIDE: tl.constexpr = STEP * N
-    PROMOTED: tl.constexpr = LENGTH > 0 and not IN_FACTORS  # scales of columns
     if LENGTH > 0:
         COUNT: tl.constexpr = (K + LENGTH - 1) // LENGTH
         scales += local.to(tl.int64) * (COUNT * ((N + ACROSS - 1) // ACROSS))
@@ -156,29 +160,31 @@ def sums(
     if PROMOTED:
         ahead = scales_at(scales, s, 0, COUNT, SCALES, 1)
     acc = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
-    for done in range(0, tl.where(group >= 0, K, 0), BLOCK_K):
-        scale = None
-        if PROMOTED:  # those of the next step are on their way while this one is multiplied
-            scale = ahead
-            ahead = scales_at(scales, s, (done + BLOCK_K) // LENGTH, COUNT, SCALES, 1)
-        elif IN_FACTORS:
-            scale = scales_at(scales, s, done // LENGTH, COUNT, SCALES, PER)
-        inside = None
-        if K % BLOCK_K != 0:
-            inside = k < (K - done) // PACK
-        part = acc
-        if PROMOTED or ROW_LENGTH > 0:
-            part = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
-        part = step(
-            part, w_at, x_at, scale, rows, inside,
-            FORMAT, PACK, DOT, STEP, UNPACK, UNPACK_HIGH, PRODUCT, PER, IN_FACTORS,
-        )  # fmt: skip
-        if PROMOTED or ROW_LENGTH > 0:
-            acc = promoted(acc, part, None if IN_FACTORS else scale, by_row, row + m, done, K, ROW_LENGTH)
-        else:
-            acc = part
-        x_at += BLOCK_K
-        w_at += STRIDE
+    for first in range(0, tl.where(group >= 0, K, 0), BLOCK_K):
+        for nth in tl.static_range(PARTS):
+            done = first + nth * (STEP * PACK)
+            scale = None
+            if PROMOTED:  # those of the next block are on their way while this one is multiplied
+                scale = ahead
+                ahead = scales_at(scales, s, (done + STEP * PACK) // LENGTH, COUNT, SCALES, 1)
+            elif IN_FACTORS:
+                scale = scales_at(scales, s, done // LENGTH, COUNT, SCALES, PER)
+            inside = None
+            if K % BLOCK_K != 0:
+                inside = k < (K - done) // PACK
+            part = acc
+            if PROMOTED or ROW_LENGTH > 0:
+                part = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
+            part = step(
+                part, w_at, x_at, scale, rows, inside,
+                FORMAT, PACK, DOT, STEP, UNPACK, UNPACK_HIGH, PRODUCT, PER, IN_FACTORS,
+            )  # fmt: skip
+            if PROMOTED or ROW_LENGTH > 0:
+                acc = promoted(acc, part, None if IN_FACTORS else scale, by_row, row + m, done, K, ROW_LENGTH)
+            else:
+                acc = part
+            x_at += STEP * PACK
+            w_at += STRIDE
     return acc
 
 
