@@ -98,6 +98,7 @@ def _quant(commands: Commands) -> None:
     ask.add_argument("--device", choices=("cpu", "gpu", "tpu"), default="cpu", help="tpu: by the compiler's schedules")
     ask.add_argument("--errors", choices=("formats", "gradients"), help="errors against float64 instead of times")
     _problems(ask, "; default: all that a format has")
+    ask.add_argument("--tag", choices=problems.TAGS, help="all problems with this tag, such as gpu-drawn")
     ask.add_argument("--formats", metavar="F,F", help="default: all that the device has kernels for")
     ask.add_argument("--generations", default=GENERATIONS, metavar="G,G", help="of TPU (default: %(default)s)")
     ask.add_argument("--jobs", type=int, default=4, help="processes that compile at a time, on a GPU")

@@ -22,6 +22,27 @@ ALONG_K = (
     ("int4", 128), ("int4", 64), ("int8", 128), ("float8_e4m3fn", 128), ("float8_e5m2", 256),
     ("mxfp4", 32), ("mxfp8", 32), ("nvfp4", 16),
 )  # fmt: skip
+E4M3 = "float8_e4m3fn"
+# both operands quantized, each with a format and what shares a scale
+PAIRS = {
+    "float8_e4m3fn per 128 of k x float8_e4m3fn": ((E4M3, (1, 128)), (E4M3, "column")),
+    "float8_e4m3fn per 64 of k x float8_e4m3fn": ((E4M3, (1, 64)), (E4M3, "column")),
+    "int8 per 128 of k x int8 per 128 of k": (("int8", (1, 128)), ("int8", (1, 128, 1))),
+    "float8_e4m3fn x float8_e4m3fn per 128 x 128": ((E4M3, "row"), (E4M3, (1, 128, 128))),
+    "float8_e4m3fn per 128 of k x bf16": ((E4M3, (1, 128)), None),
+}
+UPCAST_PAIRS = {
+    "mxfp8 x mxfp8": (("mxfp8", (1, 32)), ("mxfp8", (1, 32, 1))),
+    "nvfp4 x mxfp4": (("nvfp4", (1, 16)), ("mxfp4", (1, 32, 1))),
+    "int8 x int4": (("int8", "row"), ("int4", "column")),
+    "float8_e4m3fn per 128 of k x int8 per 128 of k": ((E4M3, (1, 128)), ("int8", (1, 128, 1))),
+    "float8_e4m3fn per 128 of k x int4 per 64 of k": ((E4M3, (1, 128)), ("int4", (1, 64, 1))),
+    "float8_e4m3fn per 32 of k x float8_e4m3fn": ((E4M3, (1, 32)), (E4M3, "column")),
+    "float8_e4m3fn per 128 of k x int4 per 128 of k": ((E4M3, (1, 128)), ("int4", (1, 128, 1))),
+    "int8 x int4 per 128 of k": (("int8", "row"), ("int4", (1, 128, 1))),
+    "float8_e4m3fn per 32 of k x mxfp4": ((E4M3, (1, 32)), ("mxfp4", (1, 32, 1))),
+    "float8_e4m3fn per 128 of k x mxfp4": ((E4M3, (1, 128)), ("mxfp4", (1, 32, 1))),
+}
 FIRST, LOCAL = 1, 3  # the window: group 0 is not held here
 
 
@@ -60,6 +81,8 @@ def checks(backend: str = "gpu") -> dict[str, Check]:
         if not interpret:
             few = functools.partial(few_rows, backend, name, None, jnp.bfloat16)
             found[f"bf16 x {name}, many groups of few rows"] = Check(few, jnp.bfloat16)
+    for name, how in _pairs(backend, interpret=interpret).items():
+        found[name] = check("pair", jnp.bfloat16, *how)
     for name, length in ALONG_K:
         found[f"bf16 x {name} per {length} of k"] = check("along_k", jnp.bfloat16, name, length)
         if not interpret:
@@ -68,6 +91,16 @@ def checks(backend: str = "gpu") -> dict[str, Check]:
         if backend == "triton":  # the Hopper kernel upcasts to bfloat16 alone
             found[f"f16 x {name} per {length} of k"] = check("along_k", jnp.float32, name, length, jnp.float16)
     return found
+
+
+def _pairs(backend: str, *, interpret: bool) -> dict[str, tuple[Any, ...]]:
+    """Formats of both operands by name, and whether weights are stored with k last: what the kernels are checked by."""
+    if backend == "triton":
+        return UPCAST_PAIRS
+    if interpret:
+        return PAIRS
+    lying = {f"{name} x {name}, last=False": ((name, "row"), (name, "column"), False) for name in ("int8", E4M3)}
+    return {**PAIRS, **UPCAST_PAIRS, **lying}
 
 
 class Data:
@@ -101,6 +134,12 @@ class Data:
         """The error with both operands quantized, by rows and columns."""
         return self.rows(self.spoiled(quantize(self.x, name, "row")), quantize(self.w, name, "column"), True, out)
 
+    def pair(self, left: Any, right: Any, *last_and_out: Any) -> float:
+        """The error with both operands quantized, each in its own format and by its own blocks."""
+        *last, out = last_and_out
+        w = self.w.astype(jnp.bfloat16) if right is None else quantize(self.w, *right)
+        return self.rows(self.spoiled(quantize(self.x, *left)), w, *last or (True,), out)
+
     def blocks(self, name: str, out: Any) -> float:
         """The error with both operands quantized, by blocks of 128 along k and n."""
         x, w = self.spoiled(quantize(self.x, name, (1, 128))), quantize(self.w, name, (1, 128, 128))
@@ -108,13 +147,14 @@ class Data:
 
     def spoiled(self, q: Scaled) -> Scaled:
         """The rows with NaN in unowned ones, in the values where their format has NaN, and in the scales."""
-        scale = jnp.where(self.owned[:, None], q.scale, jnp.nan)
-        values = q.values if q.format == "int8" else jnp.where(self.owned[:, None], q.values, jnp.nan).astype(q.dtype)
-        return Scaled(values, scale, q.format, q.block)
+        scale = jnp.where(self.owned[:, None], q.scale, jnp.nan).astype(q.scale.dtype)
+        spoiled = q.dtype not in (jnp.int8, jnp.float4_e2m1fn)
+        values = jnp.where(self.owned[:, None], q.values, jnp.nan).astype(q.dtype) if spoiled else q.values
+        return Scaled(values, scale, q.format, q.block, total=q.total)
 
-    def rows(self, a: Any, b: Scaled, last: bool, out: Any) -> float:
+    def rows(self, a: Any, b: Any, last: bool, out: Any) -> float:
         """The error of rows times weights, plus a bias."""
-        bias, b = self.y[:LOCAL], prepare(b, contracting=-2 if last else -1)
+        bias, b = self.y[:LOCAL], prepare(b, contracting=-2 if last else -1) if isinstance(b, Scaled) else b
         got = tr.grouped_matmul(a, b.mT if last else b, self.sizes, out, transpose_rhs=last, bias=bias, **self.how)
         return oracle.error(got, oracle.rows(a, b, self.sizes, first=FIRST, bias=bias))
 

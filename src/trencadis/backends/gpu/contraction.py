@@ -32,6 +32,8 @@ class ContractionMainloop:
     problem: Problem
     layout: Layout
 
+    copies = 2  # of a step
+
     @property
     def k_major(self) -> tuple[bool, bool]:
         """Whether lhs is stored [k, rows], and whether rhs is stored [n, rows]: rows are the K of this GEMM."""

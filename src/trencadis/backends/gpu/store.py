@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.layout import ROW_ALIGN, SWIZZLE, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.mma_shapes import MmaShape
+from trencadis.backends.gpu.scales import shared_by_tile
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
 from trencadis.backends.prepare import round_up
 from trencadis.core.epilogue import Extras, inlined
@@ -51,15 +52,13 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
 
 def vectors(problem: Problem, layout: Layout) -> dict[str, tuple[int, np.dtype[Any]]]:
     """The length and dtype of each vector, by name, that the epilogue of a tile reads from shared memory."""
-    epilogue = problem.epilogue
-    if epilogue.blocks:  # scales of rows are loaded with each step; those of weights are here for all steps
-        return {"by_column": (round_up(-(-problem.k // epilogue.blocks), 32), np.dtype(np.float32))}
-    by_column = epilogue.by_column and not epilogue.along_k  # scales along k are applied before
-    return {
-        **({"by_row": (layout.block_m, np.dtype(np.float32))} if epilogue.by_row else {}),
-        **({"by_column": (layout.block_n, np.dtype(np.float32))} if by_column else {}),
-        **({"bias": (layout.block_n, epilogue.bias)} if epilogue.bias is not None else {}),
-    }
+    epilogue, number = problem.epilogue, np.dtype(np.float32)
+    found = {} if not epilogue.by_row or epilogue.row_block else {"by_row": (layout.block_m, number)}
+    if shared_by_tile(problem):  # the scales of all steps
+        found["by_column"] = (round_up(-(-problem.k // epilogue.column_block[0]), 32), number)
+    elif epilogue.by_column and not epilogue.column_block[0]:
+        found["by_column"] = (layout.block_n, number)
+    return found if epilogue.bias is None else {**found, "bias": (layout.block_n, epilogue.bias)}
 
 
 def store_buffers(problem: Problem, layout: Layout) -> tuple[int, int, int]:
@@ -183,7 +182,7 @@ class Store:
 
     def store(self, tile: Tile, subtiles: Subtiles, sums: Sums, mine: Scalar) -> None:
         """Apply the epilogue to the blocks of a consumer, and store as many subtiles at a time as it has buffers."""
-        if not self.problem.epilogue.blocks:
+        if not shared_by_tile(self.problem):  # or the mainloop has waited for them
             self.wait_vectors(tile)
         for first in range(0, len(subtiles), subtiles.buffers):
             some = functools.partial(self._store_some, tile, subtiles, sums, mine, first)
@@ -221,8 +220,8 @@ class Store:
 
     def _vector(self, name: str, tile: Tile) -> Ref:
         """The part of a vector in global memory that the epilogue of a tile reads: of its rows, or of its columns."""
-        if self.problem.epilogue.blocks:
-            return self.refs[name].at[tile.group, lax.div(tile.column, i32(self.problem.epilogue.blocks))]
+        if name == "by_column" and shared_by_tile(self.problem):
+            return self.refs[name].at[tile.group, lax.div(tile.column, i32(self.problem.epilogue.column_block[1]))]
         if name != "by_row":
             columns = pl.ds(pl.multiple_of(tile.column, self.layout.block_n), self.layout.block_n)
             return self.refs[name].at[tile.group, columns]
@@ -315,7 +314,9 @@ class Store:
         """Scales, bias and activation of sums that start at a row of the tile; a tile without steps stays zero."""
         acc = acc.astype(jnp.float32)  # int8 sums are integers, and what is added to them need not be
         epilogue, wanted = self.problem.epilogue, vectors(self.problem, self.layout)
-        if epilogue.blocks or (not wanted and epilogue.activation is None):
+        if shared_by_tile(self.problem):
+            wanted.pop("by_column")  # the mainloop has applied them
+        if not wanted and epilogue.activation is None:
             return acc
         row_axis, column_axis = (1, 0) if self.layout.swap_ab else (0, 1)  # of acc, along those of the result
         spread = {}

@@ -87,14 +87,12 @@ def refused(problem: Problem) -> str:
         return "it unpacks low-precision weights beside rows of bfloat16 or float16"
     if problem.out.name not in RESULTS or (epilogue.bias is not None and epilogue.bias.name not in RESULTS):
         return f"the result and bias are to be {', '.join(RESULTS)}"
-    if epilogue.row_block:
-        return "scales of rows change along k, and rows are of 16 bits"
     if bits(problem.rhs) == 4 and (problem.k % 2 or not problem.transpose_rhs):
         return "4-bit weights are unpacked where they are stored [g, n, k], and k is even"
     if epilogue.column_scales.name not in (*RESULTS, *BYTES):
         return f"scales of weights are {epilogue.column_scales.name}"
     if not list(_steps(problem)):
-        return f"scales of weights change along k every {epilogue.column_block[0]}"
+        return f"scales change along k every {epilogue.part}"
     return ""
 
 
@@ -115,13 +113,24 @@ def _steps(problem: Problem) -> Iterator[int]:
     most = STEPS[-1] * pack if in_factors(problem) else several
     for step in (LEAST_K, *STEPS):
         block_k = step * pack
+        if problem.epilogue.row_block % block_k:
+            continue
         if not length or length % block_k == 0 or (block_k % length == 0 and block_k <= most):
             yield block_k
 
 
 def at_once(problem: Problem, layout: Layout) -> int:
     """The entries of k that are multiplied at once: a step, or a block of it whose sum is scaled."""
-    return min(layout.block_k, problem.epilogue.column_block[0]) if _promoted(problem) else layout.block_k
+    length = problem.epilogue.column_block[0]
+    return min(layout.block_k, length) if length and not in_factors(problem) else layout.block_k
+
+
+def with_16_bit_rows(problem: Problem) -> Problem:
+    """The problem with 8-bit rows as bfloat16, which is exact, beside weights that this kernel is for."""
+    if problem.form is not Form.ROWS or problem.lhs.itemsize > 1 or problem.rhs.name not in DIGITS:
+        return problem
+    unpacked = problem.epilogue.along_k or bits(problem.rhs) == 4
+    return problem.replace(lhs=np.dtype(jnp.bfloat16)) if unpacked else problem
 
 
 @functools.lru_cache(maxsize=1024)
@@ -195,7 +204,7 @@ def _instructions(problem: Problem, card: Card, layout: Layout) -> float:
 
 def _promoted(problem: Problem) -> bool:
     """Whether the sum of each block of k is scaled and added to other sums."""
-    return problem.epilogue.along_k and not in_factors(problem)
+    return problem.epilogue.row_block > 0 or (problem.epilogue.along_k and not in_factors(problem))
 
 
 def _programs_per_sm(problem: Problem, card: Card, layout: Layout) -> int:
@@ -217,7 +226,8 @@ def reason(problem: Problem, layout: Layout, card: Card) -> str:
     waves = tile_count(problem, layout) / (card.cores * _programs_per_sm(problem, card, layout))
     where = ""
     if problem.epilogue.along_k:
-        where = ", times their scales" if in_factors(problem) else "; scales multiply the sum of each block of k"
+        inside = in_factors(problem) and not problem.epilogue.row_block
+        where = ", times their scales" if inside else "; scales multiply the sum of each block of k"
     return (
         f"{layout.block_m} x {layout.block_n} tiles of {layout.warps} warps, {waves:.2f} waves over {card.cores} SMs, "
         f"{layout.stages} stages of {layout.block_k} along k, weights unpacked in registers{where}; "
@@ -234,13 +244,14 @@ def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, inter
     from trencadis.backends.triton import bridge, interpreter
 
     lhs, rhs, sizes, first, *extras = operands
+    lhs = lhs.astype(problem.lhs)
     listed = tiles(problem, layout, sizes, first)
     given = problem.epilogue.split(tuple(extras))
     if bits(problem.rhs) == 4:
         lhs = even_odd(lhs, at_once(problem, layout), layout.block_k)
     # a custom call takes packed values as they are; XLA would convert two of 4 bits to a byte in a pass over memory
     arrays: dict[str, Any] = {"lhs": lhs, "rhs": as_bytes(rhs) if interpret else rhs, **given._asdict()}
-    if problem.epilogue.along_k and given.by_column is not None:
+    if problem.epilogue.column_block[0] and given.by_column is not None:
         scales = given.by_column.mT  # as they are stored
         arrays["scales"] = as_bytes(scales) if scales.dtype.itemsize == 1 else scales
     names = [name for name, _ in pointers(problem)]
@@ -307,7 +318,7 @@ def kernel_of(problem: Problem, layout: Layout, arch: str, *, interpret: bool = 
         "PRODUCT": product(problem.lhs.name) if ptx else None,
         "SCALES": epilogue.column_scales.name, "LENGTH": epilogue.column_block[0],
         "ACROSS": epilogue.column_block[1], "PER": max(layout.block_k // max(epilogue.column_block[0], 1), 1),
-        "IN_FACTORS": in_factors(problem),
+        "IN_FACTORS": in_factors(problem), "ROW_LENGTH": epilogue.row_block,
         "ACTIVATION": None if text is None else function(text, rewritten if interpret else triton.jit),
     }  # fmt: skip
     return Kernel(
