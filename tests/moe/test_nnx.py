@@ -11,8 +11,8 @@ from trencadis.moe.nnx import BalanceBias, MoE
 
 pytestmark = pytest.mark.core
 
-CONFIG = moe.Config(d=6, f=5, experts=4, k=2, score="sigmoid", shared=3)
-X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 6)), jnp.float32)
+CONFIG = moe.Config(d=6, f=5, experts=4, k=2, score="sigmoid", shared=3, gated=False, activation=jax.nn.relu)
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 6)), jnp.float32)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def params_of(layer):
 
 def test_value_and_gradients_are_those_of_the_function(layer):
     """With a bias, masked tokens, and gradients of the parameters alone."""
-    bias, mask = jnp.array([1.0, 0.0, -1.0, 0.0]), jnp.arange(8).reshape(2, 4) != 3
+    bias, mask = jnp.array([1.0, 0.0, -1.0, 0.0]), jnp.arange(4).reshape(2, 2) != 3
     layer.balance_bias.set_value(bias)
 
     @nnx.jit
@@ -54,8 +54,8 @@ def test_value_and_gradients_are_those_of_the_function(layer):
 
 def test_the_bias_is_updated_by_its_rule_inside_of_jit(layer):
     """An optimizer of `nnx.Param` never sees it, and it makes the load even."""
-    assert not any(isinstance(v, BalanceBias) for v in jax.tree.leaves(nnx.state(layer, nnx.Param), is_leaf=_variable))
-    x = jax.random.normal(jax.random.key(1), (256, 6)) + 1.0  # a mean, which some experts like more than others
+    assert set(nnx.state(layer, nnx.Param)) == set(CONFIG.shapes)
+    x = jax.random.normal(jax.random.key(1), (256, 6)) + 1.0  # the mean makes some experts more frequent
 
     @nnx.jit
     def step(layer):
@@ -64,22 +64,19 @@ def test_the_bias_is_updated_by_its_rule_inside_of_jit(layer):
         return moe.load_of(routing).imbalance
 
     imbalance = [float(step(layer)) for _ in range(100)]
-    assert imbalance[0] > 1.5 and imbalance[-1] < 1.15
+    assert imbalance[0] > 1.3 and imbalance[-1] < 1.1
     biases = jax.tree.leaves(nnx.state(layer, BalanceBias))
     assert len(biases) == 1 and np.any(biases[0])
 
 
-def _variable(x):
-    return isinstance(x, nnx.Variable)
-
-
 def test_quantized_experts_may_take_the_place_of_parameters(layer):
-    full = {name: getattr(layer, name).get_value() for name in ("w_gate", "w_up", "w_down")}
+    full = {name: getattr(layer, name).get_value() for name in ("w_up", "w_down")}
     stored = {name: quant.quantize(w, "int8", "column") for name, w in full.items()}
     for name, w in stored.items():
         setattr(layer, name, nnx.Param(w))
-    want, _ = moe.apply(params_of(layer) | {name: w.dequantize() for name, w in stored.items()}, X, CONFIG)
-    np.testing.assert_allclose(layer(X)[0], want, rtol=1e-4, atol=1e-4)
+    wide = params_of(layer) | {name: w.dequantize() for name, w in stored.items()}
+    want = jax.jit(lambda params: moe.apply(params, X, CONFIG)[0])(wide)
+    np.testing.assert_allclose(nnx.jit(lambda layer: layer(X)[0])(layer), want, rtol=1e-4, atol=1e-4)
 
 
 def test_layers_may_be_stacked_and_scanned():
@@ -99,9 +96,8 @@ def test_layers_may_be_stacked_and_scanned():
         return x + y, routing.sizes
 
     y, sizes = run(layers, X)
-    want = X
+    want, one = X, jax.jit(lambda params, x: x + moe.apply(params, x, CONFIG)[0])
     for i in range(3):
-        params = {name: getattr(layers, name).get_value()[i] for name in CONFIG.shapes}
-        want = want + moe.apply(params, want, CONFIG)[0]
+        want = one({name: getattr(layers, name).get_value()[i] for name in CONFIG.shapes}, want)
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
-    np.testing.assert_array_equal(sizes.sum(axis=1), [16] * 3)
+    np.testing.assert_array_equal(sizes.sum(axis=1), [8] * 3)
