@@ -2,8 +2,8 @@
 
     python examples/train_moe.py [--steps 500] [--quick] [--save model.npz] [--svg train_moe.svg]
 
-It takes about three minutes on two CPU cores. The layers are causal attention and `moe.apply`; experts are kept balanced
-by a bias instead of a loss. `serve_moe.py` runs the saved model with int4 experts.
+It takes about three minutes on two CPU cores. A layer is causal attention and `moe.apply`. Experts are kept balanced by
+a bias instead of a loss. `serve_moe.py` runs the saved model with int4 experts.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +25,7 @@ import numpy as np
 from trencadis import moe
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-RATE, WARM_UP, BALANCE = 3e-3, 20, 2e-3  # of the optimizer, in steps, and of the balance bias
+RATE, WARM_UP, BALANCE = 3e-3, 10, 1e-2  # of the optimizer, in steps, and of the balance bias
 BARS = " ▁▂▃▄▅▆▇█"
 Params = dict[str, Any]
 
@@ -207,8 +204,10 @@ def train(model: Model, text: np.ndarray, steps: int, batch: int) -> tuple[State
 def progress(done: int, steps: int, value: float, began: float) -> None:
     """Show the progress on a terminal; in a log, a line for each tenth."""
     spent = time.perf_counter() - began
-    bar = "#" * (30 * done // steps)
-    line = f"[{bar:.<30}] step {done}/{steps}, loss {value:.3f}, {spent:.0f} s, {spent * (steps - done) / done:.0f} s left"
+    left = spent * (steps - done) / done
+    line = (
+        f"[{'#' * (30 * done // steps):.<30}] step {done}/{steps}, loss {value:.3f}, {spent:.0f} s, {left:.0f} s left"
+    )
     if sys.stderr.isatty():
         print(f"\r\x1b[K{line}", end="\n" if done == steps else "", file=sys.stderr, flush=True)
     elif done == steps or done % max(steps // 10, 1) == 0:
