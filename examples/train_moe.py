@@ -1,6 +1,6 @@
 """Train a small Mixture-of-Experts language model on the documentation of this repository, character by character.
 
-    python examples/train_moe.py [--steps 500] [--quick] [--save model.npz] [--svg train_moe.svg]
+    python examples/train_moe.py [--steps 1000] [--quick] [--save model.npz] [--svg train_moe.svg]
 
 It takes about three minutes on two CPU cores. A layer is causal attention and `moe.apply`. Experts are kept balanced by
 a bias instead of a loss. `serve_moe.py` runs the saved model with int4 experts.
@@ -37,7 +37,7 @@ class Model:
     vocabulary: int
     layers: int = 3
     heads: int = 4
-    length: int = 128  # the longest text, in characters
+    length: int = 64  # the longest text, in characters
     d: int = 128
     f: int = 256
     experts: int = 16
@@ -269,7 +269,7 @@ def load(path: pathlib.Path) -> tuple[Model, str, Params, jax.Array]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     ask = argparse.ArgumentParser(description="Train a small Mixture-of-Experts language model.")
-    ask.add_argument("--steps", type=int, help="default: 500, or 20 with --quick")
+    ask.add_argument("--steps", type=int, help="default: 1000, or 20 with --quick")
     ask.add_argument("--quick", action="store_true", help="a tiny model: that it runs and learns, not how well")
     ask.add_argument("--save", type=pathlib.Path, help="write the model to this file, for serve_moe.py")
     ask.add_argument("--svg", type=pathlib.Path, default=pathlib.Path("train_moe.svg"), help="default: %(default)s")
@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, batch = Model(vocabulary=len(characters)), 16
     if asked.quick:
         model, batch = dataclasses.replace(model, layers=2, length=32, d=32, f=32, experts=4), 8
-    steps = asked.steps or (20 if asked.quick else 500)
+    steps = asked.steps or (20 if asked.quick else 1000)
     print(f"{len(text)} characters, {len(characters)} different ones; {model}")
     state, losses, loads = train(model, text, steps, batch)
     show(losses, loads)

@@ -354,8 +354,25 @@ def test_quantization_for_training(rng, backend):
     jax.tree.map(close, found, want)
 
 
+def test_quantization_with_an_activation_over_traced_values(rng):
+    """The recipe is obeyed, whatever the activation closes over."""
+    routing, params = routings(rng)["top2"], parameters(rng)
+    x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
+
+    @jax.jit
+    def both(one):
+        run = functools.partial(call, routing, x, routing.weights, params, quantization=quant.Recipe("int8", "int8"))
+        return run(backend="reference"), run(
+            backend="reference", activation=lambda gate, up: jax.nn.silu(one * gate) * up
+        )
+
+    np.testing.assert_allclose(*both(1.0), rtol=1e-5, atol=1e-5)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors
+
+INT8 = quant.Scaled(np.ones((E, D, F), np.int8), np.ones((E, 1, F), np.float32), "int8", (1, D, 1))
 
 
 @pytest.mark.parametrize(
@@ -373,6 +390,7 @@ def test_quantization_for_training(rng, backend):
         (["save", "'least'", "'much'"], {"save": "much"}),
         (["backend", "'cuda'"], {"backend": "cuda"}),
         (["quantization", "Recipe"], {"quantization": "int8"}),
+        (["quantization", "quantized already"], {"w_gate": INT8, "quantization": quant.Recipe("int8", "int8")}),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(rng, words, change):
