@@ -225,8 +225,8 @@ def bars(values: np.ndarray, top: float) -> str:
 
 def show(losses: list[float], loads: list[np.ndarray]) -> None:
     """Print the loss over time, and how many rows each expert of each layer had at the first and at the last steps."""
-    parts = np.array_split(np.array(losses), min(60, len(losses)))
-    print(f"loss  {bars(np.array([part.mean() for part in parts]), max(losses))}  {losses[0]:.2f} -> {losses[-1]:.2f}")
+    means = np.array([part.mean() for part in np.array_split(np.array(losses), min(60, len(losses)))])
+    print(f"loss  {bars(means - 0.9 * means.min(), np.ptp(means))}  {losses[0]:.2f} -> {losses[-1]:.2f} nats a character")
     last = max(len(loads) // 10, 1)
     for name, some in (("first", loads[:last]), ("last", loads[-last:])):
         print(f"rows of each expert, {name} {last} steps (half the height is an even load; busiest over mean)")
