@@ -15,7 +15,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -119,8 +119,18 @@ def forward(
         return x + y, (routing.sizes, cache)
 
     x = params["embedding"][tokens] + position
-    x, (sizes, cache) = jax.lax.scan(layer, x, (params["layers"], bias, cache))
+    layers = (params["layers"], bias, cache)
+    x, (sizes, cache) = (unrolled if isinstance(layers[0], list) else jax.lax.scan)(layer, x, layers)
     return normalized(x) @ params["embedding"].T, sizes, cache
+
+
+def unrolled(layer: Callable[..., Any], x: jax.Array, layers: tuple[Any, ...]) -> tuple[jax.Array, Any]:
+    """As `lax.scan`, for a list of layers; a scan copies each layer out of the stack, in each step of decoding."""
+    found = []
+    for each in zip(*layers, strict=True):
+        x, out = layer(x, each)
+        found.append(out)
+    return x, tuple(map(jnp.stack, zip(*found, strict=True)))
 
 
 def loss(model: Model, params: Params, bias: jax.Array, text: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -226,7 +236,9 @@ def bars(values: np.ndarray, top: float) -> str:
 def show(losses: list[float], loads: list[np.ndarray]) -> None:
     """Print the loss over time, and how many rows each expert of each layer had at the first and at the last steps."""
     means = np.array([part.mean() for part in np.array_split(np.array(losses), min(60, len(losses)))])
-    print(f"loss  {bars(means - 0.9 * means.min(), np.ptp(means))}  {losses[0]:.2f} -> {losses[-1]:.2f} nats a character")
+    print(
+        f"loss  {bars(means - 0.9 * means.min(), np.ptp(means))}  {losses[0]:.2f} -> {losses[-1]:.2f} nats a character"
+    )
     last = max(len(loads) // 10, 1)
     for name, some in (("first", loads[:last]), ("last", loads[-last:])):
         print(f"rows of each expert, {name} {last} steps (half the height is an even load; busiest over mean)")
