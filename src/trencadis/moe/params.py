@@ -15,7 +15,8 @@ from trencadis.core.epilogue import Activation
 from trencadis.moe.activation import swiglu
 from trencadis.moe.layer import Save
 from trencadis.moe.mlp import moe_mlp
-from trencadis.moe.routing import Routing, Score, route
+from trencadis.moe.routing import Routing, route
+from trencadis.moe.selection import Score
 from trencadis.quant.recipe import Recipe
 
 Params: TypeAlias = dict[str, Any]  # arrays by name; those of the experts may be quantized
