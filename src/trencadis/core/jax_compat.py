@@ -82,6 +82,60 @@ def result_type(operands: tuple[ShapedArray, ...], shape: tuple[int, ...], dtype
     )
 
 
+def explicit_axes(mesh: AbstractMesh) -> dict[Hashable, int]:
+    """The explicit axes of a mesh, and how many devices lie along each."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind == jax.sharding.AxisType.Explicit}
+
+
+def explicit_mesh(*xs: Value) -> AbstractMesh | None:
+    """The mesh of arrays whose types say how they are sharded; None if there is none, or it has no explicit axis."""
+    for x in xs:
+        mesh: AbstractMesh = jax.typeof(x).sharding.mesh
+        if not mesh.empty:
+            return mesh if explicit_axes(mesh) else None
+    return None
+
+
+def spec_of(sharding: Any, mesh: AbstractMesh, rank: int) -> tuple[tuple[Hashable, ...], ...]:
+    """The explicit mesh axes of each of `rank` dimensions, from a sharding or a `PartitionSpec`."""
+    spec = getattr(sharding, "spec", sharding)
+    found = [() if each is None else each if isinstance(each, tuple) else (each,) for each in spec]
+    known = explicit_axes(mesh)
+    return (*(tuple(axis for axis in axes if axis in known) for axes in found), *((),) * (rank - len(found)))
+
+
+def resharded(x: Array, mesh: AbstractMesh, spec: Sequence[tuple[Hashable, ...]]) -> Array:
+    """The array with the type that its dimensions are sharded over these mesh axes."""
+    wanted = PartitionSpec(*(axes or None for axes in spec))
+    if not jax.typeof(x).sharding.mesh.empty and spec_of(jax.typeof(x).sharding, mesh, x.ndim) == tuple(spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, wanted))
+
+
+def mapped(
+    function: Callable[..., Any], mesh: AbstractMesh, operands: Sequence[Sequence[tuple[Hashable, ...]]], results: Any
+) -> Callable[..., Any]:
+    """A function of one device's parts as a function of sharded arrays, over the explicit axes of a mesh.
+
+    Each of `operands` says over which axes the dimensions of an array are sharded, `results` likewise, as one or as a
+    list; arrays of another type are resharded.
+    """
+
+    def spec(axes: Sequence[tuple[Hashable, ...]]) -> PartitionSpec:
+        return PartitionSpec(*(each or None for each in axes))
+
+    out = [spec(axes) for axes in results] if isinstance(results, list) else spec(results)
+    inside = jax.shard_map(
+        function, mesh=mesh, in_specs=tuple(map(spec, operands)), out_specs=out, axis_names=set(explicit_axes(mesh))
+    )
+
+    def call(*xs: Array) -> Any:
+        return inside(*(resharded(x, mesh, axes) for x, axes in zip(xs, operands, strict=True)))
+
+    return call
+
+
 named_target = jax.make_user_context(None)  # the Target to plan for, a part of the keys of JAX's caches; or None
 
 

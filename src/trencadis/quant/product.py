@@ -18,12 +18,12 @@ from jax import lax
 
 from trencadis.backends import INTERPRETED
 from trencadis.core import arguments, unfused
-from trencadis.core.autodiff import run
 from trencadis.core.debug import check_traced
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Activation, Epilogue, static_activation
 from trencadis.core.plan import check_backend
 from trencadis.core.problem import Form, Problem
+from trencadis.core.sharded import OutSharding, run
 from trencadis.core.spans import clamp_first, local_group, owned
 from trencadis.core.tiling import Overrides, TilingLike, resolve
 from trencadis.quant.operand import Operand, Sizes, array_operand
