@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -31,6 +31,8 @@ from trencadis.core.dtypes import accumulator, cast
 from trencadis.core.epilogue import Epilogue, Extras
 from trencadis.core.execute import execute
 from trencadis.core.jax_compat import (
+    Divided,
+    Factors,
     Rules,
     Value,
     interpreter_effects,
@@ -39,6 +41,7 @@ from trencadis.core.jax_compat import (
     result_type,
     vary_alike,
 )
+from trencadis.core.partition import Spec, compute, dimensions, partition, result_dimensions
 from trencadis.core.plan import plan, warn_if_slow
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import clamped
@@ -384,4 +387,23 @@ def _impl(*operands: Value, problem: Problem, overrides: Overrides) -> Array:
         return _eager(*operands, problem=problem, overrides=overrides)
 
 
-register(grouped_p, Rules(_impl, _abstract, _jvp, _transpose, _batch, executed))
+def _divide(
+    specs: Sequence[Spec], devices: Mapping[Hashable, int], wanted: Spec, *, problem: Problem, overrides: Overrides
+) -> Divided:
+    """What each device computes of a problem that XLA divides over a mesh."""
+    part = partition(problem, specs, devices, wanted)
+
+    def multiply(problem: Problem, *operands: Value) -> Array:
+        return grouped_p.bind(*operands, problem=problem, overrides=overrides)
+
+    return Divided(functools.partial(compute, part, multiply), part.operands, part.result)
+
+
+def _factors(*, problem: Problem, overrides: Overrides) -> Factors:
+    """The dimensions of a problem by name; those of sizes and of blocks have names of their own."""
+    operands = [[f"{name}{i}" if name in "bhKN" else name for name in names] for i, names in enumerate(dimensions(problem))]
+    whole = [name for names in operands for name in names if len(name) > 1]
+    return Factors(operands, list(result_dimensions(problem)), whole)
+
+
+register(grouped_p, Rules(_impl, _abstract, _jvp, _transpose, _batch, executed, _divide, _factors))
