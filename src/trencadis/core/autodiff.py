@@ -27,6 +27,7 @@ from jaxtyping import Array
 
 from trencadis.backends import INTERPRETED
 from trencadis.core import unfused
+from trencadis.core.alike import cotangent_like
 from trencadis.core.dtypes import accumulator, cast
 from trencadis.core.epilogue import Epilogue, Extras
 from trencadis.core.execute import execute
@@ -120,15 +121,16 @@ def _jvp(
     d_by_row, d_by_column, d_bias, d_existing = problem.epilogue.split(tuple(d_extras))
     if any(x is not None and not isinstance(x, ad.Zero) for x in (d_by_row, d_by_column)):
         return jax.jvp(functools.partial(expand, problem, overrides), *_instantiated(primals, tangents))
-    scales = problem.epilogue.split(tuple(extras))[:2]
+    *scales, bias, _ = problem.epilogue.split(tuple(extras))
     plain = problem.replace(epilogue=problem.epilogue.scaling)
     after = (sizes, first, *(x for x in scales if x is not None))
     d_z: list[Value] = []
     if not isinstance(d_lhs, ad.Zero):
-        d_z.append(run(plain, overrides, d_lhs, rhs, *after))
+        d_z.append(run(plain, overrides, cotangent_like(d_lhs, lhs), rhs, *after))
     if not isinstance(d_rhs, ad.Zero):
-        d_z.append(run(plain, overrides, lhs, d_rhs, *after))
-    if d_bias is not None and not isinstance(d_bias, ad.Zero):
+        d_z.append(run(plain, overrides, lhs, cotangent_like(d_rhs, rhs), *after))
+    if bias is not None and not isinstance(d_bias, ad.Zero):
+        d_bias = cotangent_like(d_bias, bias)
         d_z.append(_bias_rows(problem, d_bias, sizes, first, problem.out))
     if d_existing is not None and not isinstance(d_existing, ad.Zero):
         d_z.append(d_existing)

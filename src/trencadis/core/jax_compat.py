@@ -90,6 +90,13 @@ def explicit_axes(mesh: AbstractMesh) -> dict[Hashable, int]:
     return {name: mesh.shape[name] for name, kind in kinds if kind == jax.sharding.AxisType.Explicit}
 
 
+def has_automatic_axes(x: Value) -> bool:
+    """Whether an array is on several devices of a mesh with automatic axes, as far as its type says."""
+    mesh: AbstractMesh = jax.typeof(x).sharding.mesh
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1 for name, kind in kinds)
+
+
 def explicit_mesh(*xs: Value) -> AbstractMesh | None:
     """The mesh of arrays whose types say how they are sharded; None if there is none, or it has no explicit axis."""
     for x in xs:
