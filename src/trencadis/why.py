@@ -18,7 +18,7 @@ import numpy as np
 from trencadis.api.matmul import grouped_matmul, transposed_grouped_matmul
 from trencadis.backends import BACKENDS, KERNELS
 from trencadis.core import arguments
-from trencadis.core.autodiff import grouped_p
+from trencadis.core.autodiff import PRODUCTS
 from trencadis.core.cost import Cost, cost
 from trencadis.core.devices import target_of
 from trencadis.core.execute import execute
@@ -267,7 +267,7 @@ def _products(jaxpr: Any, partitioned: bool, manual: frozenset[Any] = frozenset(
     """The grouped products of a traced program, in order; inside `shard_map`, over which axes the program is manual."""
     for equation in jaxpr.eqns:
         params = equation.params
-        if equation.primitive in (grouped_p, gated_p, gemm_p):
+        if equation.primitive in (*PRODUCTS, gated_p, gemm_p):
             yield _Found(params["problem"], params["overrides"], partitioned)
         inside, axes = partitioned, manual
         if equation.primitive.name == "shard_map":

@@ -16,6 +16,7 @@ from trencadis.core import arguments
 from trencadis.core.debug import check_traced
 from trencadis.core.epilogue import Activation
 from trencadis.core.schedule import visits
+from trencadis.core.sharded import OutSharding
 from trencadis.core.tiling import TilingLike
 from trencadis.quant.operand import Operand, Sizes
 from trencadis.quant.product import Options, Steps, contraction_product, rows_product
@@ -36,6 +37,7 @@ def grouped_matmul(
     bias: Num[Array, "g n"] | None = None,
     activation: Activation | None = None,
     backend: str | None = None,
+    out_sharding: OutSharding = None,
 ) -> Num[Array, "m n"]:
     """Multiply consecutive groups of rows, each by its own matrix: `out[s_i:e_i] = lhs[s_i:e_i] @ rhs[i]`.
 
@@ -63,6 +65,8 @@ def grouped_matmul(
       bias: `[g, n]`, added to the rows of each group.
       activation: a function of one number, such as `jax.nn.silu`, applied after the bias. Not with existing_out.
       backend: the name of a backend, or None for the best that supports the problem where it is compiled for.
+      out_sharding: how the result is sharded over explicit axes of a mesh, as in `jax.lax.dot`; by default rows as lhs
+        and columns as rhs. Operands may be sharded in any way: see the guide on sharding.
 
     Returns:
       `existing_out + activation(product + bias)`, `[m, n]`.
@@ -75,7 +79,9 @@ def grouped_matmul(
            [40., 50.],
            [ 0.,  0.]], dtype=float32)
     """
-    options = Options(tiling=tiling, interpret=interpret, precision=precision, backend=backend)
+    options = Options(
+        tiling=tiling, interpret=interpret, precision=precision, backend=backend, out_sharding=out_sharding
+    )
     steps = Steps(bias=bias, existing_out=existing_out, activation=activation)
     return rows_product(
         lhs, rhs, group_sizes, preferred_element_type, options, steps,
@@ -97,6 +103,7 @@ def transposed_grouped_matmul(
     transpose_lhs: bool = False,
     precision: PrecisionLike = None,
     backend: str | None = None,
+    out_sharding: OutSharding = None,
 ) -> Num[Array, "g k n"]:
     """Multiply consecutive groups of columns by the rows that match: `out[i] = lhs[:, s_i:e_i] @ rhs[s_i:e_i]`.
 
@@ -118,6 +125,7 @@ def transposed_grouped_matmul(
       transpose_lhs: lhs is stored `[m, k]`.
       precision: as in `grouped_matmul`.
       backend: as in `grouped_matmul`.
+      out_sharding: as in `grouped_matmul`; with groups sharded, each device computes its own.
 
     Returns:
       `existing_out + product`, `[num_actual_groups, k, n]`.
@@ -126,10 +134,13 @@ def transposed_grouped_matmul(
     >>> transposed_grouped_matmul(x, y, jnp.array([1, 2, 0]), transpose_lhs=True).reshape(3)
     Array([0., 3., 0.], dtype=float32)
     """
-    options = Options(tiling=tiling, interpret=interpret, precision=precision, backend=backend)
+    options = Options(
+        tiling=tiling, interpret=interpret, precision=precision, backend=backend, out_sharding=out_sharding
+    )
     return contraction_product(
         lhs, rhs, group_sizes, preferred_element_type, options,
         transpose_lhs=transpose_lhs, window=(group_offset, num_actual_groups), existing_out=existing_out,
+       
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Cotangents that are sharded like the arrays they belong to, over automatic axes of a mesh.
 
-XLA infers shardings from operands to results. The gradient of matrices, a contraction, has groups only in its result: if
-nothing says that these are divided over devices, each device computes all of them. On explicit axes types say it.
+XLA infers shardings from operands to results. The gradient of matrices, a contraction, has groups only in its result:
+if nothing says that these are sharded, each device computes all of them. On explicit axes types say it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from jax.extend.core import Effect, Primitive
 from jax.interpreters import ad
 from jaxtyping import Array
 
-from trencadis.core.jax_compat import Divided, Factors, Rules, Value, has_automatic_axes, register
+from trencadis.core.jax_compat import Divided, Factors, Rules, Value, register
+from trencadis.core.mesh import has_automatic_axes
 from trencadis.core.target import Target
 
 alike_p = Primitive("sharded_alike")

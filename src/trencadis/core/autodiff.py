@@ -23,6 +23,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Effect, Primitive
 from jax.interpreters import ad
+from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array
 
 from trencadis.backends import INTERPRETED
@@ -38,10 +39,10 @@ from trencadis.core.jax_compat import (
     Value,
     interpreter_effects,
     register,
-    replicated,
     result_type,
     vary_alike,
 )
+from trencadis.core.mesh import all_manual, explicit_axes, explicit_mesh, mapped, replicated, spec_of
 from trencadis.core.partition import Spec, compute, dimensions, partition, result_dimensions
 from trencadis.core.plan import plan, warn_if_slow
 from trencadis.core.problem import Form, Problem
@@ -54,11 +55,15 @@ Tangent: TypeAlias = Value | ad.Zero  # or a cotangent; symbolic zeros cost noth
 Linear: TypeAlias = Value | ad.UndefinedPrimal  # undefined where the transpose rule gives a cotangent
 
 grouped_p = Primitive("grouped_matmul")
+# the same inside `jax.shard_map`, where nothing is left to divide, and devices need not be known at lowering
+local_p = Primitive("grouped_matmul")
+PRODUCTS = (grouped_p, local_p)
 
 
 def run(problem: Problem, overrides: Overrides, *operands: Value) -> Array:
     """The result of a problem: operands are lhs, rhs, sizes [batch, groups], first group [batch], then extras."""
-    return grouped_p.bind(*vary_alike(*map(replicated, operands)), problem=problem, overrides=overrides)
+    primitive = local_p if all_manual(*operands) else grouped_p
+    return primitive.bind(*vary_alike(*map(replicated, operands)), problem=problem, overrides=overrides)
 
 
 def expand(problem: Problem, overrides: Overrides, *operands: Value) -> Array:
@@ -285,7 +290,11 @@ ADJOINTS = {
 def _batch(
     args: Sequence[Value], dims: Sequence[int | None], *, problem: Problem, overrides: Overrides
 ) -> tuple[Array, int]:
-    args = tuple(map(replicated, args))
+    mesh = explicit_mesh(*args)
+    if mesh is not None and any(kind == AxisType.Manual for kind in mesh.axis_types):
+        args = tuple(map(replicated, args))  # XLA refuses a `shard_map` inside of another here
+    elif mesh is not None:  # the axis itself is sharded
+        return _batch_on_mesh(mesh, args, dims, problem, overrides)
     if problem.epilogue:
         return jax.vmap(functools.partial(expand, problem, overrides), in_axes=tuple(dims))(*args), 0
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
@@ -303,6 +312,24 @@ def _batch(
     lhs, sizes, first = (everywhere(x, batched[i]) for i, x in ((0, lhs), (2, sizes), (3, first)))
     rhs = rhs if shared else everywhere(rhs, batched[1])
     return _lay_end_to_end(problem, overrides, size, shared, lhs, rhs, sizes, first)
+
+
+def _batch_on_mesh(
+    mesh: AbstractMesh, args: Sequence[Value], dims: Sequence[int | None], problem: Problem, overrides: Overrides
+) -> tuple[Array, int]:
+    """Each device has the entries of an axis that are on it; other dimensions are not sharded here."""
+    specs = [spec_of(jax.typeof(x).sharding, mesh, x.ndim) for x in args]
+    over = next((spec[d] for spec, d in zip(specs, dims, strict=True) if d is not None and spec[d]), ())
+
+    def local(*args: Array) -> Array:
+        out, axis = _batch(args, dims, problem=problem, overrides=overrides)
+        return jnp.moveaxis(out, axis, 0)
+
+    divided = [
+        tuple(over if i == d else () for i in range(x.ndim)) for x, d in zip(args, dims, strict=True)
+    ]  # fmt: skip
+    result = (over, *((),) * len(problem.out_shape))
+    return mapped(local, mesh, divided, result, explicit_axes(mesh))(*args), 0
 
 
 def _fold_rows(
@@ -396,16 +423,19 @@ def _divide(
     part = partition(problem, specs, devices, wanted)
 
     def multiply(problem: Problem, *operands: Value) -> Array:
-        return grouped_p.bind(*operands, problem=problem, overrides=overrides)
+        return local_p.bind(*operands, problem=problem, overrides=overrides)
 
     return Divided(functools.partial(compute, part, multiply), part.operands, part.result)
 
 
 def _factors(*, problem: Problem, overrides: Overrides) -> Factors:
     """The dimensions of a problem by name; those of sizes and of blocks have names of their own."""
-    operands = [[f"{name}{i}" if name in "bhKN" else name for name in names] for i, names in enumerate(dimensions(problem))]
+    operands = [
+        [f"{name}{i}" if name in "bhKN" else name for name in names] for i, names in enumerate(dimensions(problem))
+    ]
     whole = [name for names in operands for name in names if len(name) > 1]
     return Factors(operands, list(result_dimensions(problem)), whole)
 
 
+register(local_p, Rules(_impl, _abstract, _jvp, _transpose, _batch, executed))
 register(grouped_p, Rules(_impl, _abstract, _jvp, _transpose, _batch, executed, _divide, _factors))

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax import export, lax
 from jax._src.config import _check_vma
+from jax._src.core import get_axis_env
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.state.types import TransformedRef
 from jax.core import ShapedArray
@@ -52,14 +53,6 @@ def varying_axes(x: Value) -> frozenset[Hashable]:
     return axes
 
 
-def replicated(x: V) -> V:
-    """The array with no dimension sharded over an explicit mesh axis; shards are gathered where there are any."""
-    sharding = jax.typeof(x).sharding
-    if all(axis is None for axis in sharding.spec):
-        return x
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*(None,) * x.ndim)))
-
-
 def vary_alike(*xs: V) -> tuple[V, ...]:
     """The arrays, each varying over every manual mesh axis that one of them varies over."""
     axes = [varying_axes(x) for x in xs]
@@ -84,65 +77,10 @@ def result_type(operands: tuple[ShapedArray, ...], shape: tuple[int, ...], dtype
     )
 
 
-def explicit_axes(mesh: AbstractMesh) -> dict[Hashable, int]:
-    """The explicit axes of a mesh, and how many devices lie along each."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name: mesh.shape[name] for name, kind in kinds if kind == jax.sharding.AxisType.Explicit}
-
-
-def has_automatic_axes(x: Value) -> bool:
-    """Whether an array is on several devices of a mesh with automatic axes, as far as its type says."""
-    mesh: AbstractMesh = jax.typeof(x).sharding.mesh
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return any(kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1 for name, kind in kinds)
-
-
-def explicit_mesh(*xs: Value) -> AbstractMesh | None:
-    """The mesh of arrays whose types say how they are sharded; None if there is none, or it has no explicit axis."""
-    for x in xs:
-        mesh: AbstractMesh = jax.typeof(x).sharding.mesh
-        if not mesh.empty:
-            return mesh if explicit_axes(mesh) else None
-    return None
-
-
-def spec_of(sharding: Any, mesh: AbstractMesh, rank: int) -> tuple[tuple[Hashable, ...], ...]:
-    """The explicit mesh axes of each of `rank` dimensions, from a sharding or a `PartitionSpec`."""
-    spec = getattr(sharding, "spec", sharding)
-    found = [() if each is None else each if isinstance(each, tuple) else (each,) for each in spec]
-    known = explicit_axes(mesh)
-    return (*(tuple(axis for axis in axes if axis in known) for axes in found), *((),) * (rank - len(found)))
-
-
-def resharded(x: Array, mesh: AbstractMesh, spec: Sequence[tuple[Hashable, ...]]) -> Array:
-    """The array with the type that its dimensions are sharded over these mesh axes."""
-    wanted = PartitionSpec(*(axes or None for axes in spec))
-    if not jax.typeof(x).sharding.mesh.empty and spec_of(jax.typeof(x).sharding, mesh, x.ndim) == tuple(spec):
-        return x
-    return jax.sharding.reshard(x, NamedSharding(mesh, wanted))
-
-
-def mapped(
-    function: Callable[..., Any], mesh: AbstractMesh, operands: Sequence[Sequence[tuple[Hashable, ...]]], results: Any
-) -> Callable[..., Any]:
-    """A function of one device's parts as a function of sharded arrays, over the explicit axes of a mesh.
-
-    Each of `operands` says over which axes the dimensions of an array are sharded, `results` likewise, as one or as a
-    list; arrays of another type are resharded.
-    """
-
-    def spec(axes: Sequence[tuple[Hashable, ...]]) -> PartitionSpec:
-        return PartitionSpec(*(each or None for each in axes))
-
-    out = [spec(axes) for axes in results] if isinstance(results, list) else spec(results)
-    inside = jax.shard_map(
-        function, mesh=mesh, in_specs=tuple(map(spec, operands)), out_specs=out, axis_names=set(explicit_axes(mesh))
-    )
-
-    def call(*xs: Array) -> Any:
-        return inside(*(resharded(x, mesh, axes) for x, axes in zip(xs, operands, strict=True)))
-
-    return call
+def vmapped_axes() -> frozenset[Hashable]:
+    """The explicit mesh axes that `jax.vmap` maps over here, and which nothing else can be sharded over."""
+    axes: frozenset[Hashable] = get_axis_env().explicit_mesh_axis_names
+    return axes
 
 
 named_target = jax.make_user_context(None)  # the Target to plan for, a part of the keys of JAX's caches; or None
@@ -280,7 +218,11 @@ def divided_by_rule(context: mlir.LoweringRuleContext, platform: str) -> bool:
     The compiler for TPUs knows no custom partitioning (jax issue 25322), nor does any inside `jax.shard_map`.
     """
     axes: Any = context.module_context.axis_context
-    return platform in ("cpu", "cuda", "rocm") and partitioned(context) and getattr(axes, "abstract_mesh", None) is not None
+    return (
+        platform in ("cpu", "cuda", "rocm")
+        and partitioned(context)
+        and getattr(axes, "abstract_mesh", None) is not None
+    )
 
 
 def _divided(primitive: Primitive, rules: Rules, params: dict[str, Any]) -> Callable[..., Any]:

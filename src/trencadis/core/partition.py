@@ -1,6 +1,6 @@
 """How a grouped product is divided over the axes of a mesh, and what the devices exchange.
 
-    g over an axis   each device has the matrices of consecutive groups; rows of other groups are 0, results are added up
+    g over an axis   each device has the matrices of consecutive groups, and 0 in rows of others; results are added up
     k                each device has a part of every sum; the parts are added up in the accumulator's dtype
     n                each device has some columns; nothing is exchanged
     m                each device has some rows, and finds their sizes by clipping the offsets; in a contraction the
@@ -28,11 +28,10 @@ from trencadis.core import unfused
 from trencadis.core.dtypes import cast
 from trencadis.core.epilogue import Epilogue, Extras, add
 from trencadis.core.jax_compat import Value
+from trencadis.core.mesh import Axes, Spec
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import offsets
 
-Axes: TypeAlias = tuple[Hashable, ...]  # names of mesh axes, the slowest first
-Spec: TypeAlias = tuple[Axes, ...]  # over which axes each dimension of an array is divided
 Named: TypeAlias = dict[str, Axes]  # the same, by the names of its dimensions
 Multiply: TypeAlias = Callable[..., Array]  # problem, operands -> the result of a product
 
@@ -80,12 +79,16 @@ class Partition:
         named: Named = {"m": self.m, "k": self.k, "n": self.n, "g": self.g, "K": self.k, "N": self.n, "h": ()}
         return named[dimension]
 
+    def divided(self, names: str) -> Spec:
+        """How an array with these dimensions is divided."""
+        return tuple(map(self.over, names))
+
     @property
     def operands(self) -> list[Spec]:
         """How each operand is divided when the devices start."""
         held = {(operand, dimension): axes for operand, dimension, axes in self.gathered}
         return [
-            tuple(self.over(name) + held.get((i, dimension), ()) for dimension, name in enumerate(names))
+            tuple(axes + held.get((i, dimension), ()) for dimension, axes in enumerate(self.divided(names)))
             for i, names in enumerate(dimensions(self.problem))
         ]
 
@@ -106,6 +109,15 @@ class Partition:
             n=whole.n // self.parts(self.n),
             local_groups=whole.local_groups // self.parts(self.g),
         )
+
+    def windowed(self, lhs: Value, rhs: Value, sizes: Value, first: Value, *rest: Value) -> tuple[Value, ...]:
+        """Operands of one device with the sizes of its rows and the first of its groups."""
+        local = self.local
+        if self.problem.batch == 1:
+            sizes = clipped(sizes, self.problem.m, self.m, local.m)
+        if self.g:
+            first = first + _index(self.g) * np.int32(local.local_groups)
+        return lhs, rhs, sizes, first, *rest
 
 
 def dimensions(problem: Problem) -> tuple[str, ...]:
@@ -154,7 +166,8 @@ def partition(
         for i in (0, 1)
         for dimension, name in enumerate(names[i])
         for kept in [(lhs, rhs)[i][name]]
-        if len(kept) > len(over[name]) and kept[: len(over[name])] == over[name]
+        if len(kept) > len(over[name])
+        and kept[: len(over[name])] == over[name]
         and not any(axis in over[other] for axis in kept[len(over[name]) :] for other in names[i])
     ]
     order = tuple(devices.items())
@@ -223,7 +236,7 @@ def _blocked(problem: Problem, name: str) -> bool:
     """Whether a dimension is not divided, since batch entries lie one after the other along it."""
     if problem.batch == 1:
         return False
-    return name == "g" and problem.rhs_batch > 1 or name in "mg" and problem.form is Form.CONTRACTION
+    return (name == "g" and problem.rhs_batch > 1) or (name in "mg" and problem.form is Form.CONTRACTION)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -232,18 +245,12 @@ def _blocked(problem: Problem, name: str) -> bool:
 
 def compute(part: Partition, multiply: Multiply, *operands: Value) -> Array:
     """The part of one device, from its parts of the operands, exchanges included; axes of the mesh are manual."""
-    lhs, rhs, sizes, first, *rest = operands
-    pair = [lhs, rhs]
+    given = list(operands)
     for operand, dimension, axes in part.gathered:
-        pair[operand] = lax.all_gather(pair[operand], axes, axis=dimension, tiled=True)
-    local = part.local
-    if part.problem.batch == 1:
-        sizes = clipped(sizes, part.problem.m, part.m, local.m)
-    if part.g:
-        first = first + _index(part.g) * np.int32(local.local_groups)
-    given = local.epilogue.split(tuple(rest))
-    call = (multiply, (*pair, sizes, first), given)
-    return _rows_part(part, *call) if local.form is Form.ROWS else _contraction_part(part, *call)
+        given[operand] = lax.all_gather(given[operand], axes, axis=dimension, tiled=True)
+    lhs, rhs, sizes, first, *rest = part.windowed(*given)
+    call = multiply, (lhs, rhs, sizes, first), part.problem.epilogue.split(tuple(rest))
+    return _rows_part(part, *call) if part.problem.form is Form.ROWS else _contraction_part(part, *call)
 
 
 def _rows_part(part: Partition, multiply: Multiply, operands: tuple[Value, ...], given: Extras) -> Array:

@@ -10,11 +10,12 @@ import functools
 from typing import TypeAlias
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from trencadis.core import autodiff
-from trencadis.core.jax_compat import AbstractMesh, Value, explicit_axes, explicit_mesh, mapped, resharded, spec_of
+from trencadis.core.jax_compat import Value
+from trencadis.core.mesh import explicit_axes, explicit_mesh, mapped, resharded, spec_of
 from trencadis.core.partition import Partition, Spec, compute, partition
 from trencadis.core.problem import Problem
 from trencadis.core.tiling import Overrides
@@ -50,4 +51,5 @@ def _on_mesh(*operands: Value, part: Partition, overrides: Overrides, mesh: Abst
     def multiply(problem: Problem, *operands: Value) -> Array:
         return autodiff.run(problem, overrides, *operands)
 
-    return mapped(functools.partial(compute, part, multiply), mesh, part.operands, part.result)(*operands)
+    function = functools.partial(compute, part, multiply)
+    return mapped(function, mesh, part.operands, part.result, dict(part.devices))(*operands)

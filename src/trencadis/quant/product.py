@@ -43,6 +43,7 @@ class Options:
     interpret: bool = False
     precision: Any = None
     backend: str | None = None
+    out_sharding: OutSharding = None
     advise: bool = True  # whether the caller stores the operands, and can be told how
 
 
@@ -85,14 +86,13 @@ def rows_product(
     extras = [
         arguments.as_array(name, x) for name, x in (("bias", bias), ("existing_out", existing_out)) if x is not None
     ]
-    if activation is None:
-        return run(problem, overrides, *operands, *after, *scales, *extras)
-    static = static_activation(activation, problem.sum, problem.out)
+    static = None if activation is None else static_activation(activation, problem.sum, problem.out)
     if static is not None:
         problem = problem.replace(epilogue=dataclasses.replace(problem.epilogue, activation=static))
-        return run(problem, overrides, *operands, *after, *scales, *extras)
-    z = run(problem.replace(out=problem.sum), overrides, *operands, *after, *scales, *extras)
-    return unfused.activate(problem, activation, z, *after)
+    applied = activation is None or static is not None
+    multiplied = problem if applied else problem.replace(out=problem.sum)
+    z = run(multiplied, overrides, *operands, *after, *scales, *extras, out_sharding=options.out_sharding)
+    return z if applied else unfused.activate(problem, activation, z, *after)
 
 
 def contraction_product(
@@ -120,7 +120,7 @@ def contraction_product(
     after = sizes_and_window(problem, sizes, first)
     problem, operands, scales = with_scales(problem, x, y, *after)
     extras = [] if existing_out is None else [arguments.as_array("existing_out", existing_out)]
-    return run(problem, overrides, *operands, *after, *scales, *extras)
+    return run(problem, overrides, *operands, *after, *scales, *extras, out_sharding=options.out_sharding)
 
 
 def overrides_of(problem: Problem, options: Options) -> Overrides:
