@@ -46,12 +46,17 @@ def explicit_mesh(*xs: Value) -> AbstractMesh | None:
     return None
 
 
+def entries(spec: PartitionSpec, rank: int) -> Spec:
+    """The mesh axes of each of `rank` dimensions."""
+    found = [() if each is None else each if isinstance(each, tuple) else (each,) for each in spec]
+    return (*found, *((),) * (rank - len(found)))
+
+
 def spec_of(sharding: Any, mesh: AbstractMesh, rank: int) -> Spec:
     """The explicit mesh axes of each of `rank` dimensions, from a sharding or a `PartitionSpec`."""
-    spec = getattr(sharding, "spec", sharding)
-    found = [() if each is None else each if isinstance(each, tuple) else (each,) for each in spec]
     known = explicit_axes(mesh)
-    return (*(tuple(axis for axis in axes if axis in known) for axes in found), *((),) * (rank - len(found)))
+    found = entries(getattr(sharding, "spec", sharding), rank)
+    return tuple(tuple(axis for axis in axes if axis in known) for axes in found)
 
 
 def resharded(x: Array, mesh: AbstractMesh, spec: Sequence[Axes]) -> Array:
