@@ -140,7 +140,7 @@ def transposed_grouped_matmul(
     return contraction_product(
         lhs, rhs, group_sizes, preferred_element_type, options,
         transpose_lhs=transpose_lhs, window=(group_offset, num_actual_groups), existing_out=existing_out,
-       
+
     )  # fmt: skip
 
 

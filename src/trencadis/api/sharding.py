@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trencadis.core.mesh import entries
 
@@ -38,6 +38,8 @@ def sharded(mesh: Mesh, *specs: PartitionSpec) -> Callable[[Callable[..., Any]],
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh: want a jax.sharding.Mesh; got {type(mesh).__name__}")
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(f"mesh: want automatic axes; on explicit ones, types say how arrays are sharded; got {mesh}")
     for i, spec in enumerate(specs):
         if not isinstance(spec, PartitionSpec):
             raise TypeError(f"specs: want a jax.sharding.PartitionSpec for each argument; number {i} is {spec!r}")
@@ -50,7 +52,9 @@ def _wrapped(mesh: Mesh, specs: Sequence[PartitionSpec], function: Callable[...,
         if len(args) != len(specs):
             raise TypeError(f"specs: want one for each of {len(args)} positional arguments; got {len(specs)}")
         leaves, tree = jax.tree.flatten(args)
-        fitted = [_fitted(mesh, spec, leaf) for spec, arg in zip(specs, args, strict=True) for leaf in jax.tree.leaves(arg)]
+        fitted = [
+            _fitted(mesh, spec, leaf) for spec, arg in zip(specs, args, strict=True) for leaf in jax.tree.leaves(arg)
+        ]
         placed = [
             jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
             for leaf, spec in zip(map(jax.numpy.asarray, leaves), fitted, strict=True)

@@ -42,8 +42,8 @@ from trencadis.core.jax_compat import (
     result_type,
     vary_alike,
 )
-from trencadis.core.mesh import all_manual, explicit_axes, explicit_mesh, mapped, replicated, spec_of
-from trencadis.core.partition import Spec, compute, dimensions, partition, result_dimensions
+from trencadis.core.mesh import Spec, all_manual, explicit_axes, explicit_mesh, mapped, replicated, spec_of
+from trencadis.core.partition import compute, dimensions, partition, result_dimensions
 from trencadis.core.plan import plan, warn_if_slow
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import clamped

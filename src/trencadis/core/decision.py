@@ -86,6 +86,13 @@ def missing(backend: str, module: str, what: str, advice: str) -> Refusal | None
     return None
 
 
+# why and what to do, where XLA partitions a program and cannot partition a kernel
+PARTITIONED = (
+    "XLA cannot partition a kernel over automatic axes of a mesh",
+    "use a mesh with explicit axes, trencadis.sharded or jax.shard_map",
+)
+
+
 class Dtypes(NamedTuple):
     """The names of the dtypes that a backend takes."""
 

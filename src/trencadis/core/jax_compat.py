@@ -47,6 +47,10 @@ JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 SLICES_WIDEN_NARROW_FLOATS = JAX < (0, 12)
 
 
+# The platforms on which XLA asks a rule how to divide a primitive over automatic axes of a mesh; TPU is not among them.
+DIVIDED_BY_RULE = ("cpu", "cuda", "rocm")
+
+
 def varying_axes(x: Value) -> frozenset[Hashable]:
     """The manual mesh axes over which x varies inside `jax.shard_map`; empty outside."""
     axes: frozenset[Hashable] = jax.typeof(x).manual_axis_type.varying

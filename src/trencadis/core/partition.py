@@ -17,7 +17,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,27 +31,10 @@ from trencadis.core.jax_compat import Value
 from trencadis.core.mesh import Axes, Spec
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import offsets
+from trencadis.core.traced import Collective
 
 Named: TypeAlias = dict[str, Axes]  # the same, by the names of its dimensions
 Multiply: TypeAlias = Callable[..., Array]  # problem, operands -> the result of a product
-
-
-class Collective(NamedTuple):
-    """An exchange between devices."""
-
-    kind: str  # "all-gather", "all-reduce", "reduce-scatter"
-    axes: Axes
-    shape: tuple[int, ...]  # of the array on each device, in its larger form
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the array: about what each device sends, and twice that for an all-reduce."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        array = f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
-        return f"{self.kind} over {', '.join(map(str, self.axes))} of {array}, {self.nbytes:,} bytes"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +92,20 @@ class Partition:
             n=whole.n // self.parts(self.n),
             local_groups=whole.local_groups // self.parts(self.g),
         )
+
+    @property
+    def exchanges(self) -> list[Collective]:
+        """What the devices exchange: operands that are gathered, and sums of their results."""
+        local, rows = self.local, self.problem.form is Form.ROWS
+        operands = (local.lhs_shape, local.lhs), (local.rhs_shape, local.rhs)
+        found = [Collective("all-gather", axes, *operands[operand]) for operand, _, axes in self.gathered]
+        sums = self.k + self.g if rows else self.m
+        narrow = rows and not self.k and not local.epilogue.accumulate  # each row is a sum of one number and zeros
+        result = local.out_shape, local.out if narrow else local.sum
+        over = tuple(axis for axes in self.scattered for axis in axes)
+        found += [Collective("reduce-scatter", over, *result)] if over else []
+        rest = tuple(axis for axis in sums if axis not in over)
+        return found + ([Collective("all-reduce", rest, *result)] if rest else [])
 
     def windowed(self, lhs: Value, rhs: Value, sizes: Value, first: Value, *rest: Value) -> tuple[Value, ...]:
         """Operands of one device with the sizes of its rows and the first of its groups."""

@@ -15,8 +15,8 @@ from jaxtyping import Array
 
 from trencadis.core import autodiff
 from trencadis.core.jax_compat import Value
-from trencadis.core.mesh import explicit_axes, explicit_mesh, mapped, resharded, spec_of
-from trencadis.core.partition import Partition, Spec, compute, partition
+from trencadis.core.mesh import Spec, explicit_axes, explicit_mesh, mapped, resharded, spec_of
+from trencadis.core.partition import Partition, compute, partition
 from trencadis.core.problem import Problem
 from trencadis.core.tiling import Overrides
 

@@ -8,6 +8,7 @@ sum: the plan decides whether a kernel applies it or the product is split. Weigh
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -86,13 +87,13 @@ def rows_product(
     extras = [
         arguments.as_array(name, x) for name, x in (("bias", bias), ("existing_out", existing_out)) if x is not None
     ]
+    call = functools.partial(run, out_sharding=options.out_sharding)
     static = None if activation is None else static_activation(activation, problem.sum, problem.out)
-    if static is not None:
-        problem = problem.replace(epilogue=dataclasses.replace(problem.epilogue, activation=static))
-    applied = activation is None or static is not None
-    multiplied = problem if applied else problem.replace(out=problem.sum)
-    z = run(multiplied, overrides, *operands, *after, *scales, *extras, out_sharding=options.out_sharding)
-    return z if applied else unfused.activate(problem, activation, z, *after)
+    if activation is not None and static is None:
+        z = call(problem.replace(out=problem.sum), overrides, *operands, *after, *scales, *extras)
+        return unfused.activate(problem, activation, z, *after)
+    problem = problem.replace(epilogue=dataclasses.replace(problem.epilogue, activation=static))
+    return call(problem, overrides, *operands, *after, *scales, *extras)
 
 
 def contraction_product(
