@@ -406,7 +406,7 @@ def _known_sizes(group_sizes: Any, group_offset: Any, asked: Problem | GemmProbl
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in (group_sizes, group_offset)):
         return None
     sizes, first = arguments.concrete(group_sizes), arguments.concrete(arguments.first_group(group_offset))
-    if sizes is None or first is None or isinstance(asked, GemmProblem):
+    if sizes is None or first is None or sizes.ndim != 1 or isinstance(asked, GemmProblem):
         return None
     arguments.check_sizes(sizes, asked.m)
     return [int(size) for size in np.asarray(sizes)[int(first) :][: asked.local_groups]]

@@ -49,7 +49,8 @@ def grouped_matmul(
       lhs: `[m, k]`, the rows, sorted by group; an array, a `quant.Scaled` or a `qwix.QArray`.
       rhs: `[g, k, n]`, or `[g, n, k]` with transpose_rhs: one matrix per group; likewise.
       group_sizes: integers, one per group. They may name more groups than rhs holds: see group_offset. Negative sizes
-        or a sum past m raise if they are known now; traced ones are clamped (`debug_checks` makes them errors).
+        or a sum past m raise if they are known now; traced ones are clamped (`debug_checks` makes them errors). With
+        `[blocks, g]`, each block of `m / blocks` rows is sorted by itself and has its own sizes, as do shards of rows.
       preferred_element_type: the dtype of the result. Gradients have the dtypes of their operands.
       tiling: tile sizes in the units of m, k and n: None (planned), a `Tiling`, `(tm, tk, tn)`, a function of
         `(m, k, n)` that gives one of these, or a `Tilings` with one for each pass. The xla backend splits rows by it
@@ -113,7 +114,7 @@ def transposed_grouped_matmul(
     Args:
       lhs: `[k, m]`. Training has it as `[m, k]`: pass that with `transpose_lhs=True`, and nothing is transposed.
       rhs: `[m, n]`.
-      group_sizes: as in `grouped_matmul`.
+      group_sizes: as in `grouped_matmul`, one per group.
       preferred_element_type: as in `grouped_matmul`.
       tiling: as in `grouped_matmul`.
       group_offset: the first group to compute.

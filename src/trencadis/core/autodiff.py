@@ -62,6 +62,8 @@ PRODUCTS = (grouped_p, local_p)
 
 def run(problem: Problem, overrides: Overrides, *operands: Value) -> Array:
     """The result of a problem: operands are lhs, rhs, sizes [batch, groups], first group [batch], then extras."""
+    if problem.batch > 1 and problem.epilogue:  # kernels apply the epilogue of one batch entry
+        return expand(problem, overrides, *operands)
     primitive = local_p if all_manual(*operands) else grouped_p
     return primitive.bind(*vary_alike(*map(replicated, operands)), problem=problem, overrides=overrides)
 

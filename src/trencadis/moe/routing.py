@@ -71,10 +71,8 @@ def route(
     """
     logits = jnp.asarray(logits)
     _check(logits, k, score, bias, groups, group_k, mask, experts)
-    logits, (mask, experts) = (
-        replicated(logits),
-        (x if x is None else replicated(jnp.asarray(x)) for x in (mask, experts)),
-    )
+    logits = replicated(logits)
+    mask, experts = (x if x is None else replicated(jnp.asarray(x)) for x in (mask, experts))
     there = None if mask is None else mask[:, None]
     if there is not None:
         logits = jnp.where(there, logits, 0)  # NaN of a masked token reaches nothing

@@ -138,14 +138,17 @@ def overrides_of(problem: Problem, options: Options) -> Overrides:
 
 
 def sizes_and_window(problem: Problem, group_sizes: Sizes, group_offset: Any) -> tuple[Array, Array]:
-    """The checked run-time integers of a problem: group sizes `[1, groups]`, first group of the window `[1]`."""
+    """The checked run-time integers of a problem: group sizes `[batch, groups]`, first group of the window `[batch]`."""
     first = arguments.first_group(group_offset)
     arguments.check_sizes(group_sizes, problem.m)
     arguments.check_window(first, problem.local_groups, problem.groups)
     sizes = jnp.asarray(group_sizes)
-    check_traced(sizes, first, problem.m, problem.local_groups)
+    check = functools.partial(check_traced, first=first, m=problem.m, local_groups=problem.local_groups)
+    _ = jax.vmap(check)(sizes) if sizes.ndim == 2 else check(sizes)
     if arguments.concrete(first) is None:  # so that no kernel counts past 2**31
         first = clamp_first(first, problem.groups, problem.local_groups)
+    if sizes.ndim == 2:
+        return sizes, jnp.broadcast_to(jnp.asarray(first), (problem.batch,))
     return sizes[None], jnp.asarray(first)[None]
 
 
@@ -208,11 +211,11 @@ def _rows_scales(
         rhs = Scaled.tree_unflatten(static, (values, scale, None, zeros))
     if isinstance(lhs, Scaled):
         by_row, block = _along_k(lhs, 1)  # [m or 1, k / block or 1]
-        by_row = jnp.broadcast_to(by_row if total is None else by_row * total, (problem.m, by_row.shape[1]))
+        by_row = jnp.broadcast_to(by_row if total is None else by_row * total, (problem.rows, by_row.shape[1]))
         scales.append(by_row if block else by_row[:, 0])
         epilogue = dataclasses.replace(epilogue, by_row=True, row_block=block)
     elif total is not None:
-        scales.append(jnp.broadcast_to(total, (problem.m,)))
+        scales.append(jnp.broadcast_to(total, (problem.rows,)))
         epilogue = dataclasses.replace(epilogue, by_row=True)
     x, y = _values(lhs), _values(rhs)
     if isinstance(rhs, Scaled):
