@@ -22,8 +22,8 @@ from trencadis.core.target import Target
 alike_p = Primitive("sharded_alike")
 
 
-def cotangent_like(x: Any, like: Value) -> Any:
-    """x, such that its cotangent is sharded like another array of its shape; on a mesh with automatic axes."""
+def sharded_like(x: Any, like: Value) -> Any:
+    """x, which is sharded like another array of its shape, as its cotangent is; on a mesh with automatic axes."""
     return alike_p.bind(x, like, rank=like.ndim) if has_automatic_axes(like) else x
 
 

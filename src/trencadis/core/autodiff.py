@@ -28,7 +28,7 @@ from jaxtyping import Array
 
 from trencadis.backends import INTERPRETED
 from trencadis.core import unfused
-from trencadis.core.alike import cotangent_like
+from trencadis.core.alike import sharded_like
 from trencadis.core.dtypes import accumulator, cast
 from trencadis.core.epilogue import Epilogue, Extras
 from trencadis.core.execute import execute
@@ -133,11 +133,11 @@ def _jvp(
     after = (sizes, first, *(x for x in scales if x is not None))
     d_z: list[Value] = []
     if not isinstance(d_lhs, ad.Zero):
-        d_z.append(run(plain, overrides, cotangent_like(d_lhs, lhs), rhs, *after))
+        d_z.append(run(plain, overrides, sharded_like(d_lhs, lhs), rhs, *after))
     if not isinstance(d_rhs, ad.Zero):
-        d_z.append(run(plain, overrides, lhs, cotangent_like(d_rhs, rhs), *after))
+        d_z.append(run(plain, overrides, lhs, sharded_like(d_rhs, rhs), *after))
     if bias is not None and not isinstance(d_bias, ad.Zero):
-        d_bias = cotangent_like(d_bias, bias)
+        d_bias = sharded_like(d_bias, bias)
         d_z.append(_bias_rows(problem, d_bias, sizes, first, problem.out))
     if d_existing is not None and not isinstance(d_existing, ad.Zero):
         d_z.append(d_existing)

@@ -231,9 +231,8 @@ def _equal_parts(problem: Problem, devices: Mapping[Hashable, int], name: str, a
 
 def _blocked(problem: Problem, name: str) -> bool:
     """Whether a dimension is not divided, since batch entries lie one after the other along it."""
-    if problem.batch == 1:
-        return False
-    return (name == "g" and problem.rhs_batch > 1) or (name in "mg" and problem.form is Form.CONTRACTION)
+    entries = problem.batch if problem.form is Form.CONTRACTION else problem.rhs_batch
+    return name in "mg" and entries > 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ import numpy as np
 from jaxtyping import Array
 
 from trencadis.core import arguments, gated
+from trencadis.core.alike import sharded_like
 from trencadis.core.epilogue import Activation, Epilogue, Gate
 from trencadis.core.linear import with_backward
 from trencadis.core.mesh import sharding_of
@@ -244,7 +245,7 @@ def _d_experts(
             dataclasses.replace(layer.options, out_sharding=sharding_of(whole)),
             transpose_lhs=True, window=(indices.first, param.shape[0]),
         )  # fmt: skip
-        return out.reshape(param.shape)
+        return sharded_like(out.reshape(param.shape), param)
 
     return Experts(
         gate=contracted(experts.gate, rows, d_gate),

@@ -138,7 +138,7 @@ def overrides_of(problem: Problem, options: Options) -> Overrides:
 
 
 def sizes_and_window(problem: Problem, group_sizes: Sizes, group_offset: Any) -> tuple[Array, Array]:
-    """The checked run-time integers of a problem: group sizes `[batch, groups]`, first group of the window `[batch]`."""
+    """The checked run-time integers of a problem: group sizes `[batch, groups]`, first group of each `[batch]`."""
     first = arguments.first_group(group_offset)
     arguments.check_sizes(group_sizes, problem.m)
     arguments.check_window(first, problem.local_groups, problem.groups)
