@@ -16,7 +16,6 @@ from trencadis.core import arguments
 from trencadis.core.debug import check_traced
 from trencadis.core.epilogue import Activation
 from trencadis.core.schedule import visits
-from trencadis.core.sharded import OutSharding
 from trencadis.core.tiling import TilingLike
 from trencadis.quant.operand import Operand, Sizes
 from trencadis.quant.product import Options, Steps, contraction_product, rows_product
@@ -37,13 +36,13 @@ def grouped_matmul(
     bias: Num[Array, "g n"] | None = None,
     activation: Activation | None = None,
     backend: str | None = None,
-    out_sharding: OutSharding = None,
 ) -> Num[Array, "m n"]:
     """Multiply consecutive groups of rows, each by its own matrix: `out[s_i:e_i] = lhs[s_i:e_i] @ rhs[i]`.
 
     Group i holds the `group_sizes[i]` rows after those of group i - 1. Rows that no group covers are exactly 0 in the
     result and in the gradient of lhs. NaN or Inf in one group never reaches another. Sums are kept in float32 (float64
-    for float64, int32 for integers). Differentiable in lhs, rhs, bias and existing_out, any number of times.
+    for float64, int32 for integers). Differentiable in lhs, rhs, bias and existing_out, any number of times. Operands
+    may be sharded over a mesh: each device computes its part, and matrices are not gathered; see the guide on sharding.
 
     Args:
       lhs: `[m, k]`, the rows, sorted by group; an array, a `quant.Scaled` or a `qwix.QArray`.
@@ -66,8 +65,6 @@ def grouped_matmul(
       bias: `[g, n]`, added to the rows of each group.
       activation: a function of one number, such as `jax.nn.silu`, applied after the bias. Not with existing_out.
       backend: the name of a backend, or None for the best that supports the problem where it is compiled for.
-      out_sharding: how the result is sharded over explicit axes of a mesh, as in `jax.lax.dot`; by default rows as lhs
-        and columns as rhs. Operands may be sharded in any way: see the guide on sharding.
 
     Returns:
       `existing_out + activation(product + bias)`, `[m, n]`.
@@ -80,9 +77,7 @@ def grouped_matmul(
            [40., 50.],
            [ 0.,  0.]], dtype=float32)
     """
-    options = Options(
-        tiling=tiling, interpret=interpret, precision=precision, backend=backend, out_sharding=out_sharding
-    )
+    options = Options(tiling=tiling, interpret=interpret, precision=precision, backend=backend)
     steps = Steps(bias=bias, existing_out=existing_out, activation=activation)
     return rows_product(
         lhs, rhs, group_sizes, preferred_element_type, options, steps,
@@ -104,7 +99,6 @@ def transposed_grouped_matmul(
     transpose_lhs: bool = False,
     precision: PrecisionLike = None,
     backend: str | None = None,
-    out_sharding: OutSharding = None,
 ) -> Num[Array, "g k n"]:
     """Multiply consecutive groups of columns by the rows that match: `out[i] = lhs[:, s_i:e_i] @ rhs[s_i:e_i]`.
 
@@ -126,7 +120,6 @@ def transposed_grouped_matmul(
       transpose_lhs: lhs is stored `[m, k]`.
       precision: as in `grouped_matmul`.
       backend: as in `grouped_matmul`.
-      out_sharding: as in `grouped_matmul`; with groups sharded, each device computes its own.
 
     Returns:
       `existing_out + product`, `[num_actual_groups, k, n]`.
@@ -135,13 +128,10 @@ def transposed_grouped_matmul(
     >>> transposed_grouped_matmul(x, y, jnp.array([1, 2, 0]), transpose_lhs=True).reshape(3)
     Array([0., 3., 0.], dtype=float32)
     """
-    options = Options(
-        tiling=tiling, interpret=interpret, precision=precision, backend=backend, out_sharding=out_sharding
-    )
+    options = Options(tiling=tiling, interpret=interpret, precision=precision, backend=backend)
     return contraction_product(
         lhs, rhs, group_sizes, preferred_element_type, options,
         transpose_lhs=transpose_lhs, window=(group_offset, num_actual_groups), existing_out=existing_out,
-
     )  # fmt: skip
 
 
