@@ -269,8 +269,10 @@ def test_without_a_mesh_nothing_changes():
     assert names.count("grouped_matmul") == 1 and not {"shard_map", "jit", "sharded_alike", "reshard"} & set(names)
     for kind in KINDS:
         mesh = mesh_of(kind, (1,))
-        value = jax.jit(tr.grouped_matmul)(put(mesh, x, P("e")), put(mesh, w, P("e")), SIZES)
-        close(value, expected("plain")[0])
+        call = jax.jit(tr.grouped_matmul)
+        given = put(mesh, x, P("e")), put(mesh, w, P("e"))
+        close(call(*given, SIZES), expected("plain")[0])
+        close(call(*given, put(mesh, SIZES[None], P("e"))), expected("plain")[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
