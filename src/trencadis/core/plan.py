@@ -97,8 +97,8 @@ def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
         refusals = [BACKENDS[name].plan(problem, chosen.target, overrides) for name in kernels]
         for refusal in refusals:
             if isinstance(refusal, Refusal) and refusal.costly:
-                reason = refusal.reason + gathered(chosen)
-                warn_slow(f"a grouped product runs as XLA loops instead of a kernel: {reason}", refusal.advice)
+                how = f"a grouped product runs as XLA loops instead of a kernel{gathered(chosen)}"
+                warn_slow(f"{how}: {refusal.reason}", refusal.advice)
     elif chosen.split:
         warn_slow(
             f"a quantized product runs one kernel for each block of {chosen.split} along k, since no kernel takes its "
@@ -116,7 +116,7 @@ def gathered(chosen: Plan) -> str:
     names = ("rhs",) if chosen.asked.form is Form.ROWS else ("lhs", "rhs")
     operands = dict(zip(("lhs", "rhs"), chosen.asked.operands, strict=False))
     total = sum(math.prod(operands[name][0]) * np.dtype(operands[name][1]).itemsize for name in names)
-    return f", and gathers {' and '.join(names)} where sharded, {total:,} bytes on each device"
+    return f", and gathers {' and '.join(names)} if sharded, {total:,} bytes on each device"
 
 
 def warn_slow(reason: str, advice: str = "") -> None:
