@@ -63,11 +63,6 @@ class Layout:
         every = range(self.m_unit, self.block_m + 1, self.m_unit)
         return [rows for rows in every if rows > self.block_m // 2 or rows % WGMMA_M == 0 or self.block_m < WGMMA_M]
 
-    def widths(self, columns: int) -> list[int]:
-        """The widths of the tiles of a result with this many columns: block_n, and what is left for the last tile."""
-        rest = columns % self.block_n
-        return [self.block_n, rest] if rest else [self.block_n]
-
     def __str__(self) -> str:
         kind = " swap-AB" * self.swap_ab + " upcast" * self.upcast
         order = "dynamic" if self.dynamic else "static"

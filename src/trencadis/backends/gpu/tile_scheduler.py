@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -32,12 +33,13 @@ Refs = dict[str, Ref]  # all references of a kernel, by name
 
 def i32(x: int) -> Scalar:
     """A constant that stays 32 bits wide whatever the x64 setting."""
-    return jnp.int32(x)
+    return np.int32(x)
 
 
 def align_down(row: Scalar, to: int) -> Scalar:
     """The last multiple of `to`, a power of two, that is not past a row."""
-    return pl.multiple_of(row & i32(-to), to)
+    aligned = row & i32(-to)
+    return aligned if isinstance(aligned, np.integer) else pl.multiple_of(aligned, to)
 
 
 class Span(NamedTuple):
