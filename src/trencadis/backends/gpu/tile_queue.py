@@ -49,15 +49,16 @@ def publish(scheduler: TileScheduler, layout: Layout, refs: Refs, cta: Scalar, l
 
     def body(state: Any) -> Any:
         index, span, count, done, _ = state
+        span = scheduler.advance(span, index)
         tile = scheduler.tile(span, index)
         push(tile, count)
         if layout.dynamic:
             _start_fetch(refs)
         load(tile, done)
         after = _fetched(refs, layout) if layout.dynamic else index + i32(layout.num_ctas)
-        return after, scheduler.advance(span, after), count + i32(1), done + jnp.maximum(tile.steps, i32(0)), tile.steps
+        return after, span, count + i32(1), done + lax.max(tile.steps, i32(0)), tile.steps
 
-    start = (cta, scheduler.find(cta), i32(0), i32(0), i32(0))
+    start = (cta, scheduler.before, i32(0), i32(0), i32(0))
     _, _, count, done, _ = lax.while_loop(lambda state: state[4] >= 0, body, start)
     drain(refs["queue_empty"], count, QUEUE_SLOTS)
     return done

@@ -79,9 +79,10 @@ class TileScheduler:
 
     # -- from span to span ---------------------------------------------------------------------------------------------
 
-    def find(self, index: Scalar) -> Span:
-        """The span of a tile, searched from the first span on."""
-        return self.advance(self._enter(i32(0), i32(0), i32(0)), index)
+    @property
+    def before(self) -> Span:
+        """An empty span before the first one, to start from."""
+        return Span(*map(i32, (-1, 0, 0, 0, 0)))
 
     def advance(self, span: Span, index: Scalar) -> Span:
         """The span of a tile that belongs to this span or to a later one."""
