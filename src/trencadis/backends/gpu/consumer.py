@@ -20,7 +20,7 @@ from trencadis.backends.gpu.contraction import ContractionMainloop
 from trencadis.backends.gpu.layout import UPCAST_STAGES, WGMMA_M, Layout
 from trencadis.backends.gpu.mma_shapes import MmaShape, MmaShapes, mma_shapes
 from trencadis.backends.gpu.rows import RowsMainloop
-from trencadis.backends.gpu.store import Store, Sums
+from trencadis.backends.gpu.store import Store, Sums, part_of
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.backends.gpu.upcast import Scales
 from trencadis.core.problem import Problem
@@ -62,24 +62,24 @@ class Consumer:
         store = Store(self.problem, self.layout, self.refs, self.warpgroup)
         subtiles = store.subtiles(top, shapes.largest)
         store.prefetch(tile, subtiles)
-        edges = sorted({0, *(shape.n for shape in shapes.all)})
+        rows = sorted({0, *(shape.blocks * WGMMA_M for shape in shapes.all)})
+        columns = sorted({0, *(shape.n for shape in shapes.all)})
 
         def product(shape: MmaShape) -> list[list[jax.Array]]:
-            return _padded(self._product(tile, done, top, shape, store), shapes.largest.blocks, edges)
+            return _cut(self._product(tile, done, top, shape, store), rows, columns)
 
         branches = [functools.partial(product, shape) for shape in shapes.all]
         parts = lax.switch(shapes.branch(tile, mine), branches)
-        store.store(tile, subtiles, Sums(parts, edges), mine)
+        store.store(tile, subtiles, Sums(parts, rows, columns), mine)
 
     def _product(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, store: Store) -> list[jax.Array]:
-        """The sums of its blocks [64, n] of a tile."""
+        """The sums of its blocks of a tile, as arrays [..., n] one below the other."""
         if self.problem.epilogue.blocks:
             return self._promoted_sums(tile, done, top, shape, store)
         if self.layout.promoted:
             return [self._weight_promoted_sums(tile, done, top, shape)]
         summed = functools.partial(self._sums, tile, done, top, shape)
-        acc = pl.run_scoped(summed, mgpu.ACC((shape.blocks * WGMMA_M, shape.n), self.problem.acc))
-        return [acc[at : at + WGMMA_M] for at in range(0, shape.blocks * WGMMA_M, WGMMA_M)]
+        return [pl.run_scoped(summed, mgpu.ACC((shape.blocks * WGMMA_M, shape.n), self.problem.acc))]
 
     def _sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, acc: Ref) -> jax.Array:
         """The sums of a tile [blocks * 64, n], accumulated by wgmma over all steps."""
@@ -195,13 +195,15 @@ class Consumer:
             mgpu.barrier_arrive(self.refs["upcast_empty"].at[tile_queue.slot(done + i, UPCAST_STAGES)])
 
 
-def _padded(sums: list[jax.Array], blocks: int, edges: Sequence[int]) -> list[list[jax.Array]]:
-    """Blocks of sums [64, n], each cut at these columns, and zeros where a larger product has more of them."""
-    n, dtype = sums[0].shape[1], sums[0].dtype
+def _cut(sums: list[jax.Array], rows: Sequence[int], columns: Sequence[int]) -> list[list[jax.Array]]:
+    """Sums, which are below each other, cut at these rows and columns; zeros where a larger product has more of them."""
+    height, n = sums[0].shape
 
-    def part(block: int, start: int, stop: int) -> jax.Array:
-        if block >= len(sums) or start >= n:
-            return jnp.zeros((WGMMA_M, stop - start), dtype)
-        return sums[block][:, start:stop] if stop - start < n else sums[block]
+    def part(top: int, bottom: int, left: int, right: int) -> jax.Array:
+        at, top = divmod(top, height)
+        bottom -= at * height
+        if at >= len(sums) or left >= n:
+            return jnp.zeros((bottom - top, right - left), sums[0].dtype)
+        return part_of(sums[at], top, bottom, left, right)
 
-    return [[part(block, *columns) for columns in itertools.pairwise(edges)] for block in range(blocks)]
+    return [[part(*down, *across) for across in itertools.pairwise(columns)] for down in itertools.pairwise(rows)]

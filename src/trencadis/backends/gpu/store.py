@@ -86,16 +86,23 @@ class Subtile(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The sums of a consumer's blocks, each cut into parts [64, ...] at some columns."""
+    """The sums of a consumer's blocks, cut into parts at some rows and columns."""
 
-    parts: list[list[jax.Array]]  # of each block
-    edges: list[int]  # the columns from 0 on at which parts start, and n
+    parts: list[list[jax.Array]]
+    rows: list[int]  # where parts start, and where the last one ends
+    columns: list[int]
 
-    def columns(self, block: int, start: int, stop: int) -> jax.Array:
-        """Some columns of a block, which all lie in one part."""
-        at = bisect.bisect(self.edges, start) - 1
-        part = self.parts[block][at]
-        return part[:, start - self.edges[at] : stop - self.edges[at]] if stop - start < part.shape[1] else part
+    def of_block(self, block: int, start: int, stop: int) -> jax.Array:
+        """Some columns of a block [64, ...], which all lie in one part."""
+        top = block * WGMMA_M
+        down, across = bisect.bisect(self.rows, top) - 1, bisect.bisect(self.columns, start) - 1
+        top, start, stop = top - self.rows[down], start - self.columns[across], stop - self.columns[across]
+        return part_of(self.parts[down][across], top, top + WGMMA_M, start, stop)
+
+
+def part_of(x: jax.Array, top: int, bottom: int, left: int, right: int) -> jax.Array:
+    """The rows [top, bottom) and columns [left, right) of a matrix in registers."""
+    return x if (bottom - top, right - left) == x.shape else lax.slice(x, (top, left), (bottom, right))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +179,7 @@ class Store:
             mgpu.commit_smem()
 
         if wanted:
-            lax.cond(tile.steps > 0, lambda: mgpu.barrier_wait(self._vectors_full), zero)
+            lax.cond(tile.steps == 0, zero, lambda: mgpu.barrier_wait(self._vectors_full))
 
     def store(self, tile: Tile, subtiles: Subtiles, sums: Sums, mine: Scalar) -> None:
         """Apply the epilogue to a consumer's blocks, `mine` of them, and store as many subtiles at a time as buffers."""
@@ -198,9 +205,13 @@ class Store:
         mgpu.commit_smem()
         if count == 1:
             self._copy_span(tile, some[0])
-        else:  # in a loop, so that it is compiled once; that it has no more steps than `count` the compiler cannot know
-            steps = lax.min(mine * i32(subtiles.across) - i32(first), i32(count))
-            lax.fori_loop(i32(0), steps, lambda i, _: self._copy_span(tile, subtiles.at(first, i)), None)
+        else:  # in a loop that is compiled once: how many of them are inside of the result the compiler does not know
+            if subtiles.across < count:
+                left = mine * i32(subtiles.across) - i32(first)
+            else:
+                left = lax.div(i32(self.problem.n) - tile.column, i32(subtiles.columns)) - i32(first % subtiles.across)
+            copy = functools.partial(self._copy_span, tile)
+            lax.fori_loop(i32(0), lax.min(left, i32(count)), lambda i, _: copy(subtiles.at(first, i)), None)
         mgpu.commit_smem_to_gmem_group()
 
     @property
@@ -246,14 +257,14 @@ class Store:
             mgpu.barrier_wait(self._existing_full(subtile))
         block = subtile.acc_row // WGMMA_M
         if not self.layout.swap_ab:
-            columns = sums.columns(block, subtile.acc_column, subtile.acc_column + subtile.columns)
+            columns = sums.of_block(block, subtile.acc_column, subtile.acc_column + subtile.columns)
             self._write(self._buffer(subtile, 0, WGMMA_M), tile, subtile, subtile.row, columns)
             return
-        for start, stop in itertools.pairwise(sums.edges):
+        for start, stop in itertools.pairwise(sums.columns):
             for row in range(start, stop, WGMMA_M):  # as few registers at a time as can be
                 rows = min(WGMMA_M, stop - row)
                 buffer = transpose_ref(self._buffer(subtile, row, rows))
-                self._write(buffer, tile, subtile, row, sums.columns(block, row, row + rows))
+                self._write(buffer, tile, subtile, row, sums.of_block(block, row, row + rows))
 
     def _write(self, buffer: Ref, tile: Tile, subtile: Subtile, row: Any, sums: jax.Array) -> None:
         """Apply the epilogue to sums from a row of the tile on, and write them to a buffer, transposed for swap-AB."""
@@ -312,4 +323,4 @@ class Store:
         # a kernel takes no function with a derivative rule of its own
         epilogue = dataclasses.replace(epilogue, activation=inlined(epilogue.activation))
         done = epilogue.finish(acc, Extras(**spread), self.problem.out).astype(jnp.float32)
-        return jnp.where(lax.broadcast(tile.steps, done.shape) > 0, done, jnp.zeros_like(done))
+        return lax.select(lax.broadcast(tile.steps, done.shape) > 0, done, jnp.zeros_like(done))

@@ -75,7 +75,7 @@ def consume(refs: Refs, do: OnTile) -> Scalar:
         mgpu.barrier_arrive(refs["queue_empty"].at[at])
         tile = tile._replace(row=pl.multiple_of(tile.row, ROW_ALIGN))
         pl.when(tile.steps >= 0)(lambda: do(tile, done))
-        return count + i32(1), done + jnp.maximum(tile.steps, i32(0)), tile.steps
+        return count + i32(1), done + lax.max(tile.steps, i32(0)), tile.steps
 
     return lax.while_loop(lambda state: state[2] >= 0, body, (i32(0), i32(0), i32(0)))[1]
 
@@ -86,7 +86,7 @@ def drain(barrier: Ref, count: Scalar, slots: int) -> None:
     def wait(i: Scalar, _: None) -> None:
         mgpu.barrier_wait(barrier.at[slot(i, slots)])
 
-    lax.fori_loop(jnp.maximum(count - i32(slots), i32(0)), count, wait, None)
+    lax.fori_loop(lax.max(count - i32(slots), i32(0)), count, wait, None)
 
 
 def _start_fetch(refs: Refs) -> None:
