@@ -54,12 +54,12 @@ def compiled(name, num_ctas, cta):
 
         def step(state, _):
             index, span = state
+            span = scheduler.advance(span, index)
             tile = scheduler.tile(span, index)
-            after = index + jnp.int32(num_ctas)
-            return (after, scheduler.advance(span, after)), (tile, scheduler.step_row(tile, jnp.int32(0)))
+            return (index + jnp.int32(num_ctas), span), (tile, scheduler.step_row(tile, jnp.int32(0)))
 
-        start = jnp.int32(cta)
-        return lax.scan(step, (start, scheduler.find(start)), None, length=-(-MOST // num_ctas))[1]
+        start = jnp.int32(cta), jax.tree.map(jnp.asarray, scheduler.before)
+        return lax.scan(step, start, None, length=-(-MOST // num_ctas))[1]
 
     return jax.jit(call)
 

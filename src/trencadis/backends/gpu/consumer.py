@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,9 +18,9 @@ from trencadis.backends.gpu import tile_queue
 from trencadis.backends.gpu.block_scales import BlockScales
 from trencadis.backends.gpu.contraction import ContractionMainloop
 from trencadis.backends.gpu.layout import UPCAST_STAGES, WGMMA_M, Layout
-from trencadis.backends.gpu.mma_shapes import MmaShape, mma_shapes
+from trencadis.backends.gpu.mma_shapes import MmaShape, MmaShapes, mma_shapes
 from trencadis.backends.gpu.rows import RowsMainloop
-from trencadis.backends.gpu.store import Store
+from trencadis.backends.gpu.store import Store, Sums, part_of
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.backends.gpu.upcast import Scales
 from trencadis.core.problem import Problem
@@ -39,30 +41,45 @@ class Consumer:
 
     def consume(self, tile: Tile, done: Scalar) -> None:
         """Compute and store its share of the blocks of a tile; `done` steps came before it."""
-        shapes = mma_shapes(self.layout, self.problem.n)
+        shapes = mma_shapes(self.problem, self.layout)
         blocks = shapes.blocks(tile)
         share = lax.div(blocks + i32(self.layout.consumers - 1), i32(self.layout.consumers))
         first = self.warpgroup * share
         top = pl.multiple_of(first * i32(WGMMA_M), WGMMA_M)
-        mine = jnp.minimum(blocks - first, share)
-        skip = functools.partial(self._skip, tile, done)
-        branches = [skip, *(functools.partial(self._compute, tile, done, top, shape) for shape in shapes.all)]
-        lax.switch(jnp.where(mine > 0, shapes.branch(tile, mine) + i32(1), i32(0)), branches)
+        mine = lax.min(blocks - first, share)
+        compute = functools.partial(self._compute, tile, done, top, mine, shapes)
+        if not shapes.may_skip:
+            compute()
+            return
+        lax.cond(mine > 0, compute, functools.partial(self._skip, tile, done))
 
-    def _compute(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape) -> None:
-        """Multiply and store the blocks from row `top` of the product on."""
+    def _compute(self, tile: Tile, done: Scalar, top: Scalar, mine: Scalar, shapes: MmaShapes) -> None:
+        """Multiply and store its blocks, from row `top` of the product on.
+
+        Only the products have a branch for each shape: what they return is padded to the largest, and stored by the
+        same code.
+        """
         store = Store(self.problem, self.layout, self.refs, self.warpgroup)
-        subtiles = store.subtiles(top, shape)
+        subtiles = store.subtiles(top, shapes.largest)
         store.prefetch(tile, subtiles)
+        rows = sorted({0, *(shape.blocks * WGMMA_M for shape in shapes.all)})
+        columns = sorted({0, *(shape.n for shape in shapes.all)})
+
+        def product(shape: MmaShape) -> list[list[jax.Array]]:
+            return _cut(self._product(tile, done, top, shape, store), rows, columns)
+
+        branches = [functools.partial(product, shape) for shape in shapes.all]
+        parts = lax.switch(shapes.branch(tile, mine), branches)
+        store.store(tile, subtiles, Sums(parts, rows, columns), mine)
+
+    def _product(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, store: Store) -> list[jax.Array]:
+        """The sums of its blocks of a tile, as arrays [..., n] one below the other."""
         if self.problem.epilogue.blocks:
-            store.store(tile, subtiles, self._promoted_sums(tile, done, top, shape, store))
-            return
+            return self._promoted_sums(tile, done, top, shape, store)
         if self.layout.promoted:
-            store.store(tile, subtiles, [self._weight_promoted_sums(tile, done, top, shape)])
-            return
+            return [self._weight_promoted_sums(tile, done, top, shape)]
         summed = functools.partial(self._sums, tile, done, top, shape)
-        acc = pl.run_scoped(summed, mgpu.ACC((shape.blocks * WGMMA_M, shape.n), self.problem.acc))
-        store.store(tile, subtiles, [acc[at : at + WGMMA_M] for at in range(0, shape.blocks * WGMMA_M, WGMMA_M)])
+        return [pl.run_scoped(summed, mgpu.ACC((shape.blocks * WGMMA_M, shape.n), self.problem.acc))]
 
     def _sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, acc: Ref) -> jax.Array:
         """The sums of a tile [blocks * 64, n], accumulated by wgmma over all steps."""
@@ -176,3 +193,17 @@ class Consumer:
         mgpu.barrier_arrive(self.refs["empty"].at[tile_queue.slot(done + i, self.layout.stages)])
         if self.layout.upcast_in_smem:
             mgpu.barrier_arrive(self.refs["upcast_empty"].at[tile_queue.slot(done + i, UPCAST_STAGES)])
+
+
+def _cut(sums: list[jax.Array], rows: Sequence[int], columns: Sequence[int]) -> list[list[jax.Array]]:
+    """Sums, which are below each other, cut at these rows and columns; zeros where a larger product has more of them."""
+    height, n = sums[0].shape
+
+    def part(top: int, bottom: int, left: int, right: int) -> jax.Array:
+        at, top = divmod(top, height)
+        bottom -= at * height
+        if at >= len(sums) or left >= n:
+            return jnp.zeros((bottom - top, right - left), sums[0].dtype)
+        return part_of(sums[at], top, bottom, left, right)
+
+    return [[part(*down, *across) for across in itertools.pairwise(columns)] for down in itertools.pairwise(rows)]

@@ -15,9 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.layout import ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
-from trencadis.backends.gpu.rows import operand_b, swizzled
+from trencadis.backends.gpu.rows import operand_a, operand_b, swizzled
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
-from trencadis.core.jax_compat import transpose_ref
 from trencadis.core.problem import Problem
 
 MASK_ROWS = 64  # rows of a K-major stage that are masked at a time
@@ -63,24 +62,23 @@ class ContractionMainloop:
 
     def operands(self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int) -> tuple[Any, Any]:
         """Operands A and B of a consumer: its rows of the matrix by the columns of the tile."""
-        lhs_k_major, rhs_k_major = self.k_major
-        lhs, rhs = (refs[name].at[stage] for name, stage in zip(STAGED, stages, strict=True))
-        return lhs.at[mine] if lhs_k_major else transpose_ref(lhs.at[:, mine]), operand_b(rhs, n, rhs_k_major)
+        (lhs, rhs), (lhs_k_major, rhs_k_major) = (refs[name] for name in STAGED), self.k_major
+        return operand_a(lhs, stages[0], mine, lhs_k_major), operand_b(rhs, stages[1], n, rhs_k_major)
 
     def may_need_mask(self, scheduler: TileScheduler, tile: Tile, step: Scalar) -> Any:
         """Whether a step may hold rows of other groups, as the first and the last of a sum may."""
         _, step, steps = scheduler.hi_lo_step(tile, step)
-        return (step == 0) | (step == steps - 1)
+        return (step == i32(0)) | (step == steps - i32(1))
 
     def mask(self, refs: Refs, scheduler: TileScheduler, tile: Tile, step: Scalar, stage: Scalar) -> None:
         """Zero the rows of a stage that belong to other groups, in both operands."""
         block_k, row = i32(self.layout.block_k), scheduler.step_row(tile, scheduler.hi_lo_step(tile, step)[1])
-        low, high = jnp.maximum(tile.start - row, i32(0)), jnp.minimum(tile.end - row, block_k)
+        low, high = lax.max(tile.start - row, i32(0)), lax.min(tile.end - row, block_k)
 
         @pl.when((low > 0) | (high < block_k))
         def _() -> None:
             for staged, k_major in zip(STAGED, self.k_major, strict=True):
-                (_mask_columns if k_major else _mask_rows)(refs[staged].at[stage], low, high)
+                (_mask_columns if k_major else _mask_rows)(refs[staged], stage, low, high)
             mgpu.commit_smem()
 
 
@@ -91,49 +89,47 @@ def _registers(dtype: Any, run: int) -> Any:
     return mgpu.Layout.TILED(tiles, (-5,), (-3, -2), -1)
 
 
-def _mask_rows(ref: Ref, low: Scalar, high: Scalar) -> None:
+def _mask_rows(stages: Ref, stage: Scalar, low: Scalar, high: Scalar) -> None:
     """Zero the rows of a stage [block_k, columns] outside of [low, high), eight at a time; most are not touched."""
-    block_k, columns = ref.shape
-    layout = _registers(ref.dtype, swizzle_elements(ref.dtype))
-    zeros = mgpu.layout_cast(jnp.zeros((ROW_ALIGN, columns), ref.dtype), layout)
+    _, block_k, columns = stages.shape
+    layout = _registers(stages.dtype, swizzle_elements(stages.dtype))
+    zeros = mgpu.layout_cast(jnp.zeros((ROW_ALIGN, columns), stages.dtype), layout)
+    # eights of rows: the first few, which `low` is past, and those from the one on that holds `high`
+    before, after = lax.div(low + i32(ROW_ALIGN - 1), i32(ROW_ALIGN)), lax.div(high, i32(ROW_ALIGN))
 
-    def rows(i: Scalar) -> Ref:
-        return ref.at[pl.ds(pl.multiple_of(i * i32(ROW_ALIGN), ROW_ALIGN), ROW_ALIGN)]
+    def some(i: Scalar, _: None) -> None:
+        first = lax.select(i < before, i, after + i - before) * i32(ROW_ALIGN)
+        rows = stages.at[stage, pl.ds(pl.multiple_of(first, ROW_ALIGN), ROW_ALIGN)]
 
-    def zero(i: Scalar, _: None) -> None:
-        rows(i)[...] = zeros
+        def zero() -> None:
+            rows[...] = zeros
 
-    def zero_around(row: Scalar) -> None:
-        i = lax.div(row, i32(ROW_ALIGN))
+        def zero_around() -> None:
+            at = mgpu.layout_cast(lax.broadcasted_iota(jnp.int32, zeros.shape, 0), layout) + first
+            rows[...] = lax.select((at >= low) & (at < high), mgpu.layout_cast(rows[...], layout), zeros)
 
-        @pl.when(row > i * i32(ROW_ALIGN))
-        def _() -> None:
-            at = mgpu.layout_cast(lax.broadcasted_iota(jnp.int32, zeros.shape, 0), layout) + i * i32(ROW_ALIGN)
-            own = (at >= low) & (at < high)
-            rows(i)[...] = jnp.where(own, mgpu.layout_cast(rows(i)[...], layout), zeros)
+        lax.cond((first + i32(ROW_ALIGN) > low) & (first < high), zero_around, zero)
 
-    zero_around(low)
-    zero_around(high)
-    lax.fori_loop(i32(0), lax.div(low, i32(ROW_ALIGN)), zero, None)
-    lax.fori_loop(lax.div(high + i32(ROW_ALIGN - 1), i32(ROW_ALIGN)), i32(block_k // ROW_ALIGN), zero, None)
+    lax.fori_loop(i32(0), before + i32(block_k // ROW_ALIGN) - after, some, None)
 
 
-def _mask_columns(ref: Ref, low: Scalar, high: Scalar) -> None:
+def _mask_columns(stages: Ref, stage: Scalar, low: Scalar, high: Scalar) -> None:
     """Zero the columns of a K-major stage [rows, block_k] outside of [low, high)."""
-    layout, shape = _registers(ref.dtype, ref.shape[1]), (MASK_ROWS, ref.shape[1])
+    _, height, columns = stages.shape
+    layout, shape = _registers(stages.dtype, columns), (MASK_ROWS, columns)
     at = mgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), layout)
     # -1, all bits set, in the group's columns, and 0 elsewhere. A comparison would be lowered to a select of 8-bit
     # numbers, one by one; a bitwise and clears a word at a time.
     own = lax.shift_right_arithmetic((low - i32(1) - at) & (at - high), jnp.full(shape, 31, jnp.int32))
-    bitwise = ref.dtype.itemsize == 1  # Mosaic has no arithmetic on 8-bit floats in registers
+    bitwise = stages.dtype.itemsize == 1  # Mosaic has no arithmetic on 8-bit floats in registers
     mask = own.astype(jnp.int8) if bitwise else own < 0
 
     def some(i: Scalar, _: None) -> None:
-        rows = ref.at[pl.ds(pl.multiple_of(i * i32(MASK_ROWS), MASK_ROWS), MASK_ROWS)]
+        rows = stages.at[stage, pl.ds(pl.multiple_of(i * i32(MASK_ROWS), MASK_ROWS), MASK_ROWS)]
         held = mgpu.layout_cast(rows[...], layout)
         if bitwise:
-            rows[...] = lax.bitcast_convert_type(lax.bitcast_convert_type(held, jnp.int8) & mask, ref.dtype)
+            rows[...] = lax.bitcast_convert_type(lax.bitcast_convert_type(held, jnp.int8) & mask, stages.dtype)
         else:
-            rows[...] = jnp.where(mask, held, mgpu.layout_cast(jnp.zeros(shape, ref.dtype), layout))
+            rows[...] = lax.select(mask, held, mgpu.layout_cast(jnp.zeros(shape, stages.dtype), layout))
 
-    lax.fori_loop(i32(0), i32(ref.shape[0] // MASK_ROWS), some, None)
+    lax.fori_loop(i32(0), i32(height // MASK_ROWS), some, None)

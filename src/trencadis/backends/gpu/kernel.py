@@ -124,16 +124,16 @@ def _body(problem: Problem, layout: Layout, mainloop: Mainloop, refs: Refs) -> N
         done = tile_queue.consume(refs, functools.partial(_upcast, layout, mainloop, refs))
         tile_queue.drain(refs["upcast_empty"], done, UPCAST_STAGES)
 
-    # one tree of branches: only then does the compiler give each role its own number of registers
-    def others() -> None:
+    def between() -> None:
         if isinstance(mainloop, ContractionMainloop):
-            lax.cond(warpgroup == layout.consumers, produce, functools.partial(mask, mainloop))
-        elif layout.upcast_in_smem:
-            lax.cond(warpgroup == layout.consumers, produce, functools.partial(upcast, mainloop))
+            mask(mainloop)
         else:
-            produce()
+            upcast(mainloop)
 
-    lax.cond(warpgroup < layout.consumers, consume, others)
+    # One tree of branches: only then does the compiler give each role its own number of registers. Pallas lowers the
+    # first branch twice, once to find out what it returns, so that this is one that is empty and never taken.
+    roles = [lambda: None, consume, produce, *([between] if _between(mainloop) else [])]
+    lax.switch(lax.clamp(i32(1), warpgroup - i32(layout.consumers - 2), i32(len(roles) - 1)), roles)
 
 
 def _load(layout: Layout, mainloop: Mainloop, refs: Refs, scheduler: TileScheduler, tile: Tile, done: Scalar) -> None:

@@ -55,18 +55,15 @@ class Layout:
 
     @property
     def heights(self) -> list[int]:
-        """The tile heights, in rows, for which the kernel has a branch that copies and multiplies just these.
+        """The tile heights, in rows, for which the kernel has a branch that copies, and with swap-AB multiplies, these.
 
-        Every branch takes time to compile. Groups are cut evenly, so that most tiles are tall: of heights up to half
-        of block_m, only multiples of 64 have a branch, and a tile is padded to the next.
+        Every branch takes time to compile, and every shape that is copied. Groups are cut evenly, so that most tiles are
+        tall: up to half of block_m, there is a branch for few of them, and a tile is padded to the next.
         """
         every = range(self.m_unit, self.block_m + 1, self.m_unit)
-        return [rows for rows in every if rows > self.block_m // 2 or rows % WGMMA_M == 0 or self.block_m < WGMMA_M]
-
-    def widths(self, columns: int) -> list[int]:
-        """The widths of the tiles of a result with this many columns: block_n, and what is left for the last tile."""
-        rest = columns % self.block_n
-        return [self.block_n, rest] if rest else [self.block_n]
+        half = self.block_m // 2
+        few = WGMMA_M if self.swap_ab else half
+        return [rows for rows in every if rows > half or rows % few == 0 or self.block_m < WGMMA_M]
 
     def __str__(self) -> str:
         kind = " swap-AB" * self.swap_ab + " upcast" * self.upcast

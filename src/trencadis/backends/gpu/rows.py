@@ -29,11 +29,21 @@ def swizzled(dtype: Any, swizzle: int = SWIZZLE) -> tuple[Any, Any]:
     return mgpu.TilingTransform((ROW_ALIGN, swizzle_elements(dtype, swizzle))), mgpu.SwizzleTransform(swizzle)
 
 
-def operand_b(b: Ref, n: int, k_major: bool) -> Ref:
-    """The first n columns of operand B as [block_k, n], stored as [block_k, columns] or K-major: [columns, block_k]."""
-    if b.shape[0 if k_major else 1] > n:
-        b = b.at[pl.ds(0, n)] if k_major else b.at[:, pl.ds(0, n)]
+def operand_b(stages: Ref, stage: Scalar, n: int, k_major: bool) -> Ref:
+    """The first n columns of a stage of operand B as [block_k, n]; it is [block_k, columns] or K-major.
+
+    A stage and a part of it are taken by one index: lowering checks each against the transforms of shared memory.
+    """
+    if stages.shape[1 if k_major else 2] == n:
+        b = stages.at[stage]
+    else:
+        b = stages.at[stage, pl.ds(0, n)] if k_major else stages.at[stage, :, pl.ds(0, n)]
     return transpose_ref(b) if k_major else b
+
+
+def operand_a(stages: Ref, stage: Scalar, rows: Any, k_major: bool) -> Ref:
+    """Some rows of a stage of operand A as [rows, block_k]; it is [block_k, rows] unless it is K-major."""
+    return stages.at[stage, rows] if k_major else transpose_ref(stages.at[stage, :, rows])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,16 +107,16 @@ class RowsMainloop:
         Weights that are a register operand may be multiplied by scales.
         """
         k_major = self.problem.transpose_rhs
-        lhs, rhs = (refs[name].at[stage] for name, stage in zip(("smem_lhs", "smem_rhs"), stages, strict=True))
+        (lhs, lhs_at), (rhs, rhs_at) = zip((refs["smem_lhs"], refs["smem_rhs"]), stages, strict=True)
         if self.layout.upcast and not self.layout.upcast_in_smem:
-            return rs_operand(rhs.at[mine], self.problem.lhs, scales), operand_b(lhs, n, True)
+            return rs_operand(rhs.at[rhs_at, mine], self.problem.lhs, scales), operand_b(lhs, lhs_at, n, True)
         if self.layout.swap_ab:
-            return rhs.at[mine] if k_major else transpose_ref(rhs.at[:, mine]), operand_b(lhs, n, True)
-        return lhs.at[mine], operand_b(rhs, n, k_major)
+            return operand_a(rhs, rhs_at, mine, k_major), operand_b(lhs, lhs_at, n, True)
+        return operand_a(lhs, lhs_at, mine, True), operand_b(rhs, rhs_at, n, k_major)
 
     def lhs_part(self, refs: Refs, stage: Scalar, n: int, k: Any) -> Ref:
         """Operand B of a product over a part of a step: the rows of a tile, K-major."""
-        return operand_b(refs["smem_lhs"].at[stage, :, k], n, True)
+        return transpose_ref(refs["smem_lhs"].at[stage, pl.ds(0, n), k])
 
     def upcast(self, refs: Refs, stage: Scalar, to: Scalar) -> None:
         """Upcast the weights of a stage to the dtype of lhs, which holds their values exactly, into buffer `to`."""

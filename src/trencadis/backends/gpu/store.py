@@ -1,14 +1,16 @@
 """The epilogue of a consumer and its stores: from accumulators through shared memory to the result.
 
 A consumer stores its product in subtiles, through buffers of its own: it fills all of them, starts their TMA copies,
-and fills them again when these have read them. Only rows of the span are copied; where they are not all rows of a
-subtile, by copies of 32, 16, ..., 1 rows, since the shape of a copy is static.
+and fills them again when these have read them. Only rows of the span are copied, by copies of 64, 16, 4 or 1 rows, since
+the shape of a copy is static: the largest that fits, as often as it takes. The last one may overlap the one before it.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -28,7 +30,7 @@ from trencadis.core.jax_compat import for_transposed_store, transpose_ref
 from trencadis.core.problem import Form, Problem
 
 THREADS = 128  # threads of a consumer: a vector that it writes itself has an entry for each
-COPY_ROWS = 32  # rows of the largest copy out of a buffer of which only some rows are stored
+COPY_ROWS = 64, 16, 4, 1  # rows of a copy out of a buffer, each a quarter of the one before: no tile takes more than 4
 
 
 def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
@@ -65,7 +67,7 @@ def store_buffers(problem: Problem, layout: Layout) -> tuple[int, int, int]:
     run = swizzle_elements(problem.out)
     if layout.swap_ab:
         return layout.store_buffers, layout.block_m, WGMMA_M
-    across = math.gcd(*layout.widths(problem.n)) // run  # no copy crosses the edge of a tile
+    across = math.gcd(problem.n, layout.block_n) // run  # no copy crosses the edge of a tile
     # bank conflicts: rows that are an even number of swizzle rows apart, and three swizzle rows of float32
     wide = 3 if problem.out.itemsize == 2 and across % 3 == 0 and layout.store_buffers >= 3 else 1
     return layout.store_buffers // wide, WGMMA_M, wide * run
@@ -83,9 +85,29 @@ class Subtile(NamedTuple):
     buffer: Any
 
 
+class Sums(NamedTuple):
+    """The sums of a consumer's blocks, cut into parts at some rows and columns."""
+
+    parts: list[list[jax.Array]]
+    rows: list[int]  # where parts start, and where the last one ends
+    columns: list[int]
+
+    def of_block(self, block: int, start: int, stop: int) -> jax.Array:
+        """Some columns of a block [64, ...], which all lie in one part."""
+        top = block * WGMMA_M
+        down, across = bisect.bisect(self.rows, top) - 1, bisect.bisect(self.columns, start) - 1
+        top, start, stop = top - self.rows[down], start - self.columns[across], stop - self.columns[across]
+        return part_of(self.parts[down][across], top, top + WGMMA_M, start, stop)
+
+
+def part_of(x: jax.Array, top: int, bottom: int, left: int, right: int) -> jax.Array:
+    """The rows [top, bottom) and columns [left, right) of a matrix in registers."""
+    return x if (bottom - top, right - left) == x.shape else lax.slice(x, (top, left), (bottom, right))
+
+
 @dataclasses.dataclass(frozen=True)
 class Subtiles:
-    """The subtiles of a consumer's product, which starts at row `top` of the products of the tile."""
+    """The subtiles of a consumer's largest product, which starts at row `top` of the products of the tile."""
 
     top: Scalar
     shape: MmaShape
@@ -157,24 +179,40 @@ class Store:
             mgpu.commit_smem()
 
         if wanted:
-            lax.cond(tile.steps > 0, lambda: mgpu.barrier_wait(self._vectors_full), zero)
+            lax.cond(tile.steps == 0, zero, lambda: mgpu.barrier_wait(self._vectors_full))
 
-    def store(self, tile: Tile, subtiles: Subtiles, sums: list[jax.Array]) -> None:
-        """Apply the epilogue to a consumer's blocks [64, n] and store them, as many subtiles at a time as buffers."""
+    def store(self, tile: Tile, subtiles: Subtiles, sums: Sums, mine: Scalar) -> None:
+        """Apply the epilogue to a consumer's blocks, `mine` of them, and store as many subtiles at a time as buffers."""
         if not self.problem.epilogue.blocks:
             self.wait_vectors(tile)
         for first in range(0, len(subtiles), subtiles.buffers):
-            count = min(subtiles.buffers, len(subtiles) - first)
-            some = [subtiles.at(first, i) for i in range(count)]
-            mgpu.wait_smem_to_gmem(0, wait_read_only=True)  # earlier copies have read the buffers
-            if self.problem.epilogue.accumulate and first:
-                for subtile in some:
-                    self._load_existing(tile, subtile)
+            some = functools.partial(self._store_some, tile, subtiles, sums, mine, first)
+            if first:
+                pl.when(mine > first // subtiles.across)(some)
+            else:
+                some()
+
+    def _store_some(self, tile: Tile, subtiles: Subtiles, sums: Sums, mine: Scalar, first: int) -> None:
+        """Store the subtiles from `first` on that there are buffers for."""
+        count = min(subtiles.buffers, len(subtiles) - first)
+        some = [subtiles.at(first, i) for i in range(count)]
+        mgpu.wait_smem_to_gmem(0, wait_read_only=True)  # earlier copies have read the buffers
+        if self.problem.epilogue.accumulate and first:
             for subtile in some:
-                self._fill(tile, subtile, sums[subtile.acc_row // WGMMA_M])
-            mgpu.commit_smem()
-            self._copy_out(tile, subtiles, first, count)
-            mgpu.commit_smem_to_gmem_group()
+                self._load_existing(tile, subtile)
+        for subtile in some:
+            self._fill(tile, subtile, sums)
+        mgpu.commit_smem()
+        if count == 1:
+            self._copy_span(tile, some[0])
+        else:  # in a loop that is compiled once: how many of them are inside of the result the compiler does not know
+            if subtiles.across < count:
+                left = mine * i32(subtiles.across) - i32(first)
+            else:
+                left = lax.div(i32(self.problem.n) - tile.column, i32(subtiles.columns)) - i32(first % subtiles.across)
+            copy = functools.partial(self._copy_span, tile)
+            lax.fori_loop(i32(0), lax.min(left, i32(count)), lambda i, _: copy(subtiles.at(first, i)), None)
+        mgpu.commit_smem_to_gmem_group()
 
     @property
     def _vectors_full(self) -> Ref:
@@ -213,21 +251,24 @@ class Store:
         existing = self._result(tile, subtile, 0, subtile.rows)
         mgpu.copy_gmem_to_smem(existing, self._buffer(subtile, 0, subtile.rows), self._existing_full(subtile))
 
-    def _fill(self, tile: Tile, subtile: Subtile, sums: jax.Array) -> None:
-        """Write the result of a subtile into its buffer, from the sums [64, n] of its block."""
+    def _fill(self, tile: Tile, subtile: Subtile, sums: Sums) -> None:
+        """Write the result of a subtile into its buffer."""
         if self.problem.epilogue.accumulate:
             mgpu.barrier_wait(self._existing_full(subtile))
+        block = subtile.acc_row // WGMMA_M
         if not self.layout.swap_ab:
-            self._write(self._buffer(subtile, 0, WGMMA_M), tile, subtile, sums, subtile.acc_column, subtile.columns)
+            columns = sums.of_block(block, subtile.acc_column, subtile.acc_column + subtile.columns)
+            self._write(self._buffer(subtile, 0, WGMMA_M), tile, subtile, subtile.row, columns)
             return
-        for row in range(0, subtile.rows, WGMMA_M):  # as few registers at a time as can be
-            rows = min(WGMMA_M, subtile.rows - row)
-            self._write(transpose_ref(self._buffer(subtile, row, rows)), tile, subtile, sums, row, rows)
+        for start, stop in itertools.pairwise(sums.columns):
+            for row in range(start, stop, WGMMA_M):  # as few registers at a time as can be
+                rows = min(WGMMA_M, stop - row)
+                buffer = transpose_ref(self._buffer(subtile, row, rows))
+                self._write(buffer, tile, subtile, row, sums.of_block(block, row, row + rows))
 
-    def _write(self, buffer: Ref, tile: Tile, subtile: Subtile, sums: jax.Array, column: int, columns: int) -> None:
-        """Apply the epilogue to some columns of sums [64, n], and write them to a buffer, transposed for swap-AB."""
-        row = column if self.layout.swap_ab else subtile.row
-        acc = self._apply_epilogue(tile, subtile, row, sums[:, column : column + columns])
+    def _write(self, buffer: Ref, tile: Tile, subtile: Subtile, row: Any, sums: jax.Array) -> None:
+        """Apply the epilogue to sums from a row of the tile on, and write them to a buffer, transposed for swap-AB."""
+        acc = self._apply_epilogue(tile, subtile, row, sums)
 
         def cast(x: Any) -> Any:
             return for_transposed_store(x) if self.layout.swap_ab else x
@@ -238,38 +279,27 @@ class Store:
         else:
             buffer[...] = cast(acc.astype(self.problem.out))
 
-    def _copy_out(self, tile: Tile, subtiles: Subtiles, first: int, count: int) -> None:
-        """Start the copies of the rows of the buffers that belong to the span: mostly one copy for each buffer."""
-
-        def whole() -> None:
-            for i in range(count):
-                subtile = subtiles.at(first, i)
-                self._copy(tile, subtile, 0, subtile.rows)
-
-        def some(i: Scalar, _: None) -> None:
-            self._copy_span(tile, subtiles.at(first, i))
-
-        def by_span() -> None:  # a loop: its many copies are traced and compiled once
-            lax.fori_loop(i32(0), i32(count), some, None)
-
-        if self.layout.swap_ab:  # hardly any tile belongs to its span from its first row to its last
-            by_span()
-            return
-        top, last = subtiles.at(first).row, subtiles.at(first, count - 1)
-        lax.cond((tile.valid_from <= top) & (tile.valid_to >= last.row + i32(last.rows)), whole, by_span)
-
     def _copy_span(self, tile: Tile, subtile: Subtile) -> None:
-        """Start the copies of the rows of a buffer that belong to the span, by powers of two."""
-        edges = (tile.valid_from, tile.valid_to)
-        low, high = (jnp.clip(edge - subtile.row, i32(0), i32(subtile.rows)) for edge in edges)
+        """Start the copies of the rows of a buffer that belong to the span and are inside of the result."""
+        low, high = (lax.clamp(i32(0), edge - subtile.row, i32(subtile.rows)) for edge in (tile.valid_from, tile.valid_to))
+        if self.problem.n % self.layout.block_n:
+            high = lax.select(tile.column + subtile.column < i32(self.problem.n), high, low)
+        rows, sizes = high - low, self._copy_rows(subtile)
+        which = sum((lax.convert_element_type(rows < i32(size), jnp.int32) for size in sizes[:-1]), i32(0))
+        shift = i32(sizes[0].bit_length() - 1) - which - which
+        size = lax.shift_left(i32(1), shift)
 
-        def largest(i: Scalar, _: None) -> None:
-            self._copy(tile, subtile, low + i * i32(COPY_ROWS), COPY_ROWS)
+        def copy(i: Scalar, _: None) -> None:
+            row = lax.min(low + lax.shift_left(i, shift), high - size)
+            lax.switch(which, [functools.partial(self._copy, tile, subtile, row, rows) for rows in sizes])
 
-        lax.fori_loop(i32(0), lax.div(high - low, i32(COPY_ROWS)), largest, None)
-        for size in (COPY_ROWS >> power for power in range(1, COPY_ROWS.bit_length())):
-            row = low + ((high - low) & i32(-2 * size))
-            pl.when(((high - low) & size) != 0)(functools.partial(self._copy, tile, subtile, row, size))
+        lax.fori_loop(i32(0), lax.shift_right_logical(rows + size - i32(1), shift), copy, None)
+
+    def _copy_rows(self, subtile: Subtile) -> list[int]:
+        """The rows of the copies that are needed; in a contraction whole buffers are copied if k is a multiple of 64."""
+        if self.problem.form is Form.CONTRACTION and self.problem.k % WGMMA_M == 0:
+            return [WGMMA_M]
+        return [rows for rows in COPY_ROWS if rows <= subtile.rows]
 
     def _copy(self, tile: Tile, subtile: Subtile, row: Any, rows: int) -> None:
         """Start the copy of some rows of a buffer, from `row` on, to the result."""
@@ -293,4 +323,4 @@ class Store:
         # a kernel takes no function with a derivative rule of its own
         epilogue = dataclasses.replace(epilogue, activation=inlined(epilogue.activation))
         done = epilogue.finish(acc, Extras(**spread), self.problem.out).astype(jnp.float32)
-        return jnp.where(lax.broadcast(tile.steps, done.shape) > 0, done, jnp.zeros_like(done))
+        return lax.select(lax.broadcast(tile.steps, done.shape) > 0, done, jnp.zeros_like(done))

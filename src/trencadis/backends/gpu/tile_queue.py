@@ -49,15 +49,16 @@ def publish(scheduler: TileScheduler, layout: Layout, refs: Refs, cta: Scalar, l
 
     def body(state: Any) -> Any:
         index, span, count, done, _ = state
+        span = scheduler.advance(span, index)
         tile = scheduler.tile(span, index)
         push(tile, count)
         if layout.dynamic:
             _start_fetch(refs)
         load(tile, done)
         after = _fetched(refs, layout) if layout.dynamic else index + i32(layout.num_ctas)
-        return after, scheduler.advance(span, after), count + i32(1), done + jnp.maximum(tile.steps, i32(0)), tile.steps
+        return after, span, count + i32(1), done + lax.max(tile.steps, i32(0)), tile.steps
 
-    start = (cta, scheduler.find(cta), i32(0), i32(0), i32(0))
+    start = (cta, scheduler.before, i32(0), i32(0), i32(0))
     _, _, count, done, _ = lax.while_loop(lambda state: state[4] >= 0, body, start)
     drain(refs["queue_empty"], count, QUEUE_SLOTS)
     return done
@@ -74,7 +75,7 @@ def consume(refs: Refs, do: OnTile) -> Scalar:
         mgpu.barrier_arrive(refs["queue_empty"].at[at])
         tile = tile._replace(row=pl.multiple_of(tile.row, ROW_ALIGN))
         pl.when(tile.steps >= 0)(lambda: do(tile, done))
-        return count + i32(1), done + jnp.maximum(tile.steps, i32(0)), tile.steps
+        return count + i32(1), done + lax.max(tile.steps, i32(0)), tile.steps
 
     return lax.while_loop(lambda state: state[2] >= 0, body, (i32(0), i32(0), i32(0)))[1]
 
@@ -85,7 +86,7 @@ def drain(barrier: Ref, count: Scalar, slots: int) -> None:
     def wait(i: Scalar, _: None) -> None:
         mgpu.barrier_wait(barrier.at[slot(i, slots)])
 
-    lax.fori_loop(jnp.maximum(count - i32(slots), i32(0)), count, wait, None)
+    lax.fori_loop(lax.max(count - i32(slots), i32(0)), count, wait, None)
 
 
 def _start_fetch(refs: Refs) -> None:

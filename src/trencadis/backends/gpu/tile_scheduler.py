@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -32,12 +33,13 @@ Refs = dict[str, Ref]  # all references of a kernel, by name
 
 def i32(x: int) -> Scalar:
     """A constant that stays 32 bits wide whatever the x64 setting."""
-    return jnp.int32(x)
+    return np.int32(x)
 
 
 def align_down(row: Scalar, to: int) -> Scalar:
     """The last multiple of `to`, a power of two, that is not past a row."""
-    return pl.multiple_of(row & i32(-to), to)
+    aligned = row & i32(-to)
+    return aligned if isinstance(aligned, np.integer) else pl.multiple_of(aligned, to)
 
 
 class Span(NamedTuple):
@@ -77,9 +79,10 @@ class TileScheduler:
 
     # -- from span to span ---------------------------------------------------------------------------------------------
 
-    def find(self, index: Scalar) -> Span:
-        """The span of a tile, searched from the first span on."""
-        return self.advance(self._enter(i32(0), i32(0), i32(0)), index)
+    @property
+    def before(self) -> Span:
+        """An empty span before the first one, to start from."""
+        return Span(*map(i32, (-1, 0, 0, 0, 0)))
 
     def advance(self, span: Span, index: Scalar) -> Span:
         """The span of a tile that belongs to this span or to a later one."""
@@ -96,26 +99,26 @@ class TileScheduler:
         """The span of this number, if the one before it ends at row `end`."""
         problem = self.problem
         last = i32(problem.batch - 1)
-        entry = jnp.minimum(lax.div(number, i32(self.entry_spans)), last) if problem.batch > 1 else i32(0)
+        entry = lax.min(lax.div(number, i32(self.entry_spans)), last) if problem.batch > 1 else i32(0)
         at = number - entry * i32(self.entry_spans)
         base = entry * i32(problem.m)
         first = self.first_group[entry]
         # the rows of groups before the window: summed once, in the first span of an entry
-        skipped = jnp.where(at == i32(0), jnp.clip(first, i32(0), i32(problem.groups)), i32(0))
-        window = jnp.where(at == i32(0), base, end)
+        skipped = lax.select(at == i32(0), lax.clamp(i32(0), first, i32(problem.groups)), i32(0))
+        window = lax.select(at == i32(0), base, end)
         window = lax.fori_loop(i32(0), skipped, lambda i, row: self._end(entry, i, row), window)
         local = at - i32(self.rows_form)
         group = first + local
         known = (group >= i32(0)) & (group < i32(problem.groups)) & self._is_local(local)
-        after = self._end(entry, jnp.clip(group, i32(0), i32(problem.groups - 1)), window)
-        start, end = window, jnp.where(known, after, window)
+        after = self._end(entry, lax.clamp(i32(0), group, i32(problem.groups - 1)), window)
+        start, end = window, lax.select(known, after, window)
         if self.rows_form:  # unowned rows before the window and after it
-            start = jnp.where(at == i32(0), base, start)
-            end = jnp.where(at == i32(self.entry_spans - 1), base + i32(problem.m), end)
+            start = lax.select(at == i32(0), base, start)
+            end = lax.select(at == i32(self.entry_spans - 1), base + i32(problem.m), end)
         span = Span(number, start, end, tiles_before, i32(0))
         tiles = self._tiles_down(span) * i32(self.tiles_across)
         if problem.epilogue.accumulate:  # unowned rows and empty groups keep the value of existing_out
-            tiles = jnp.where(known & (end > start), tiles, i32(0))
+            tiles = lax.select(known & (end > start), tiles, i32(0))
         return span._replace(tiles=tiles)
 
     def _is_local(self, local: Scalar) -> Any:
@@ -124,9 +127,9 @@ class TileScheduler:
 
     def _end(self, entry: Scalar, group: Scalar, start: Scalar) -> Scalar:
         """The end of a group that starts at a row: a negative size counts as 0, and no group leaves its entry."""
-        size = jnp.maximum(self.sizes[entry * i32(self.problem.groups) + group], i32(0))
+        size = lax.max(self.sizes[entry * i32(self.problem.groups) + group], i32(0))
         left = (entry + i32(1)) * i32(self.problem.m) - start
-        return start + jnp.minimum(size, left)
+        return start + lax.min(size, left)
 
     # -- from span to tile ---------------------------------------------------------------------------------------------
 
@@ -137,19 +140,19 @@ class TileScheduler:
         units, tiles_down = self._units(span), self._tiles_down(span)
         above = lax.div(at, group * across) * group  # tiles of a column in the rasterization groups above
         at = at - above * across
-        height = jnp.maximum(jnp.minimum(group, tiles_down - above), i32(1))
+        height = lax.max(lax.min(group, tiles_down - above), i32(1))
         column = lax.div(at, height)
         down = above + at - column * height
-        each = lax.div(units, jnp.maximum(tiles_down, i32(1)))  # units of a tile; the first few have one more
+        each = lax.div(units, lax.max(tiles_down, i32(1)))  # units of a tile; the first few have one more
         more = units - each * tiles_down
         own = each + (down < more).astype(jnp.int32)
         start, end = self._result_rows(span)
-        row = align_down(start, ROW_ALIGN) + (down * each + jnp.minimum(down, more)) * i32(self.layout.m_unit)
+        row = align_down(start, ROW_ALIGN) + (down * each + lax.min(down, more)) * i32(self.layout.m_unit)
         entry = lax.div(span.number, i32(self.entry_spans)) if self.problem.batch > 1 else i32(0)
         local = span.number - entry * i32(self.entry_spans) - i32(self.rows_form)
-        steps = jnp.where(self._is_local(local), self._steps(span), i32(0))
+        steps = lax.select(self._is_local(local), self._steps(span), i32(0))
         return Tile(
-            steps=jnp.where(span.number < i32(self.spans), steps, i32(-1)),
+            steps=lax.select(span.number < i32(self.spans), steps, i32(-1)),
             group=entry * i32(self.problem.local_groups) + local,
             start=span.start,
             end=span.end,
@@ -157,7 +160,7 @@ class TileScheduler:
             column=column * i32(self.layout.block_n),
             units=own,
             valid_from=start - row,
-            valid_to=jnp.minimum(end - row, own * i32(self.layout.m_unit)),
+            valid_to=lax.min(end - row, own * i32(self.layout.m_unit)),
         )
 
     def hi_lo_step(self, tile: Tile, step: Scalar) -> tuple[Scalar, Scalar, Scalar]:
@@ -179,7 +182,7 @@ class TileScheduler:
         if self.rows_form:
             return i32(-(-self.problem.k // block_k) * times)
         rows = span.end - align_down(span.start, self.step_align)
-        return jnp.where(span.end > span.start, lax.div(rows + i32(block_k - 1), i32(block_k)) * i32(times), i32(0))
+        return lax.select(span.end > span.start, lax.div(rows + i32(block_k - 1), i32(block_k)) * i32(times), i32(0))
 
     def _result_rows(self, span: Span) -> tuple[Scalar, Scalar]:
         """The first and the last row, exclusive, of the result that a span has: its own, or all k of a matrix."""
@@ -190,7 +193,7 @@ class TileScheduler:
         start, end = self._result_rows(span)
         unit = self.layout.m_unit
         units = lax.div(end - align_down(start, ROW_ALIGN) + i32(unit - 1), i32(unit))
-        return jnp.where(end > start, units, i32(0))
+        return lax.select(end > start, units, i32(0))
 
     def _tiles_down(self, span: Span) -> Scalar:
         """The tiles of a span in one column."""
