@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -20,15 +20,18 @@ class Backend(Protocol):
     def plan(self, problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
         """The whole decision for a problem on a target, or the reason why this backend cannot run it."""
 
-    def run(self, plan: Plan, *operands: jax.Array) -> jax.Array:
-        """The result of `plan.problem`; operands are lhs, rhs, group sizes, first group, then the epilogue's."""
+    def run(self, plan: Plan, *operands: jax.Array) -> Any:
+        """The result of `plan.problem`, or a list of them where it has a gated activation.
+
+        Operands are lhs, rhs, group sizes, first group, then the epilogue's, then those of the gated activation.
+        """
 
 
 BACKENDS: dict[str, Backend] = {"tpu": tpu, "gpu": gpu, "triton": triton, "xla": xla, "reference": reference}
 # the backends with kernels for a platform: a product there that reaches none of them is slow
 KERNELS: dict[str, tuple[str, ...]] = {"tpu": ("tpu",), "cuda": ("gpu", "triton"), "rocm": ("triton",)}
 # the backends whose kernels can apply a gated activation
-GATED: tuple[str, ...] = ()
+GATED: tuple[str, ...] = ("gpu",)
 # backends whose kernels can be interpreted anywhere, and the device that the interpreter stands for
 _H200 = Target(platform="cuda", kind=CARDS["h200"].kind)
 INTERPRETED = {"tpu": Target(platform="tpu"), "gpu": _H200, "triton": _H200}

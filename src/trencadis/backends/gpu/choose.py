@@ -68,6 +68,8 @@ def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
     block_m, block_n = (tiling.m if problem.form is Form.ROWS else tiling.k), tiling.n
     if needs_upcast(problem):
         return _layout(problem, card, *_upcast_tile(problem, block_m))
+    if problem.gate is not None:
+        return _layout(problem, card, min(max(block_m // WGMMA_M * WGMMA_M, WGMMA_M), LARGE_N), _gated_columns(problem))
     if _swap_ab(problem) and block_m < LARGE_M and block_n >= max_n:
         return _layout(problem, card, max(block_m // WGMMA_M * WGMMA_M, WGMMA_M), max_n)
     if problem.epilogue.blocks:
@@ -162,11 +164,14 @@ def _tile(problem: Problem, cores: int) -> tuple[int, int]:
         return _upcast_tile(problem, 2 * SWAP_AB_UNIT if problem.m / problem.groups <= TINY_GROUP else LARGE_N)
     if problem.epilogue.blocks:  # promoted sums take as many registers again as the accumulators
         return CONSUMERS * WGMMA_M, SCALE_BLOCK
+    rows = problem.m / problem.groups
+    tall = WGMMA_M if rows <= TINY_GROUP else 128 if rows <= SMALL_GROUP else LARGE_N
+    if problem.gate is not None:
+        return tall, _gated_columns(problem)
     if problem.n <= 128:
         return LARGE_M, WGMMA_M if problem.n <= WGMMA_M else 128
-    rows = problem.m / problem.groups
     if _swap_ab(problem):
-        return WGMMA_M if rows <= TINY_GROUP else 128 if rows <= SMALL_GROUP else LARGE_N, MAX_N[Form.ROWS]
+        return tall, MAX_N[Form.ROWS]
     if rows <= SMALL_GROUP:
         return (128, 256) if problem.form is Form.ROWS else (LARGE_M, 128)
     # K-major weights are read in swizzle rows from as many rows of memory as a tile has columns: the more, the better
@@ -206,10 +211,16 @@ def _estimated_time(problem: Problem, cores: int, block_m: int, block_n: int) ->
     return max(math.ceil(tiles / cores) * mean, hot) * per_row  # the sum of a tile is as long as its group
 
 
+def _gated_columns(problem: Problem) -> int:
+    """The columns of a tile with a gated activation: as many sums as others have, of gate and up or of d h."""
+    assert problem.gate is not None
+    return MAX_N[Form.ROWS] // (1 if problem.gate.pullback else 2)
+
+
 def _swap_ab(problem: Problem) -> bool:
     """Whether to swap operands: padding is worth avoiding, and the result is 16 bits wide, as `stmatrix` transposes."""
-    if problem.epilogue.blocks:
-        return False
+    if problem.epilogue.blocks or problem.gate is not None:
+        return problem.gate is not None
     rows = 0 if needs_upcast(problem) else problem.m / problem.groups
     return problem.form is Form.ROWS and problem.out.itemsize == 2 and problem.n > 128 and rows < LARGE_GROUP
 
@@ -222,17 +233,19 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
     """The layout with this tile and as many stages as fit into shared memory."""
     dtype, upcast = mma_dtype(problem), needs_upcast(problem)
     swizzle = _swizzle(problem)
-    swap_ab = _swap_ab(problem) and (upcast or block_n == MAX_N[Form.ROWS])
+    gate = problem.gate
+    gated, pullback = gate is not None and not gate.pullback, gate is not None and gate.pullback
+    swap_ab = _swap_ab(problem) and (upcast or gated or block_n == MAX_N[Form.ROWS])
     # RS wgmma takes weights from registers only as operand A, K-major
     in_smem = upcast and not (swap_ab and problem.transpose_rhs)
     more = _more_consumers(problem, block_m)
     consumers = MORE_CONSUMERS if more else CONSUMERS
     block_k = _block_k(problem, swizzle, block_m > WGMMA_M or in_smem or more)
-    stage = block_k * (block_m * bits(dtype) + block_n * bits(problem.rhs if upcast else dtype)) // 8
+    stage = block_k * (block_m * bits(dtype) + (1 + gated) * block_n * bits(problem.rhs if upcast else dtype)) // 8
     buffers, rows = (1, block_m) if swap_ab else (_store_buffers(problem, block_n), WGMMA_M)
     others = _shared_beside_stages(problem, block_n, buffers, rows, consumers)
     others += in_smem * UPCAST_STAGES * block_k * block_n * dtype.itemsize
-    flops = 2 * problem.rows * problem.k * problem.n
+    flops = 2 * problem.rows * problem.k * problem.n * (1 + gated)
     return Layout(
         block_m=block_m,
         block_n=block_n,
@@ -247,6 +260,8 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
         swap_ab=swap_ab,
         upcast=upcast,
         upcast_in_smem=in_smem,
+        gated=gated,
+        epilogue_steps=block_n // WGMMA_M if pullback else 0,
         promoted=needs_promotion(problem),
         k_major=dtype.itemsize != 2,
         dynamic=flops >= DYNAMIC_FLOPS,
@@ -295,7 +310,8 @@ def _shared_beside_stages(problem: Problem, block_n: int, buffers: int, rows: in
     vectors = [4 * LARGE_M] * epilogue.by_row + [4 * block_n] * (epilogue.by_column and not epilogue.along_k)
     if epilogue.blocks:  # the scales of the rows of each stage, and of the weights of all steps
         vectors = [2 * WGMMA_M * MAX_STAGES * 4 // consumers, 4 * -(-problem.k // epilogue.blocks) + 128]
-    vectors += [] if epilogue.bias is None else [block_n * epilogue.bias.itemsize]
+    vectors += [] if epilogue.bias is None else [block_n * epilogue.bias.itemsize] * (1 if problem.gate is None else 2)
+    vectors += [4 * LARGE_M] * (problem.gate is not None and problem.gate.pullback)
     loaded = sum(-(-consumers * size // 1024) * 1024 for size in vectors)
     barriers = 8 * (4 * MAX_STAGES + 2 * UPCAST_STAGES + 2 * QUEUE_SLOTS + (1 + buffers) * consumers + 1)
     return stored + loaded + 1024 + barriers

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from trencadis.backends.gpu import tile_queue
 from trencadis.backends.gpu.block_scales import BlockScales
 from trencadis.backends.gpu.contraction import ContractionMainloop
+from trencadis.backends.gpu.gated import store_for
 from trencadis.backends.gpu.layout import UPCAST_STAGES, WGMMA_M, Layout
 from trencadis.backends.gpu.mma_shapes import MmaShape, MmaShapes, mma_shapes
 from trencadis.backends.gpu.rows import RowsMainloop
@@ -42,8 +43,7 @@ class Consumer:
     def consume(self, tile: Tile, done: Scalar) -> None:
         """Compute and store its share of the blocks of a tile; `done` steps came before it."""
         shapes = mma_shapes(self.problem, self.layout)
-        blocks = shapes.blocks(tile)
-        share = lax.div(blocks + i32(self.layout.consumers - 1), i32(self.layout.consumers))
+        blocks, share = shapes.blocks(tile), shapes.share(tile)
         first = self.warpgroup * share
         top = pl.multiple_of(first * i32(WGMMA_M), WGMMA_M)
         mine = lax.min(blocks - first, share)
@@ -59,11 +59,14 @@ class Consumer:
         Only the products have a branch for each shape: what they return is padded to the largest, and stored by the
         same code.
         """
-        store = Store(self.problem, self.layout, self.refs, self.warpgroup)
+        store = store_for(self.problem, self.layout, self.refs, self.warpgroup, done)
         subtiles = store.subtiles(top, shapes.largest)
         store.prefetch(tile, subtiles)
         rows = sorted({0, *(shape.blocks * WGMMA_M for shape in shapes.all)})
         columns = sorted({0, *(shape.n for shape in shapes.all)})
+
+        factors = self.layout.factors
+        top = pl.multiple_of(top * i32(factors), factors * WGMMA_M) if factors > 1 else top
 
         def product(shape: MmaShape) -> list[list[jax.Array]]:
             return _cut(self._product(tile, done, top, shape, store), rows, columns)
@@ -98,7 +101,7 @@ class Consumer:
             return words
 
         first = [] if source is None else source.load(self.refs, tile, top, i32(0))
-        lax.fori_loop(i32(0), tile.steps, step, first)
+        lax.fori_loop(i32(0), tile.steps - i32(self.layout.epilogue_steps), step, first)
         return acc[...]
 
     def _promoted_sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, store: Store) -> list[jax.Array]:

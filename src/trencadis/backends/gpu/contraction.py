@@ -60,6 +60,11 @@ class ContractionMainloop:
             source = refs[name].at[(low, *place) if cut.hi_lo == name else place]
             mgpu.copy_gmem_to_smem(source, refs[staged].at[stage], full)
 
+    @property
+    def copies(self) -> int:
+        """The number of copies of a step."""
+        return 2
+
     def operands(self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int) -> tuple[Any, Any]:
         """Operands A and B of a consumer: its rows of the matrix by the columns of the tile."""
         (lhs, rhs), (lhs_k_major, rhs_k_major) = (refs[name] for name in STAGED), self.k_major

@@ -12,6 +12,7 @@ Barriers of upcast weights: `upcast_full`, they are written; `upcast_empty`, the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -24,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from trencadis.backends.gpu import store, tile_queue
 from trencadis.backends.gpu.consumer import Consumer, Mainloop
 from trencadis.backends.gpu.contraction import ContractionMainloop
+from trencadis.backends.gpu.gated import approximates, mainloop_for, results
 from trencadis.backends.gpu.layout import CONSUMERS, UPCAST_STAGES, Layout
 from trencadis.backends.gpu.rows import RowsMainloop
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
@@ -39,19 +41,17 @@ REGISTERS = {"": (232, 40, 0), "mask": (224, 32, 32), "upcast": (168, 40, 136)}
 REGISTERS_OF_MORE_CONSUMERS = 112, 32, 0
 
 
-def call(
-    problem: Problem, layout: Layout, operands: dict[str, Any], out_shape: tuple[int, ...], interpret: Any = None
-) -> jax.Array:
+def call(problem: Problem, layout: Layout, operands: dict[str, Any], interpret: Any = None) -> list[jax.Array]:
     """Run the kernel; operands by name are sizes, first_group, lhs, rhs, and those of the epilogue."""
     existing = operands.pop("existing", None)
-    mainloop = (RowsMainloop if problem.form is Form.ROWS else ContractionMainloop)(problem, layout)
+    mainloop = mainloop_for(problem, layout) if problem.form is Form.ROWS else ContractionMainloop(problem, layout)
     between = _between(mainloop)
     warpgroups = layout.consumers + 1 + bool(between)
     shared = {
         **mainloop.scratch(),
         **store.scratch(problem, layout),
         **tile_queue.scratch(warpgroups - 1),
-        "full": mgpu.Barrier(num_arrivals=2 + bool(problem.epilogue.blocks), num_barriers=layout.stages),
+        "full": mgpu.Barrier(num_arrivals=mainloop.copies, num_barriers=layout.stages),
         "empty": mgpu.Barrier(num_arrivals=layout.consumers + bool(between), num_barriers=layout.stages),
     }
     if between == "mask":
@@ -62,14 +62,14 @@ def call(
     # what the kernel reads and writes is a reference; what it only writes is a result
     inout = {"counter": jnp.zeros((1,), jnp.int32)} if layout.dynamic else {}
     inout |= {} if existing is None else {"out": existing}
-    names = [*operands, *inout, *(["out"] if existing is None else [])]
+    outs = {} if existing is not None else results(problem)
+    names = [*operands, *inout, *outs]
 
     def body(*refs: Ref) -> None:
         given = dict(zip(names, refs, strict=True))
         run = functools.partial(_body, problem, layout, mainloop)
         pl.run_scoped(lambda **memory: run(given | memory), **shared, collective_axes="warpgroup")
 
-    result = jax.ShapeDtypeStruct(out_shape, problem.out)
     mesh = mgpu.Mesh(
         grid=(layout.num_ctas,),
         grid_names=("cta",),
@@ -78,15 +78,15 @@ def call(
     )
     kernel = pl.kernel(
         body,
-        out_type=[result] * (existing is None),
+        out_type=[jax.ShapeDtypeStruct(*each) for each in outs.values()],
         mesh=mesh,
-        compiler_params=PARAMS,
+        compiler_params=dataclasses.replace(PARAMS, approx_math=problem.gate is not None and approximates(problem.gate)),
         interpret=interpret,
         name=f"trencadis_{problem.form.value}",
     )
     refs = {name: jax.new_ref(x, memory_space=mgpu.GMEM) for name, x in inout.items()}
-    out = kernel(*operands.values(), *refs.values())
-    return jax.freeze(refs["out"]) if existing is not None else out[0]
+    found = kernel(*operands.values(), *refs.values())
+    return list(found) if existing is None else [jax.freeze(refs["out"])]
 
 
 def _between(mainloop: Mainloop) -> str:

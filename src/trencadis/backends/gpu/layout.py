@@ -41,6 +41,10 @@ class Layout:
     upcast: bool = False  # weights are of lower precision than rows, and the kernel upcasts them
     upcast_in_smem: bool = False  # an upcast warpgroup does so in shared memory; else they are a register (RS) operand
     promoted: bool = False  # sums of each block of k are scaled and added up in other registers; scales of weights
+    gated: bool = False  # two arrays of weights, gate and up, are multiplied by the same rows; columns are those of one
+    epilogue_steps: int = 0  # steps behind those of a sum, which load what the epilogue reads into stages
+    columns: int = 0  # columns of the result, where the kernel's has more to align copies
+    interpreted: bool = False  # the GPU interpreter runs the kernel; it has no inline PTX
     k_major: bool = False  # both operands are stored K-major, as wgmma takes all but 16-bit dtypes
     dynamic: bool = False  # dynamic persistent scheduling: CTAs fetch the next tile from a counter; else static
 
@@ -52,6 +56,11 @@ class Layout:
     def m_unit(self) -> int:
         """The rows by which tiles grow."""
         return SWAP_AB_UNIT if self.swap_ab else WGMMA_M
+
+    @property
+    def factors(self) -> int:
+        """The arrays of weights that are multiplied by the same rows."""
+        return 2 if self.gated else 1
 
     @property
     def heights(self) -> list[int]:

@@ -6,8 +6,8 @@ Rows of other groups may be loaded and multiplied with it; they are not stored.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -56,7 +56,8 @@ class RowsMainloop:
     def scratch(self) -> dict[str, Any]:
         """The stages of both operands; where weights are upcast in shared memory, also those of the raw weights."""
         problem, cut = self.problem, self.layout
-        rhs = (cut.block_n, cut.block_k) if problem.transpose_rhs else (cut.block_k, cut.block_n)
+        columns = cut.factors * cut.block_n
+        rhs = (columns, cut.block_k) if problem.transpose_rhs else (cut.block_k, columns)
         lhs = (cut.stages, cut.block_m, cut.block_k)
         memory = {"smem_lhs": mgpu.SMEM(lhs, problem.lhs, transforms=swizzled(problem.lhs, cut.swizzle))}
         swizzle = self.weights_run * bits(problem.rhs) // 8 if cut.upcast else cut.swizzle
@@ -80,24 +81,46 @@ class RowsMainloop:
         problem, cut = self.problem, self.layout
         low, step, _ = scheduler.hi_lo_step(tile, step)
         k = pl.ds(pl.multiple_of(step * i32(cut.block_k), cut.block_k), cut.block_k)
-        n = pl.ds(pl.multiple_of(tile.column, cut.block_n), cut.block_n)
         full = refs["full"].at[stage]
-        group = tile.group if problem.weights == problem.spans else lax.rem(tile.group, i32(problem.weights))
-        place = (group, n, k) if problem.transpose_rhs else (group, k, n)
-        rhs = refs["rhs"].at[(low, *place) if cut.hi_lo == "rhs" else place]
-        mgpu.copy_gmem_to_smem(rhs, refs["smem_weights" if cut.upcast_in_smem else "smem_rhs"].at[stage], full)
+        for weights, staged in self.staged_weights(refs, tile, low, k, stage):
+            mgpu.copy_gmem_to_smem(weights, staged, full)
 
         if problem.epilogue.blocks:
             scales = refs["by_row"].at[step, pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), cut.block_m)]
             mgpu.copy_gmem_to_smem(scales, refs["smem_row_scales"].at[stage], full)
+        lhs = refs["lhs"].at[low] if cut.hi_lo == "lhs" else refs["lhs"]
+        self.load_rows(refs, tile, k, stage, {"smem_lhs": lhs})
 
-        def rows(height: int) -> Callable[[], None]:
-            place = (pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), height), k)
-            lhs = refs["lhs"].at[(low, *place) if cut.hi_lo == "lhs" else place]
-            return lambda: mgpu.copy_gmem_to_smem(lhs, refs["smem_lhs"].at[stage, pl.ds(0, height)], full)
+    def load_rows(self, refs: Refs, tile: Tile, columns: Any, stage: Scalar, sources: Refs) -> None:
+        """Start the copies of some columns of as many rows as a tile has, from each source to where it is staged."""
+
+        def rows(height: int) -> None:
+            place = pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), height), columns
+            for name, source in sources.items():
+                staged = refs[name].at[stage, pl.ds(0, height)]
+                mgpu.copy_gmem_to_smem(source.at[place], staged, refs["full"].at[stage])
 
         # the shape of a copy is static: one branch for each height
-        lax.switch(fit(cut, tile, cut.heights), [rows(height) for height in cut.heights])
+        heights = self.layout.heights
+        lax.switch(fit(self.layout, tile, heights), [functools.partial(rows, height) for height in heights])
+
+    def staged_weights(self, refs: Refs, tile: Tile, low: Scalar, k: Any, stage: Scalar) -> list[tuple[Ref, Ref]]:
+        """The weights of a step: what is copied, and where to in a stage."""
+        n = pl.ds(pl.multiple_of(tile.column, self.layout.block_n), self.layout.block_n)
+        rhs = refs["rhs"].at[low] if self.layout.hi_lo == "rhs" else refs["rhs"]
+        staged = refs["smem_weights" if self.layout.upcast_in_smem else "smem_rhs"]
+        return [(rhs.at[self.weights_at(tile, n, k)], staged.at[stage])]
+
+    def weights_at(self, tile: Tile, n: Any, k: Any) -> tuple[Any, Any, Any]:
+        """The place of some columns of the weights of a tile's group, in an array of weights."""
+        problem = self.problem
+        group = tile.group if problem.weights == problem.spans else lax.rem(tile.group, i32(problem.weights))
+        return (group, n, k) if problem.transpose_rhs else (group, k, n)
+
+    @property
+    def copies(self) -> int:
+        """The number of copies of a step."""
+        return 2 + bool(self.problem.epilogue.blocks)
 
     def operands(
         self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int, scales: Scales | None = None

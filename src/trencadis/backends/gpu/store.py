@@ -30,6 +30,7 @@ from trencadis.core.jax_compat import for_transposed_store, transpose_ref
 from trencadis.core.problem import Form, Problem
 
 THREADS = 128  # threads of a consumer: a vector that it writes itself has an entry for each
+OF_ROWS = "by_row", "weight"  # the vectors that have a number for each row of a tile; others have one for each column
 COPY_ROWS = 64, 16, 4, 1  # rows of a copy out of a buffer, each a quarter of the one before: no tile takes more than 4
 
 
@@ -59,6 +60,8 @@ def vectors(problem: Problem, layout: Layout) -> dict[str, tuple[int, np.dtype[A
         **({"by_row": (layout.block_m, np.dtype(np.float32))} if epilogue.by_row else {}),
         **({"by_column": (layout.block_n, np.dtype(np.float32))} if by_column else {}),
         **({"bias": (layout.block_n, epilogue.bias)} if epilogue.bias is not None else {}),
+        **({"bias_up": (layout.block_n, epilogue.bias)} if epilogue.bias is not None and layout.gated else {}),
+        **({"weight": (layout.block_m, np.dtype(np.float32))} if layout.epilogue_steps else {}),
     }
 
 
@@ -91,6 +94,11 @@ class Sums(NamedTuple):
     parts: list[list[jax.Array]]
     rows: list[int]  # where parts start, and where the last one ends
     columns: list[int]
+
+    def slices(self, most: int) -> list[tuple[int, int]]:
+        """The first column and the columns of slices of a block, at most this many, each of which lies in one part."""
+        cuts = itertools.pairwise(self.columns)
+        return [(at, min(most, stop - at)) for start, stop in cuts for at in range(start, stop, most)]
 
     def of_block(self, block: int, start: int, stop: int) -> jax.Array:
         """Some columns of a block [64, ...], which all lie in one part."""
@@ -223,18 +231,25 @@ class Store:
         """The part of a vector in global memory that the epilogue of a tile reads: of its rows, or of its columns."""
         if self.problem.epilogue.blocks:
             return self.refs[name].at[tile.group, lax.div(tile.column, i32(self.problem.epilogue.blocks))]
-        if name != "by_row":
+        if name not in OF_ROWS:
             columns = pl.ds(pl.multiple_of(tile.column, self.layout.block_n), self.layout.block_n)
             return self.refs[name].at[tile.group, columns]
         rows = pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), self.layout.block_m)
         return self.refs[name].at[rows if self.problem.form is Form.ROWS else (tile.group, rows)]
 
-    def _result(self, tile: Tile, subtile: Subtile, row: Any, rows: int) -> Ref:
-        """The place of some rows of a subtile, from `row` on, in the result."""
+    def _spread(self, name: str, subtile: Subtile, row: Any, shape: tuple[int, ...]) -> jax.Array:
+        """A vector of the epilogue over sums of this shape, which start at a row of the tile."""
+        row_axis, column_axis = (1, 0) if self.layout.swap_ab else (0, 1)  # of sums, along those of the result
+        at, axis = (row, row_axis) if name in OF_ROWS else (subtile.column, column_axis)
+        vector = self.refs[f"smem_{name}"][self.warpgroup, pl.ds(at, shape[axis])]
+        return lax.broadcast_in_dim(vector, shape, (axis,))
+
+    def _result(self, tile: Tile, subtile: Subtile, row: Any, rows: int, name: str = "out") -> Ref:
+        """The place of some rows of a subtile, from `row` on, in a result."""
         run = swizzle_elements(self.problem.out)
         columns = pl.ds(pl.multiple_of(tile.column + subtile.column, run), subtile.columns)
         down = pl.ds(tile.row + (subtile.row + row), rows)
-        out = self.refs["out"]
+        out = self.refs[name]
         return out.at[down, columns] if self.problem.form is Form.ROWS else out.at[tile.group, down, columns]
 
     def _buffer(self, subtile: Subtile, row: Any, rows: int) -> Ref:
@@ -260,11 +275,9 @@ class Store:
             columns = sums.of_block(block, subtile.acc_column, subtile.acc_column + subtile.columns)
             self._write(self._buffer(subtile, 0, WGMMA_M), tile, subtile, subtile.row, columns)
             return
-        for start, stop in itertools.pairwise(sums.columns):
-            for row in range(start, stop, WGMMA_M):  # as few registers at a time as can be
-                rows = min(WGMMA_M, stop - row)
-                buffer = transpose_ref(self._buffer(subtile, row, rows))
-                self._write(buffer, tile, subtile, row, sums.of_block(block, row, row + rows))
+        for row, rows in sums.slices(WGMMA_M):  # as few registers at a time as can be
+            buffer = transpose_ref(self._buffer(subtile, row, rows))
+            self._write(buffer, tile, subtile, row, sums.of_block(block, row, row + rows))
 
     def _write(self, buffer: Ref, tile: Tile, subtile: Subtile, row: Any, sums: jax.Array) -> None:
         """Apply the epilogue to sums from a row of the tile on, and write them to a buffer, transposed for swap-AB."""
@@ -279,7 +292,7 @@ class Store:
         else:
             buffer[...] = cast(acc.astype(self.problem.out))
 
-    def _copy_span(self, tile: Tile, subtile: Subtile) -> None:
+    def _copy_span(self, tile: Tile, subtile: Subtile, name: str = "out") -> None:
         """Start the copies of the rows of a buffer that belong to the span and are inside of the result."""
         low, high = (lax.clamp(i32(0), edge - subtile.row, i32(subtile.rows)) for edge in (tile.valid_from, tile.valid_to))
         if self.problem.n % self.layout.block_n:
@@ -291,7 +304,7 @@ class Store:
 
         def copy(i: Scalar, _: None) -> None:
             row = lax.min(low + lax.shift_left(i, shift), high - size)
-            lax.switch(which, [functools.partial(self._copy, tile, subtile, row, rows) for rows in sizes])
+            lax.switch(which, [functools.partial(self._copy, tile, subtile, name, row, rows) for rows in sizes])
 
         lax.fori_loop(i32(0), lax.shift_right_logical(rows + size - i32(1), shift), copy, None)
 
@@ -301,9 +314,9 @@ class Store:
             return [WGMMA_M]
         return [rows for rows in COPY_ROWS if rows <= subtile.rows]
 
-    def _copy(self, tile: Tile, subtile: Subtile, row: Any, rows: int) -> None:
-        """Start the copy of some rows of a buffer, from `row` on, to the result."""
-        target = self._result(tile, subtile, row, rows)
+    def _copy(self, tile: Tile, subtile: Subtile, name: str, row: Any, rows: int) -> None:
+        """Start the copy of some rows of a buffer, from `row` on, to a result."""
+        target = self._result(tile, subtile, row, rows, name)
         mgpu.copy_smem_to_gmem(self._buffer(subtile, row, rows), target, commit_group=False)
 
     def _apply_epilogue(self, tile: Tile, subtile: Subtile, row: Any, acc: jax.Array) -> jax.Array:
@@ -312,12 +325,7 @@ class Store:
         epilogue, wanted = self.problem.epilogue, vectors(self.problem, self.layout)
         if epilogue.blocks or (not wanted and epilogue.activation is None):
             return acc
-        row_axis, column_axis = (1, 0) if self.layout.swap_ab else (0, 1)  # of acc, along those of the result
-        spread = {}
-        for name in wanted:
-            at, axis = (row, row_axis) if name == "by_row" else (subtile.column, column_axis)
-            vector = self.refs[f"smem_{name}"][self.warpgroup, pl.ds(at, acc.shape[axis])]
-            spread[name] = lax.broadcast_in_dim(vector, acc.shape, (axis,))
+        spread = {name: self._spread(name, subtile, row, acc.shape) for name in wanted}
         if epilogue.activation is None:
             return epilogue.finish(acc, Extras(**spread), self.problem.out)
         # a kernel takes no function with a derivative rule of its own

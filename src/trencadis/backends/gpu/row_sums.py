@@ -1,0 +1,96 @@
+"""Sums over the columns of a result, from blocks [64 columns, rows] in registers: each warp stores those of its 16.
+
+A warp holds 16 columns of the block. A thread has two of them, for the same pairs of rows as seven other threads, which
+exchange halves of what they have until each holds the sums of other rows. XLA adds up the sums of all warps. Nothing
+is added in global memory, so that the order of all sums is fixed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import FragmentedArray, utils
+from jax.experimental.pallas import mosaic_gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, scf, vector
+
+from trencadis.backends.gpu.layout import WGMMA_M
+from trencadis.backends.gpu.tile_scheduler import Ref, Scalar, i32
+from trencadis.backends.gpu.upcast import ROW
+
+Value = Any  # an MLIR value: its type is generic or not, by the version of jaxlib
+WARPS = 4  # of a warpgroup: each has 16 columns of a block
+PAIR = 2  # neighbouring rows in a register
+QUAD = 4  # lanes that hold other rows; lanes that are a multiple of this apart hold other columns
+
+
+def store_row_sums(
+    out: Ref, products: jax.Array, place: tuple[Scalar, Scalar], low: Scalar, high: Scalar, interpreted: bool
+) -> None:
+    """Store the sums [4, rows] of products [64, rows], at a place of `out`; only rows of [low, high) are stored."""
+    rows = products.shape[1]
+    if interpreted:
+        sums = products.reshape(WARPS, -1, rows).sum(axis=1)
+
+        def one(row: Scalar, _: None) -> None:
+            here = out.at[pl.ds(place[0], WARPS), pl.ds(place[1] + row, 1)]
+            here[...] = lax.dynamic_slice(sums, (i32(0), row), (WARPS, 1))
+
+        lax.fori_loop(lax.max(low, i32(0)), lax.min(high, i32(rows)), one, None)
+        return
+    edges = [mgpu.layout_cast(lax.broadcast(edge, (WGMMA_M,)), ROW) for edge in (low, high)]
+    _store(out.at[pl.ds(place[0], WARPS), pl.ds(place[1], rows)], products, *edges)
+
+
+@mgpu.inline_mgpu(arg_types=(mgpu.RefType(), mgpu.Layout.WGMMA, ROW, ROW))
+def _store(_: Any, out: Value, products: FragmentedArray, low: FragmentedArray, high: FragmentedArray) -> None:
+    """Add up what lanes have of the same rows, and store it: [4, rows] in global memory, by four warps."""
+    word, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    thread = arith.remui(utils.thread_idx(), utils.c(128, word))
+    lane, warp = arith.remui(thread, utils.c(32, word)), arith.divui(thread, utils.c(32, word))
+    row = arith.muli(arith.remui(lane, utils.c(QUAD, word)), utils.c(PAIR, word))
+    row, sums, spare = _exchanged(_of_thread(products), lane, row)
+    first, last = (vector.extract(edge.registers.flat[0], [], [0]) for edge in (low, high))
+    unique = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, utils.c(spare, word)), utils.c(0, word))
+    for at, number in enumerate(sums):
+        here = arith.addi(row, utils.c(at // PAIR * 8 + at % PAIR, word))
+        inside = [
+            arith.cmpi(arith.CmpIPredicate.sge, here, first), arith.cmpi(arith.CmpIPredicate.slt, here, last), unique,
+        ]  # fmt: skip
+        found = scf.IfOp(arith.andi(arith.andi(inside[0], inside[1]), inside[2]))
+        with ir.InsertionPoint(found.then_block):
+            memref.store(number, out, [arith.index_castui(index, each) for each in (warp, here)])
+            scf.yield_([])
+
+
+def _of_thread(products: FragmentedArray) -> list[Value]:
+    """The sums of a thread's two columns, for each of its rows: pairs of neighbours, eight rows apart."""
+    registers = products.registers
+    pairs = registers.reshape(registers.shape[1], 2)  # blocks of eight rows, two columns
+    totals = [arith.addf(*columns) for columns in pairs]
+    return [vector.extract(total, [], [i]) for total in totals for i in range(PAIR)]
+
+
+def _exchanged(numbers: list[Value], lane: Value, row: Value) -> tuple[Value, list[Value], int]:
+    """The sums over the lanes that have the same rows: the first row of this lane, its sums, and spare bits of lanes.
+
+    Half of the rows go to a partner as long as they can be halved. Then both have the sums: lanes with a spare bit set
+    have the same as others.
+    """
+    word, spare = ir.IntegerType.get_signless(32), 0
+    for distance in (16, 8, 4):
+        if len(numbers) == PAIR:
+            numbers = [arith.addf(each, utils.shfl_bfly(each, distance)) for each in numbers]
+            spare |= distance
+            continue
+        half = len(numbers) // 2
+        upper = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, utils.c(distance, word)), utils.c(0, word))
+        row = arith.addi(row, arith.select(upper, utils.c(half // PAIR * 8, word), utils.c(0, word)))
+        kept = [arith.select(upper, b, a) for a, b in zip(numbers[:half], numbers[half:], strict=True)]
+        sent = [arith.select(upper, a, b) for a, b in zip(numbers[:half], numbers[half:], strict=True)]
+        numbers = [arith.addf(a, utils.shfl_bfly(b, distance)) for a, b in zip(kept, sent, strict=True)]
+    return row, numbers, spare

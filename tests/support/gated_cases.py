@@ -1,0 +1,71 @@
+"""Problems with a gated activation: their operands, their meaning in float64, and poison in them."""
+
+import numpy as np
+import oracle
+from poisoned import rows_problem, spans
+
+from trencadis.core.epilogue import Epilogue, Gate
+from trencadis.moe import swiglu
+
+BIAS = Epilogue(bias=np.dtype("float32"))
+
+
+def forward(*shape, keep=True, **changes):
+    """A problem with SwiGLU in its epilogue."""
+    return rows_problem(*shape, gate=Gate(activation=swiglu(), keep=keep), **changes)
+
+
+def pullback(*shape, **changes):
+    """The pullback of SwiGLU, of a product with transposed weights."""
+    return rows_problem(*shape, gate=Gate(activation=swiglu(), pullback=True), transpose_rhs=True, **changes)
+
+
+def numbers(problem, seed):
+    """The operands without sizes and first group, in numpy so that they can be spoilt."""
+    rng = np.random.default_rng(seed)
+    wanted = [*problem.operands[:2], *problem.operands[4:], *problem.gate_operands]
+    return [rng.normal(size=shape).astype(dtype) for shape, dtype in wanted]
+
+
+def meaning(problem, sizes, first, lhs, rhs, *rest):
+    """All results in float64: a loop over groups, then the activation or its pullback row by row."""
+    mine = np.zeros((problem.m, 1), bool)
+    for span in spans(problem, sizes, first):
+        mine[list(span)] = True
+    window = dict(first=int(first[0]), transpose_rhs=problem.transpose_rhs)
+    if problem.gate.pullback:
+        z_gate, z_up, weight = map(oracle.wide, rest)
+        d_h, weight = oracle.rows(lhs, rhs, sizes[0], **window), weight[:, None]
+        sigmoid = 1 / (1 + np.exp(-z_gate))
+        h = z_gate * sigmoid * z_up
+        slope = sigmoid * (1 + z_gate * (1 - sigmoid))
+        found = [weight * d_h * slope * z_up, weight * d_h * z_gate * sigmoid, weight * h]
+        return [*(np.where(mine, each, 0) for each in found), np.where(mine, d_h * h, 0).sum(axis=1)]
+    bias_gate, up, bias_up = rest if len(rest) == 3 else (None, *rest, None)
+    gate = oracle.rows(lhs, rhs, sizes[0], bias=bias_gate, **window)
+    up = oracle.rows(lhs, up, sizes[0], bias=bias_up, **window)
+    h = np.where(mine, gate / (1 + np.exp(-gate)) * up, 0)
+    return [h, gate, up] if problem.gate.keep else [h]
+
+
+def spoil(problem, sizes, first, operands, bad, poison):
+    """Poison in all unowned rows, in those of span `bad`, and in the weights and biases of its group."""
+    mine = spans(problem, sizes, first)
+    rows = np.setdiff1d(np.arange(problem.m), [row for i, span in enumerate(mine) if i != bad for row in span])
+    found = [np.array(each) for each in operands]
+    for each in found:
+        each[rows if each.shape[0] == problem.m else bad] = poison
+    return found
+
+
+def check(problem, sizes, first, operands, outs):
+    """The results equal those in float64, and are exactly 0 in unowned rows."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        wanted = meaning(problem, sizes, first, *operands)
+    mine = [row for span in spans(problem, sizes, first) for row in span]
+    rest = np.setdiff1d(np.arange(problem.m), mine)
+    for got, want, (shape, dtype) in zip(outs, wanted, problem.results, strict=True):
+        assert got.shape == shape and got.dtype == dtype
+        finite = want[np.isfinite(want)]
+        oracle.check(got, want, scale=max(1.0, float(np.abs(finite).max(initial=0.0))))
+        assert not np.any(np.asarray(got, np.float32)[rest])
