@@ -21,6 +21,8 @@ import numpy as np
 from trencadis.backends.gpu.layout import (
     CONSUMERS,
     QUEUE_SLOTS,
+    SLICE,
+    SLICE_SLOTS,
     SWAP_AB_UNIT,
     SWIZZLE,
     UPCAST_STAGES,
@@ -36,6 +38,7 @@ from trencadis.core.tiling import Tiling
 MAX_STAGES = 8  # more stages hide no more latency
 LARGE_M, LARGE_N = 256, 192  # the largest tile, exchanged in swap-AB: two consumers have registers for no more sums
 MAX_N = {Form.ROWS: 256, Form.CONTRACTION: LARGE_N}  # of one wgmma; a mask warpgroup leaves fewer registers
+PULLBACK_M = 160  # rows of a tile with the pullback of a gated activation
 SCALE_BLOCK = 128  # columns of a tile whose scales change along k: those of one block of scales
 UPCAST_N = 128  # columns of a tile whose weights are upcast
 MORE_CONSUMERS = 4  # where unpacking weights takes the time, and there are few rows
@@ -69,7 +72,7 @@ def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
     if needs_upcast(problem):
         return _layout(problem, card, *_upcast_tile(problem, block_m))
     if problem.gate is not None:
-        return _layout(problem, card, min(max(block_m // WGMMA_M * WGMMA_M, WGMMA_M), LARGE_N), _gated_columns(problem))
+        return _layout(problem, card, *_gated_tile(problem, max(block_m // WGMMA_M * WGMMA_M, WGMMA_M)))
     if _swap_ab(problem) and block_m < LARGE_M and block_n >= max_n:
         return _layout(problem, card, max(block_m // WGMMA_M * WGMMA_M, WGMMA_M), max_n)
     if problem.epilogue.blocks:
@@ -167,7 +170,7 @@ def _tile(problem: Problem, cores: int) -> tuple[int, int]:
     rows = problem.m / problem.groups
     tall = WGMMA_M if rows <= TINY_GROUP else 128 if rows <= SMALL_GROUP else LARGE_N
     if problem.gate is not None:
-        return tall, _gated_columns(problem)
+        return _gated_tile(problem, tall)
     if problem.n <= 128:
         return LARGE_M, WGMMA_M if problem.n <= WGMMA_M else 128
     if _swap_ab(problem):
@@ -211,10 +214,14 @@ def _estimated_time(problem: Problem, cores: int, block_m: int, block_n: int) ->
     return max(math.ceil(tiles / cores) * mean, hot) * per_row  # the sum of a tile is as long as its group
 
 
-def _gated_columns(problem: Problem) -> int:
-    """The columns of a tile with a gated activation: as many sums as others have, of gate and up or of d h."""
+def _gated_tile(problem: Problem, block_m: int) -> tuple[int, int]:
+    """The tile with a gated activation, of at most this many rows: gate and up share the columns of other tiles.
+
+    A pullback is computed beside all sums of a tile, so that these take fewer registers.
+    """
     assert problem.gate is not None
-    return MAX_N[Form.ROWS] // (1 if problem.gate.pullback else 2)
+    columns = MAX_N[Form.ROWS]
+    return (min(block_m, PULLBACK_M), columns) if problem.gate.pullback else (min(block_m, LARGE_N), columns // 2)
 
 
 def _swap_ab(problem: Problem) -> bool:
@@ -243,6 +250,7 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
     block_k = _block_k(problem, swizzle, block_m > WGMMA_M or in_smem or more)
     stage = block_k * (block_m * bits(dtype) + (1 + gated) * block_n * bits(problem.rhs if upcast else dtype)) // 8
     buffers, rows = (1, block_m) if swap_ab else (_store_buffers(problem, block_n), WGMMA_M)
+    rows = 3 * SLICE_SLOTS * SLICE if pullback else rows
     others = _shared_beside_stages(problem, block_n, buffers, rows, consumers)
     others += in_smem * UPCAST_STAGES * block_k * block_n * dtype.itemsize
     flops = 2 * problem.rows * problem.k * problem.n * (1 + gated)

@@ -62,11 +62,8 @@ class Consumer:
         store = store_for(self.problem, self.layout, self.refs, self.warpgroup, done)
         subtiles = store.subtiles(top, shapes.largest)
         store.prefetch(tile, subtiles)
-        rows = sorted({0, *(shape.blocks * WGMMA_M for shape in shapes.all)})
+        rows = sorted({0, *(shape.blocks * WGMMA_M for shape in shapes.all), *[2 * WGMMA_M] * self.layout.gated})
         columns = sorted({0, *(shape.n for shape in shapes.all)})
-
-        factors = self.layout.factors
-        top = pl.multiple_of(top * i32(factors), factors * WGMMA_M) if factors > 1 else top
 
         def product(shape: MmaShape) -> list[list[jax.Array]]:
             return _cut(self._product(tile, done, top, shape, store), rows, columns)
@@ -82,10 +79,11 @@ class Consumer:
         if self.layout.promoted:
             return [self._weight_promoted_sums(tile, done, top, shape)]
         summed = functools.partial(self._sums, tile, done, top, shape)
-        return [pl.run_scoped(summed, mgpu.ACC((shape.blocks * WGMMA_M, shape.n), self.problem.acc))]
+        acc = mgpu.ACC((shape.blocks * WGMMA_M, shape.n), self.problem.acc)
+        return pl.run_scoped(summed, *(acc,) * (2 if self.layout.gated else 1))
 
-    def _sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, acc: Ref) -> jax.Array:
-        """The sums of a tile [blocks * 64, n], accumulated by wgmma over all steps."""
+    def _sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, *accs: Ref) -> list[jax.Array]:
+        """The sums of a tile [blocks * 64, n], accumulated by wgmma over all steps; with gate and up, those of both."""
         scaled = self.layout.upcast and self.problem.epilogue.along_k
         source = BlockScales(self.problem, self.layout) if scaled else None
 
@@ -93,7 +91,9 @@ class Consumer:
             at = self._wait(tile, done, i)
             scales = None if source is None else Scales(words, source.dtype, source.length)
             words = [] if source is None else source.load(self.refs, tile, top, i + i32(1))
-            mgpu.wgmma(acc, *self._operands(at, top, shape.blocks, shape.n, scales))
+            mgpu.wgmma(accs[0], *self._operands(at, top, shape.blocks, shape.n, scales))
+            if self.layout.gated:
+                mgpu.wgmma(accs[1], *self._operands(at, top, shape.blocks, shape.n, weights="smem_up"))
             # The other consumer multiplies meanwhile: the sooner the stage is released, the better. And the compiler
             # does not know that a wgmma in flight still reads its register operand, and would reuse the registers.
             mgpu.wgmma_wait(0)
@@ -102,7 +102,7 @@ class Consumer:
 
         first = [] if source is None else source.load(self.refs, tile, top, i32(0))
         lax.fori_loop(i32(0), tile.steps - i32(self.layout.epilogue_steps), step, first)
-        return acc[...]
+        return [acc[...] for acc in accs]
 
     def _promoted_sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, store: Store) -> list[jax.Array]:
         """The sums of a tile, as blocks [64, n], where scales change along k.
@@ -170,13 +170,14 @@ class Consumer:
         lax.fori_loop(i32(0), tile.steps, step, None)
 
     def _operands(
-        self, at: tuple[Scalar, Scalar], top: Scalar, blocks: int, n: int, scales: Scales | None = None
-    ) -> tuple[Ref, Ref]:
+        self, at: tuple[Scalar, Scalar], top: Scalar, blocks: int, n: int, scales: Scales | None = None,
+        weights: str = "smem_rhs",
+    ) -> tuple[Ref, Ref]:  # fmt: skip
         """Operands A and B of a wgmma over some blocks from row `top` on, in the stages of lhs and rhs."""
         mine = pl.ds(top, blocks * WGMMA_M)
         if isinstance(self.mainloop, ContractionMainloop):
             return self.mainloop.operands(self.refs, at, mine, n)
-        return self.mainloop.operands(self.refs, at, mine, n, scales)
+        return self.mainloop.operands(self.refs, at, mine, n, scales, weights)
 
     def _wait(self, tile: Tile, done: Scalar, i: Scalar) -> tuple[Scalar, Scalar]:
         """Wait until step i of a tile is in shared memory; returns the stages of lhs and rhs that hold it."""

@@ -1,7 +1,7 @@
-"""Gated activations and their pullback: more copies for the mainloop, and an epilogue with several results.
+"""Gated activations and their pullback: an epilogue with several results, and what it reads.
 
-    forward     Blocks of 64 columns of gate and of up alternate in shared memory, so that a consumer has the sums of the
-                same columns of both, in the same registers of the same threads.
+    forward     A consumer multiplies 64 columns of gate, and the same of up, into two sets of accumulators, so that both
+                sums of a column are in the same thread.
     pullback    The sums are d h. Blocks of z_gate and z_up come through the stages of the operands, as further steps
                 behind those of the sum, so that they are there when the sum is.
 
@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu import tile_queue
-from trencadis.backends.gpu.layout import SWAP_AB_UNIT, WGMMA_M, Layout
+from trencadis.backends.gpu.layout import SLICE, SLICE_SLOTS, SWAP_AB_UNIT, WGMMA_M, Layout
 from trencadis.backends.gpu.mma_shapes import mma_shapes
 from trencadis.backends.gpu.row_sums import WARPS, store_row_sums
 from trencadis.backends.gpu.rows import RowsMainloop
@@ -35,6 +35,9 @@ from trencadis.core.problem import Problem
 
 ROUGH = {"tanh", "sin", "cos", "log", "log2", "sqrt"}  # operations whose approximate instructions are too inexact
 ONE = np.float32(1)
+RESULTS = "d_gate", "d_up", "weighted"  # the matrices that the pullback gives
+UNITS = SLICE // SWAP_AB_UNIT  # of a slice
+UNIT = (WGMMA_M, SWAP_AB_UNIT)  # the shape of one
 
 
 def results(problem: Problem) -> dict[str, tuple[tuple[int, ...], Any]]:
@@ -45,7 +48,7 @@ def results(problem: Problem) -> dict[str, tuple[tuple[int, ...], Any]]:
     if not problem.gate.pullback:
         return {name: out for name in ("out", "out_gate", "out_up")[: 3 if problem.gate.keep else 1]}
     sums = (problem.n // WGMMA_M * WARPS, problem.rows), np.dtype(np.float32)
-    return {"d_gate": out, "d_up": out, "weighted": out, "row_sums": sums}
+    return {**{name: out for name in RESULTS}, "row_sums": sums}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -73,7 +76,7 @@ def _logistic(x: jax.Array, **_: Any) -> jax.Array:
     return root * root
 
 
-RULES: dict[str, Callable[..., jax.Array]] = {"logistic": _logistic}
+RULES: dict[str, Callable[..., jax.Array]] = {"logistic": _logistic, "add_any": lax.add}
 
 
 @functools.lru_cache(maxsize=256)
@@ -87,28 +90,7 @@ def approximates(gate: Gate) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Copies of the mainloop
-
-
-@dataclasses.dataclass(frozen=True)
-class GatedMainloop(RowsMainloop):
-    """The mainloop of the rows form with the weights of both gate and up."""
-
-    @property
-    def copies(self) -> int:
-        """The number of copies of a step."""
-        return 1 + self.layout.factors * self.layout.block_n // WGMMA_M
-
-    def staged_weights(self, refs: Refs, tile: Tile, low: Scalar, k: Any, stage: Scalar) -> list[tuple[Ref, Ref]]:
-        """The weights of a step: blocks of 64 columns of gate and up in turn."""
-        found = []
-        for at in range(self.layout.block_n // WGMMA_M):
-            n = pl.ds(pl.multiple_of(tile.column + i32(at * WGMMA_M), WGMMA_M), WGMMA_M)
-            for which, name in enumerate(("rhs", "up")):
-                columns = pl.ds((2 * at + which) * WGMMA_M, WGMMA_M)
-                place = (stage, columns) if self.problem.transpose_rhs else (stage, slice(None), columns)
-                found.append((refs[name].at[self.weights_at(tile, n, k)], refs["smem_rhs"].at[place]))
-        return found
+# The mainloop of the pullback
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,13 +114,6 @@ class PullbackMainloop(RowsMainloop):
         self.load_rows(refs, tile, columns, stage, {"smem_lhs": refs["z_gate"], "smem_rhs": refs["z_up"]})
 
 
-def mainloop_for(problem: Problem, layout: Layout) -> RowsMainloop:
-    """The mainloop of a problem of the rows form."""
-    if problem.gate is None:
-        return RowsMainloop(problem, layout)
-    return (PullbackMainloop if problem.gate.pullback else GatedMainloop)(problem, layout)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Epilogues
 
@@ -148,19 +123,13 @@ class GatedStore(Store):
     """The epilogue of gate and up: the activation, and the pre-activations where they are kept."""
 
     def store(self, tile: Tile, subtiles: Subtiles, sums: Sums, mine: Scalar) -> None:
-        """Store all results of the blocks of a consumer."""
+        """Store all results of a consumer's 64 columns, one after the other: sums are those of gate, then of up."""
         self.wait_vectors(tile)
-        for block in range(len(subtiles) // self.layout.factors):
-            some = functools.partial(self._store_block, tile, subtiles.at(block), sums, block)
-            pl.when(mine > block)(some) if block else some()
-
-    def _store_block(self, tile: Tile, subtile: Subtile, sums: Sums, block: int) -> None:
-        """Store all results of 64 columns, one after the other."""
-        gate = self.problem.gate
-        assert gate is not None
+        gate, subtile = self.problem.gate, subtiles.at(0)
+        assert gate is not None and len(subtiles) == 1
 
         def z(which: int, row: int, rows: int) -> jax.Array:
-            acc = sums.of_block(2 * block + which, row, row + rows)
+            acc = sums.of_block(which, row, row + rows)
             if self.problem.epilogue.bias is not None:
                 acc = acc + self._spread(("bias", "bias_up")[which], subtile, row, acc.shape).astype(acc.dtype)
             return acc.astype(self.problem.out)
@@ -180,94 +149,98 @@ class GatedStore(Store):
 
 @dataclasses.dataclass(frozen=True)
 class PullbackStore(Store):
-    """The epilogue of d h: the gradients of gate and up, the weighted activation, and sums over columns."""
+    """The epilogue of d h: the gradients of gate and up, the weighted activation, and sums over columns.
+
+    It goes through a block in slices of 32 rows, in a loop: the pullback of an activation is long, and each of its copies
+    would take time to compile. The three results of a slice are below each other in the buffer, which holds some slices.
+    """
 
     done: Scalar  # steps of all tiles before this one
 
     def store(self, tile: Tile, subtiles: Subtiles, sums: Sums, mine: Scalar) -> None:
-        """Store all results of the blocks of a consumer: zeros in rows without an owner."""
-        pull_back = functools.partial(self._pull_back, tile, subtiles, sums, mine)
-        lax.cond(tile.steps > 0, pull_back, functools.partial(self._zero, tile, subtiles, mine))
+        """Store all results of the blocks of a consumer, as the pre-activations arrive."""
+        first, consumers = self.done + tile.steps - i32(self.layout.epilogue_steps), i32(self.layout.consumers)
+        slices = lax.div(tile.units + i32(UNITS - 1), i32(UNITS))
 
-    def _pull_back(self, tile: Tile, subtiles: Subtiles, sums: Sums, mine: Scalar) -> None:
-        """Store the results of a tile, block by block, as the pre-activations arrive."""
-        mgpu.barrier_wait(self._vectors_full)
-        consumers = self.layout.consumers
-        first = self.done + tile.steps - i32(self.layout.epilogue_steps)
-        for block in range(self.layout.epilogue_steps // consumers):
-            turn, after = first + i32(block * consumers), first + i32((block + 1) * consumers)
-            if block >= len(subtiles):
-                self._pass(turn, after)
-                continue
-            own = turn + self.warpgroup
-            self._pass(turn, own)
-            mgpu.barrier_wait(self.refs["full"].at[self._stage(own)])
-            compute = functools.partial(self._store_block, tile, subtiles.at(block), sums, own)
-            lax.cond(mine > block, compute, functools.partial(self._release, own))
-            self._pass(own + i32(1), after)
+        def block(i: Scalar, _: None) -> None:
+            turn = first + i * consumers
+            own, subtile = turn + self.warpgroup, subtiles.at(0, i)
 
-    def _store_block(self, tile: Tile, subtile: Subtile, sums: Sums, step: Scalar) -> None:
-        """Store the results of 64 columns, from the pre-activations that this step has loaded.
+            def some(at: Scalar, _: None) -> None:
+                unit = functools.partial(self._write_unit, tile, subtile, sums, i, self._stage(own))
+                self._store_slice(tile, subtile, i * slices + at, at, unit)
 
-        All results are computed at once. While the first is written to the buffer, the two others take the registers of
-        the sums.
-        """
-        kept: dict[str, list[tuple[int, jax.Array]]] = {"d_up": [], "weighted": []}
+            self._pass(tile, turn, own)
+            pl.when(tile.steps > 0)(lambda: mgpu.barrier_wait(self.refs["full"].at[self._stage(own)]))
+            lax.fori_loop(i32(0), slices, some, None)
+            pl.when(tile.steps > 0)(lambda: self._release(own))
+            self._pass(tile, own + i32(1), turn + consumers)
 
-        def d_gate() -> Iterable[tuple[int, jax.Array]]:
-            for row, rows in sums.slices(SWAP_AB_UNIT):  # as few registers at a time as can be
-                first, *others = self._results(tile, subtile, sums, step, row, rows)
-                for parts, other in zip(kept.values(), others, strict=True):
-                    parts.append((row, other))
-                yield row, first
+        pl.when(tile.steps > 0)(lambda: mgpu.barrier_wait(self._vectors_full))
+        lax.fori_loop(i32(0), mine, block, None)
+        self._pass(tile, first + mine * consumers, first + i32(self.layout.epilogue_steps))
 
-        _store_matrix(self, tile, subtile, "d_gate", d_gate())
-        self._release(step)
-        for name, parts in kept.items():
-            _store_matrix(self, tile, subtile, name, parts)
+    def _store_slice(
+        self, tile: Tile, subtile: Subtile, number: Scalar, at: Scalar, write_unit: Callable[[Scalar, list[Ref]], None]
+    ) -> None:
+        """Store the results of a slice, the `number`th of this tile."""
+        slot = lax.rem(number, i32(SLICE_SLOTS)) * i32(len(RESULTS))
+        parts = [
+            subtile._replace(row=at * i32(SLICE), rows=SLICE, buffer=slot + i32(i)) for i in range(len(RESULTS))
+        ]
+        mgpu.wait_smem_to_gmem(SLICE_SLOTS - 1, wait_read_only=True)  # the copies of the slice that was in the slot
 
-    def _results(
-        self, tile: Tile, subtile: Subtile, sums: Sums, step: Scalar, row: int, rows: int
-    ) -> list[jax.Array]:
-        """Some rows of the three results [64, rows]; their sums over columns are stored at once."""
-        gate, stage = self.problem.gate, self._stage(step)
+        def unit(i: Scalar, _: None) -> None:
+            row = i * i32(SWAP_AB_UNIT)
+            write_unit(at * i32(UNITS) + i, [transpose_ref(self._buffer(part, row, SWAP_AB_UNIT)) for part in parts])
+
+        lax.fori_loop(i32(0), i32(UNITS), unit, None)
+        mgpu.commit_smem()
+        self._copy_span(tile, dict(zip(RESULTS, parts, strict=True)))
+        mgpu.commit_smem_to_gmem_group()
+
+    def _write_unit(
+        self, tile: Tile, subtile: Subtile, sums: Sums, block: Scalar, stage: Scalar, unit: Scalar, buffers: list[Ref]
+    ) -> None:
+        """Write a unit [64, 16] of all results to their buffers, and store its sums over columns."""
+
+        def pull_back() -> list[jax.Array]:
+            return self._pulled_back(_unit(sums, block, unit), stage, unit * i32(SWAP_AB_UNIT))
+
+        def zeros() -> list[jax.Array]:
+            dtypes = [self.problem.out] * len(RESULTS) + [jnp.float32]
+            return [for_transposed_store(jnp.zeros(UNIT, dtype)) for dtype in dtypes]
+
+        *results, products = lax.cond(tile.steps > 0, pull_back, zeros)
+        for buffer, x in zip(buffers, results, strict=True):
+            buffer[...] = x
+        self._store_sums(tile, subtile, products, unit * i32(SWAP_AB_UNIT))
+
+    def _pulled_back(self, d_h: jax.Array, stage: Scalar, row: Scalar) -> list[jax.Array]:
+        """A unit of the three results, and of the products that are summed over columns, from a row of the tile on."""
+        gate, rows = self.problem.gate, pl.ds(pl.multiple_of(row, SWAP_AB_UNIT), SWAP_AB_UNIT)
         assert gate is not None
-        staged = (self.refs[name].at[stage, pl.ds(row, rows)] for name in ("smem_lhs", "smem_rhs"))
+        staged = (self.refs[name].at[stage, rows] for name in ("smem_lhs", "smem_rhs"))
         z = [for_transposed_store(transpose_ref(ref)[...]).astype(jnp.float32) for ref in staged]
-        d_h = for_transposed_store(sums.of_block(subtile.acc_row // WGMMA_M, row, row + rows))
-        weight = for_transposed_store(self._spread("weight", subtile, row, d_h.shape))
-        *found, products = pulled_back(gate, d_h, *z, weight)
-        self._store_sums(tile, subtile, products, i32(row))
-        return [each.astype(self.problem.out) for each in found]
+        weight = lax.broadcast_in_dim(self.refs["smem_weight"][self.warpgroup, rows], UNIT, (1,))
+        *found, products = pulled_back(gate, for_transposed_store(d_h), *z, for_transposed_store(weight))
+        return [*(each.astype(self.problem.out) for each in found), products]
+
+    def _buffer(self, subtile: Subtile, row: Any, rows: int) -> Ref:
+        """Some rows, from `row` on, of a part of the buffer."""
+        start = pl.multiple_of(subtile.buffer * i32(SLICE), SLICE)
+        return self.refs["smem_out"].at[self.warpgroup, 0, pl.ds(start + row, rows)]
 
     def _store_sums(self, tile: Tile, subtile: Subtile, products: jax.Array, row: Scalar) -> None:
-        """Store the sums over columns of products [64, rows], which start at a row of the tile."""
+        """Store the sums over columns of products [64, 16], which start at a row of the tile."""
         column = tile.column + subtile.column
         if self.layout.columns % WGMMA_M:  # others are there to align copies
             at = lax.broadcasted_iota(jnp.int32, products.shape, 0) + column
             products = lax.select(at < i32(self.layout.columns), products, jnp.zeros_like(products))
         inside = lax.convert_element_type(column < i32(self.problem.n), jnp.int32)
-        valid = (edge * inside - row for edge in (tile.valid_from, tile.valid_to))
-        first = lax.div(column, i32(WGMMA_M)) * i32(WARPS)
-        store_row_sums(self.refs["row_sums"], products, (first, tile.row + row), *valid, self.layout.interpreted)
-
-    def _zero(self, tile: Tile, subtiles: Subtiles, mine: Scalar) -> None:
-        """Store zeros to the results of a tile whose rows have no owner."""
-        buffer = self._buffer(subtiles.at(0), 0, self.layout.block_m)
-        mgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        transpose_ref(buffer)[...] = for_transposed_store(jnp.zeros(buffer.shape[::-1], self.problem.out))
-        mgpu.commit_smem()
-
-        def block(i: Scalar, _: None) -> None:
-            subtile = subtiles.at(0, i)._replace(buffer=0)
-            for name in ("d_gate", "d_up", "weighted"):
-                self._copy_span(tile, subtile, name)
-            zeros = jnp.zeros((WGMMA_M, SWAP_AB_UNIT), jnp.float32)
-            units = i32(self.layout.block_m // SWAP_AB_UNIT)
-            lax.fori_loop(i32(0), units, lambda j, _: self._store_sums(tile, subtile, zeros, j * i32(SWAP_AB_UNIT)), None)
-
-        lax.fori_loop(i32(0), mine, block, None)
-        mgpu.commit_smem_to_gmem_group()
+        valid = [edge * inside - row for edge in (tile.valid_from, tile.valid_to)]
+        place = lax.div(column, i32(WGMMA_M)) * i32(WARPS), tile.row + row
+        store_row_sums(self.refs["row_sums"], products, place, valid, self.layout.interpreted)
 
     def _stage(self, step: Scalar) -> Scalar:
         """The stage of a step, counted over all tiles."""
@@ -277,14 +250,21 @@ class PullbackStore(Store):
         """Tell the producer that this consumer has read a step."""
         mgpu.barrier_arrive(self.refs["empty"].at[self._stage(step)])
 
-    def _pass(self, first: Scalar, end: Scalar) -> None:
-        """Release steps that are for other consumers."""
+    def _pass(self, tile: Tile, first: Scalar, end: Scalar) -> None:
+        """Release steps that are for other consumers, if the tile has any."""
 
         def step(i: Scalar, _: None) -> None:
             mgpu.barrier_wait(self.refs["full"].at[self._stage(i)])
             self._release(i)
 
-        lax.fori_loop(first, end, step, None)
+        lax.fori_loop(first, lax.select(tile.steps > 0, end, first), step, None)
+
+
+def _unit(sums: Sums, block: Scalar, unit: Scalar) -> jax.Array:
+    """A unit of a block of sums: registers have no index, so that there is a branch for each."""
+    blocks, rows = range(sums.rows[-1] // WGMMA_M), range(0, sums.columns[-1], SWAP_AB_UNIT)
+    each = [functools.partial(sums.of_block, which, row, row + SWAP_AB_UNIT) for which in blocks for row in rows]
+    return lax.switch(block * i32(len(rows)) + unit, each)
 
 
 def _store_matrix(
@@ -295,7 +275,7 @@ def _store_matrix(
     for row, part in parts:
         transpose_ref(store._buffer(subtile, row, part.shape[1]))[...] = for_transposed_store(part)
     mgpu.commit_smem()
-    store._copy_span(tile, subtile, name)
+    store._copy_span(tile, {name: subtile})
     mgpu.commit_smem_to_gmem_group()
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from trencadis.backends.gpu import store, tile_queue
 from trencadis.backends.gpu.consumer import Consumer, Mainloop
 from trencadis.backends.gpu.contraction import ContractionMainloop
-from trencadis.backends.gpu.gated import approximates, mainloop_for, results
+from trencadis.backends.gpu.gated import PullbackMainloop, approximates, results
 from trencadis.backends.gpu.layout import CONSUMERS, UPCAST_STAGES, Layout
 from trencadis.backends.gpu.rows import RowsMainloop
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
@@ -44,7 +45,7 @@ REGISTERS_OF_MORE_CONSUMERS = 112, 32, 0
 def call(problem: Problem, layout: Layout, operands: dict[str, Any], interpret: Any = None) -> list[jax.Array]:
     """Run the kernel; operands by name are sizes, first_group, lhs, rhs, and those of the epilogue."""
     existing = operands.pop("existing", None)
-    mainloop = mainloop_for(problem, layout) if problem.form is Form.ROWS else ContractionMainloop(problem, layout)
+    mainloop = _mainloop(problem)(problem, layout)
     between = _between(mainloop)
     warpgroups = layout.consumers + 1 + bool(between)
     shared = {
@@ -87,6 +88,13 @@ def call(problem: Problem, layout: Layout, operands: dict[str, Any], interpret: 
     refs = {name: jax.new_ref(x, memory_space=mgpu.GMEM) for name, x in inout.items()}
     found = kernel(*operands.values(), *refs.values())
     return list(found) if existing is None else [jax.freeze(refs["out"])]
+
+
+def _mainloop(problem: Problem) -> Callable[[Problem, Layout], Mainloop]:
+    """The class of the mainloop of a problem."""
+    if problem.form is Form.CONTRACTION:
+        return ContractionMainloop
+    return PullbackMainloop if problem.gate is not None and problem.gate.pullback else RowsMainloop
 
 
 def _between(mainloop: Mainloop) -> str:

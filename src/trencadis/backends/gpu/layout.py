@@ -20,6 +20,8 @@ ROW_ALIGN = 8  # TMA copies start at a multiple of this many rows: those of a sw
 SWIZZLE = 128  # bytes of a row of a swizzle atom, where nothing asks for a smaller one
 CONSUMERS = 2  # consumer warpgroups of a CTA, which issue wgmma, where nothing asks for more
 UPCAST_STAGES = 2  # buffers of weights that the upcast warpgroup has written and consumers read
+SLICE = 2 * SWAP_AB_UNIT  # rows of the results of a pullback that are computed and stored at a time
+SLICE_SLOTS = 2  # slices that are in a store buffer at once, with three results each
 QUEUE_SLOTS = 4  # tiles that the producer may publish before the other warpgroups have read them
 
 
@@ -56,11 +58,6 @@ class Layout:
     def m_unit(self) -> int:
         """The rows by which tiles grow."""
         return SWAP_AB_UNIT if self.swap_ab else WGMMA_M
-
-    @property
-    def factors(self) -> int:
-        """The arrays of weights that are multiplied by the same rows."""
-        return 2 if self.gated else 1
 
     @property
     def heights(self) -> list[int]:

@@ -44,7 +44,7 @@ class MmaShapes:
         self.largest = MmaShape(max(shape.blocks for shape in all), max(shape.n for shape in all))
 
     def blocks(self, tile: Tile) -> Scalar:
-        """The blocks of 64 in the product of a tile by one array of weights, for all consumers together."""
+        """The blocks of 64 in the products of a tile, for all consumers together."""
         raise NotImplementedError
 
     def share(self, tile: Tile) -> Scalar:
@@ -100,9 +100,8 @@ class SwapAB(MmaShapes):
         found = widths(problem, layout)
         shares = _shares(layout, (width // WGMMA_M for width in found))
         self.fewer = sorted(shares - {0, self.most})  # in the last column of tiles, by few branches
-        self.heights = layout.heights if self.most in shares else []
-        products = [MmaShape(layout.factors * self.most, rows) for rows in self.heights]
-        products += [MmaShape(layout.factors * blocks, rows) for blocks in self.fewer for rows in self.coarse]
+        products = [MmaShape(self.most, rows) for rows in layout.heights if self.most in shares]
+        products += [MmaShape(blocks, rows) for blocks in self.fewer for rows in self.coarse]
         super().__init__(layout, products, 0 in shares)
         self.columns = problem.n if found[-1] < layout.block_n else None  # None: all tiles are equally wide
 
@@ -112,10 +111,11 @@ class SwapAB(MmaShapes):
         return lax.div(columns, i32(WGMMA_M))
 
     def branch(self, tile: Tile, blocks: Scalar) -> Scalar:
-        row = fit(self.layout, tile, self.heights)
+        heights = self.layout.heights if self.all[0].blocks == self.most else []
+        row = fit(self.layout, tile, heights)
         if not self.fewer:
             return row
-        fewer = i32(len(self.heights)) + _index(blocks, self.fewer) * i32(len(self.coarse))
+        fewer = i32(len(heights)) + _index(blocks, self.fewer) * i32(len(self.coarse))
         return lax.select(blocks == i32(self.most), row, fewer + fit(self.layout, tile, self.coarse))
 
 

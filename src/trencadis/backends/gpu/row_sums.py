@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
@@ -29,9 +28,12 @@ QUAD = 4  # lanes that hold other rows; lanes that are a multiple of this apart 
 
 
 def store_row_sums(
-    out: Ref, products: jax.Array, place: tuple[Scalar, Scalar], low: Scalar, high: Scalar, interpreted: bool
+    out: Ref, products: jax.Array, place: tuple[Scalar, Scalar], valid: list[Scalar], interpreted: bool
 ) -> None:
-    """Store the sums [4, rows] of products [64, rows], at a place of `out`; only rows of [low, high) are stored."""
+    """Store the sums [4, rows] of products [64, rows] at a place of `out`.
+
+    Only the rows from the first valid one to the last, exclusive, are stored.
+    """
     rows = products.shape[1]
     if interpreted:
         sums = products.reshape(WARPS, -1, rows).sum(axis=1)
@@ -40,10 +42,11 @@ def store_row_sums(
             here = out.at[pl.ds(place[0], WARPS), pl.ds(place[1] + row, 1)]
             here[...] = lax.dynamic_slice(sums, (i32(0), row), (WARPS, 1))
 
-        lax.fori_loop(lax.max(low, i32(0)), lax.min(high, i32(rows)), one, None)
+        lax.fori_loop(lax.max(valid[0], i32(0)), lax.min(valid[1], i32(rows)), one, None)
         return
-    edges = [mgpu.layout_cast(lax.broadcast(edge, (WGMMA_M,)), ROW) for edge in (low, high)]
-    _store(out.at[pl.ds(place[0], WARPS), pl.ds(place[1], rows)], products, *edges)
+    edges = [mgpu.layout_cast(lax.broadcast(edge, (WGMMA_M,)), ROW) for edge in valid]
+    here = out.at[pl.ds(place[0], WARPS), pl.ds(place[1], rows)]
+    _store(here, mgpu.layout_cast(products, mgpu.Layout.WGMMA), *edges)
 
 
 @mgpu.inline_mgpu(arg_types=(mgpu.RefType(), mgpu.Layout.WGMMA, ROW, ROW))

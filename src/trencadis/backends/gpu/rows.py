@@ -56,13 +56,14 @@ class RowsMainloop:
     def scratch(self) -> dict[str, Any]:
         """The stages of both operands; where weights are upcast in shared memory, also those of the raw weights."""
         problem, cut = self.problem, self.layout
-        columns = cut.factors * cut.block_n
-        rhs = (columns, cut.block_k) if problem.transpose_rhs else (cut.block_k, columns)
+        rhs = (cut.block_n, cut.block_k) if problem.transpose_rhs else (cut.block_k, cut.block_n)
         lhs = (cut.stages, cut.block_m, cut.block_k)
         memory = {"smem_lhs": mgpu.SMEM(lhs, problem.lhs, transforms=swizzled(problem.lhs, cut.swizzle))}
         swizzle = self.weights_run * bits(problem.rhs) // 8 if cut.upcast else cut.swizzle
         name = "smem_weights" if cut.upcast_in_smem else "smem_rhs"
         memory[name] = mgpu.SMEM((cut.stages, *rhs), problem.rhs, transforms=swizzled(problem.rhs, swizzle))
+        if cut.gated:
+            memory["smem_up"] = memory["smem_rhs"]
         if problem.epilogue.blocks:
             memory["smem_row_scales"] = mgpu.SMEM((cut.stages, cut.block_m), jnp.float32)
         if cut.upcast_in_smem:
@@ -82,9 +83,7 @@ class RowsMainloop:
         low, step, _ = scheduler.hi_lo_step(tile, step)
         k = pl.ds(pl.multiple_of(step * i32(cut.block_k), cut.block_k), cut.block_k)
         full = refs["full"].at[stage]
-        for weights, staged in self.staged_weights(refs, tile, low, k, stage):
-            mgpu.copy_gmem_to_smem(weights, staged, full)
-
+        self.load_weights(refs, tile, low, k, stage)
         if problem.epilogue.blocks:
             scales = refs["by_row"].at[step, pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), cut.block_m)]
             mgpu.copy_gmem_to_smem(scales, refs["smem_row_scales"].at[stage], full)
@@ -104,33 +103,32 @@ class RowsMainloop:
         heights = self.layout.heights
         lax.switch(fit(self.layout, tile, heights), [functools.partial(rows, height) for height in heights])
 
-    def staged_weights(self, refs: Refs, tile: Tile, low: Scalar, k: Any, stage: Scalar) -> list[tuple[Ref, Ref]]:
-        """The weights of a step: what is copied, and where to in a stage."""
-        n = pl.ds(pl.multiple_of(tile.column, self.layout.block_n), self.layout.block_n)
-        rhs = refs["rhs"].at[low] if self.layout.hi_lo == "rhs" else refs["rhs"]
-        staged = refs["smem_weights" if self.layout.upcast_in_smem else "smem_rhs"]
-        return [(rhs.at[self.weights_at(tile, n, k)], staged.at[stage])]
-
-    def weights_at(self, tile: Tile, n: Any, k: Any) -> tuple[Any, Any, Any]:
-        """The place of some columns of the weights of a tile's group, in an array of weights."""
-        problem = self.problem
+    def load_weights(self, refs: Refs, tile: Tile, low: Scalar, k: Any, stage: Scalar) -> None:
+        """Start the copies of the weights of a step, of one array or of two."""
+        problem, cut = self.problem, self.layout
+        n = pl.ds(pl.multiple_of(tile.column, cut.block_n), cut.block_n)
         group = tile.group if problem.weights == problem.spans else lax.rem(tile.group, i32(problem.weights))
-        return (group, n, k) if problem.transpose_rhs else (group, k, n)
+        place = (group, n, k) if problem.transpose_rhs else (group, k, n)
+        rhs = refs["rhs"].at[(low, *place) if cut.hi_lo == "rhs" else place]
+        staged = refs["smem_weights" if cut.upcast_in_smem else "smem_rhs"]
+        mgpu.copy_gmem_to_smem(rhs, staged.at[stage], refs["full"].at[stage])
+        if cut.gated:
+            mgpu.copy_gmem_to_smem(refs["up"].at[place], refs["smem_up"].at[stage], refs["full"].at[stage])
 
     @property
     def copies(self) -> int:
         """The number of copies of a step."""
-        return 2 + bool(self.problem.epilogue.blocks)
+        return 2 + bool(self.problem.epilogue.blocks) + self.layout.gated
 
     def operands(
-        self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int, scales: Scales | None = None
+        self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int, scales: Scales | None = None, weights: str = "smem_rhs"
     ) -> tuple[Any, Any]:
         """Operands A and B of a consumer: its rows by the columns of the tile; swap-AB, its columns by the rows.
 
         Weights that are a register operand may be multiplied by scales.
         """
         k_major = self.problem.transpose_rhs
-        (lhs, lhs_at), (rhs, rhs_at) = zip((refs["smem_lhs"], refs["smem_rhs"]), stages, strict=True)
+        (lhs, lhs_at), (rhs, rhs_at) = zip((refs["smem_lhs"], refs[weights]), stages, strict=True)
         if self.layout.upcast and not self.layout.upcast_in_smem:
             return rs_operand(rhs.at[rhs_at, mine], self.problem.lhs, scales), operand_b(lhs, lhs_at, n, True)
         if self.layout.swap_ab:

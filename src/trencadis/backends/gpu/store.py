@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu.layout import ROW_ALIGN, SWIZZLE, WGMMA_M, Layout, swizzle_elements
+from trencadis.backends.gpu.layout import ROW_ALIGN, SLICE, SLICE_SLOTS, SWIZZLE, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.mma_shapes import MmaShape
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
 from trencadis.backends.prepare import round_up
@@ -68,6 +68,8 @@ def vectors(problem: Problem, layout: Layout) -> dict[str, tuple[int, np.dtype[A
 def store_buffers(problem: Problem, layout: Layout) -> tuple[int, int, int]:
     """The number of store buffers of a consumer, their rows and columns: few wide ones, so that copies are few."""
     run = swizzle_elements(problem.out)
+    if layout.epilogue_steps:
+        return 1, 3 * SLICE_SLOTS * SLICE, WGMMA_M
     if layout.swap_ab:
         return layout.store_buffers, layout.block_m, WGMMA_M
     across = math.gcd(problem.n, layout.block_n) // run  # no copy crosses the edge of a tile
@@ -212,14 +214,17 @@ class Store:
             self._fill(tile, subtile, sums)
         mgpu.commit_smem()
         if count == 1:
-            self._copy_span(tile, some[0])
+            self._copy_span(tile, {"out": some[0]})
         else:  # in a loop that is compiled once: how many of them are inside of the result the compiler does not know
             if subtiles.across < count:
                 left = mine * i32(subtiles.across) - i32(first)
             else:
                 left = lax.div(i32(self.problem.n) - tile.column, i32(subtiles.columns)) - i32(first % subtiles.across)
-            copy = functools.partial(self._copy_span, tile)
-            lax.fori_loop(i32(0), lax.min(left, i32(count)), lambda i, _: copy(subtiles.at(first, i)), None)
+
+            def copy(i: Scalar, _: None) -> None:
+                self._copy_span(tile, {"out": subtiles.at(first, i)})
+
+            lax.fori_loop(i32(0), lax.min(left, i32(count)), copy, None)
         mgpu.commit_smem_to_gmem_group()
 
     @property
@@ -292,8 +297,12 @@ class Store:
         else:
             buffer[...] = cast(acc.astype(self.problem.out))
 
-    def _copy_span(self, tile: Tile, subtile: Subtile, name: str = "out") -> None:
-        """Start the copies of the rows of a buffer that belong to the span and are inside of the result."""
+    def _copy_span(self, tile: Tile, subtiles: dict[str, Subtile]) -> None:
+        """Start the copies of the rows of buffers that belong to the span and are inside of the result.
+
+        Each subtile is that of a result by name; all are at the same place of the tile.
+        """
+        subtile = next(iter(subtiles.values()))
         low, high = (lax.clamp(i32(0), edge - subtile.row, i32(subtile.rows)) for edge in (tile.valid_from, tile.valid_to))
         if self.problem.n % self.layout.block_n:
             high = lax.select(tile.column + subtile.column < i32(self.problem.n), high, low)
@@ -304,7 +313,7 @@ class Store:
 
         def copy(i: Scalar, _: None) -> None:
             row = lax.min(low + lax.shift_left(i, shift), high - size)
-            lax.switch(which, [functools.partial(self._copy, tile, subtile, name, row, rows) for rows in sizes])
+            lax.switch(which, [functools.partial(self._copy, tile, subtiles, row, rows) for rows in sizes])
 
         lax.fori_loop(i32(0), lax.shift_right_logical(rows + size - i32(1), shift), copy, None)
 
@@ -314,10 +323,11 @@ class Store:
             return [WGMMA_M]
         return [rows for rows in COPY_ROWS if rows <= subtile.rows]
 
-    def _copy(self, tile: Tile, subtile: Subtile, name: str, row: Any, rows: int) -> None:
-        """Start the copy of some rows of a buffer, from `row` on, to a result."""
-        target = self._result(tile, subtile, row, rows, name)
-        mgpu.copy_smem_to_gmem(self._buffer(subtile, row, rows), target, commit_group=False)
+    def _copy(self, tile: Tile, subtiles: dict[str, Subtile], row: Any, rows: int) -> None:
+        """Start the copies of some rows of buffers, from `row` on, to results."""
+        for name, subtile in subtiles.items():
+            target = self._result(tile, subtile, row, rows, name)
+            mgpu.copy_smem_to_gmem(self._buffer(subtile, row, rows), target, commit_group=False)
 
     def _apply_epilogue(self, tile: Tile, subtile: Subtile, row: Any, acc: jax.Array) -> jax.Array:
         """Scales, bias and activation of sums that start at a row of the tile; a tile without steps stays zero."""
