@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from trencadis.backends.gpu import tile_queue
 from trencadis.backends.gpu.layout import SLICE, SLICE_SLOTS, SWAP_AB_UNIT, WGMMA_M, Layout
 from trencadis.backends.gpu.mma_shapes import mma_shapes
-from trencadis.backends.gpu.row_sums import WARPS, store_row_sums
+from trencadis.backends.gpu.registers import WARPS, packed, store_row_sums
 from trencadis.backends.gpu.rows import RowsMainloop
 from trencadis.backends.gpu.store import Store, Subtile, Subtiles, Sums
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
@@ -132,19 +132,20 @@ class GatedStore(Store):
             acc = sums.of_block(which, row, row + rows)
             if self.problem.epilogue.bias is not None:
                 acc = acc + self._spread(("bias", "bias_up")[which], subtile, row, acc.shape).astype(acc.dtype)
-            return acc.astype(self.problem.out)
+            return packed(acc.astype(self.problem.out), self.layout.interpreted)
 
-        def h(row: int, rows: int) -> jax.Array:
-            found = activated(gate, *(z(which, row, rows).astype(jnp.float32) for which in range(2)))
-            owned = lax.select(lax.broadcast(tile.steps, found.shape) > 0, found, jnp.zeros_like(found))
-            return owned.astype(self.problem.out)
+        def h(*z: jax.Array) -> jax.Array:
+            def activate() -> jax.Array:
+                return activated(gate, *(each.astype(jnp.float32) for each in z)).astype(self.problem.out)
 
-        every: dict[str, Callable[[int, int], jax.Array]] = {"out": h}
-        if gate.keep:
-            every |= {name: functools.partial(z, which) for which, name in enumerate(("out_gate", "out_up"))}
-        for name, part in every.items():
-            parts = ((row, part(row, rows)) for row, rows in sums.slices(WGMMA_M))
-            _store_matrix(self, tile, subtile, name, parts)
+            # also a block of its own for the compiler, which would compute all before it stores anything
+            return lax.cond(tile.steps > 0, activate, lambda: jnp.zeros(z[0].shape, self.problem.out))
+
+        rows = [row for row, _ in sums.slices(SLICE)]
+        both = [[z(which, *each) for each in sums.slices(SLICE)] for which in range(2)]
+        _store_matrix(self, tile, subtile, "out", zip(rows, map(h, *both), strict=True))
+        for name, parts in zip(("out_gate", "out_up"), both if gate.keep else (), strict=False):
+            _store_matrix(self, tile, subtile, name, zip(rows, parts, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,11 @@
-"""Sums over the columns of a result, from blocks [64 columns, rows] in registers: each warp stores those of its 16.
+"""What Pallas has no operation for, on blocks [64, n] in the registers of a warpgroup, as wgmma leaves them.
 
-A warp holds 16 columns of the block. A thread has two of them, for the same pairs of rows as seven other threads, which
-exchange halves of what they have until each holds the sums of other rows. XLA adds up the sums of all warps. Nothing
-is added in global memory, so that the order of all sums is fixed.
+packed            16-bit numbers in pairs, so that the compiler converts two at a time
+store_row_sums    sums over the 64 columns of a block of a swap-AB tile
+
+A warp holds 16 columns of such a block. A thread has two of them, for the same pairs of rows as seven other threads: they
+exchange halves of what they have until each holds the sums of other rows. Each warp stores its sums, and XLA adds up
+those of all warps. Nothing is added in global memory, so that the order of all sums is fixed.
 """
 
 from __future__ import annotations
@@ -10,12 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
 from trencadis.backends.gpu.layout import WGMMA_M
 from trencadis.backends.gpu.tile_scheduler import Ref, Scalar, i32
@@ -25,6 +29,23 @@ Value = Any  # an MLIR value: its type is generic or not, by the version of jaxl
 WARPS = 4  # of a warpgroup: each has 16 columns of a block
 PAIR = 2  # neighbouring rows in a register
 QUAD = 4  # lanes that hold other rows; lanes that are a multiple of this apart hold other columns
+
+
+def packed(x: jax.Array, interpreted: bool) -> jax.Array:
+    """The same 16-bit numbers; what follows unpacks them from words, instead of converting the numbers they came from."""
+    if interpreted:
+        return x
+    struct = mgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=mgpu.Layout.WGMMA)
+
+    @mgpu.inline_mgpu(arg_types=(mgpu.Layout.WGMMA,), return_type=struct)
+    def words(_: Any, x: FragmentedArray) -> FragmentedArray:
+        word, registers = ir.IntegerType.get_signless(32), np.empty_like(x.registers)
+        for at, pair in np.ndenumerate(x.registers):
+            held: Value = llvm.inline_asm(word, [utils.bitcast(pair, word)], "mov.b32 $0, $1;", "=r,r")
+            registers[at] = utils.bitcast(held, pair.type)
+        return FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return words(x)
 
 
 def store_row_sums(
