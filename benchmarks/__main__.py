@@ -98,6 +98,7 @@ def _quant(commands: Commands) -> None:
     ask.add_argument("--device", choices=("cpu", "gpu", "tpu"), default="cpu", help="tpu: by the compiler's schedules")
     ask.add_argument("--errors", choices=("formats", "gradients"), help="errors against float64 instead of times")
     _problems(ask, "; default: all that a format has")
+    ask.add_argument("--tag", choices=problems.TAGS, help="all problems with this tag, such as gpu-drawn")
     ask.add_argument("--formats", metavar="F,F", help="default: all that the device has kernels for")
     ask.add_argument("--generations", default=GENERATIONS, metavar="G,G", help="of TPU (default: %(default)s)")
     ask.add_argument("--jobs", type=int, default=4, help="processes that compile at a time, on a GPU")
@@ -114,7 +115,7 @@ def _ragged(commands: Commands) -> None:
 def _check(commands: Commands) -> None:
     ask = _command(commands, "check", "compare the kernels with float64, by value; nothing is timed")
     ask.add_argument("--device", choices=("cpu", "gpu"), default="gpu", help="default: %(default)s")
-    ask.add_argument("--backend", help="of the cases that are not quantized; default: gpu, or xla on a CPU")
+    ask.add_argument("--backend", help="default: gpu, or xla on a CPU; triton: the kernels of every other GPU")
     ask.add_argument("--quick", action="store_true", help="leave out the large cases")
     ask.add_argument("--only", default="", metavar="WORDS", help="cases whose names contain this")
     ask.add_argument("--jobs", type=int, default=8, help="processes; 0: this one (default: %(default)s)")

@@ -29,10 +29,12 @@ E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """How lhs and rhs are quantized."""
+    """How lhs and rhs are quantized; the dtype of one that is not, and of the result; and how weights are stored."""
 
     lhs: Quantization
     rhs: Quantization
+    dtype: str = "bfloat16"
+    k_last: bool = True  # weights are stored [g, n, k]; otherwise [g, k, n], as those of 16 bits always are
 
 
 FORMATS = {
@@ -52,6 +54,30 @@ FORMATS = {
     "w-mxfp8": Operands(None, ("mxfp8", (1, 32, 1))),
     "w-nvfp4": Operands(None, ("nvfp4", (1, 16, 1))),
 }
+ROWS_128 = (E4M3, (1, 128))  # rows as in DeepSeek
+PAIRS = {  # both operands quantized, in different formats or with scales along k
+    "mxfp8": Operands(("mxfp8", (1, 32)), ("mxfp8", (1, 32, 1))),
+    "mxfp8-mxfp4": Operands(("mxfp8", (1, 32)), ("mxfp4", (1, 32, 1))),
+    "e4m3-nvfp4": Operands((E4M3, "row"), ("nvfp4", (1, 16, 1))),
+    "e4m3-128": Operands(ROWS_128, (E4M3, "column")),
+    "e4m3-64": Operands((E4M3, (1, 64)), (E4M3, "column")),
+    "e4m3-32": Operands((E4M3, (1, 32)), (E4M3, "column")),
+    "e4m3-128-e4m3-128": Operands(ROWS_128, (E4M3, (1, 128, 1))),
+    "e4m3-128-int8-128": Operands(ROWS_128, ("int8", (1, 128, 1))),
+    "e4m3-128-int4-128": Operands(ROWS_128, ("int4", (1, 128, 1))),
+    "int8-int8-128": Operands(("int8", "row"), ("int8", (1, 128, 1))),
+    "int8-int4-128": Operands(("int8", "row"), ("int4", (1, 128, 1))),
+    "int8-int4": Operands(("int8", "row"), ("int4", "column")),
+}
+FLOAT16 = ("w-int8", "w-int4", "w-int4-128", "w-int8-128", "w-e4m3-128x128", "w-mxfp4", "w-mxfp8", "w-nvfp4")
+AS_THEY_LIE = ("e4m3", "int8", "w-int8", "w-int8-128", "w-int4-128", "e4m3-128")
+MORE = {  # measured where they are named
+    **PAIRS,
+    "f16": Operands(None, None, "float16"),
+    **{f"f16-{name}": dataclasses.replace(FORMATS[name], dtype="float16") for name in FLOAT16},
+    **{f"{name}-kn": dataclasses.replace((FORMATS | PAIRS)[name], k_last=False) for name in AS_THEY_LIE},
+}
+FORMATS |= MORE
 BOTH = ("e4m3", "e5m2", "int8")  # formats of both operands with all three passes
 ALONG_K = ("w-int4-128", "w-int8-128", "w-e4m3-128x128", "w-mxfp4", "w-mxfp8", "w-nvfp4")
 GPU = ("bf16", "e4m3", "int8", "deepseek", "w-int8", "w-e4m3", "w-int4", *ALONG_K)
@@ -72,20 +98,20 @@ Case = tuple[str, str, str]  # problem, pass and format
 
 
 def prepared(problem: BenchProblem, which: str, format: str, *, k_last: bool = True) -> Ready:
-    """Compile a call with a bfloat16 result; the function that comes back makes its operands and the right answer."""
+    """Compile a call with a 16-bit result; the function that comes back makes its operands and the right answer."""
     sizes = problem.group_sizes()
     m, g = problem.m, problem.g
     k, n = (problem.n, problem.k) if which == "d_lhs" else (problem.k, problem.n)
     how = FORMATS[format]
-    transpose = which == "d_lhs" or (k_last and format != "bf16")
+    transpose = which == "d_lhs" or (k_last and how.k_last and how.rhs is not None)
 
     def lhs() -> Any:
-        return _operand(0, (k, m) if which == "d_rhs" else (m, k), how.lhs)
+        return _operand(0, (k, m) if which == "d_rhs" else (m, k), how.lhs, how.dtype)
 
     def rhs() -> Any:
         if which == "d_rhs":  # [n, m]: both operands are quantized along m
             return _operand(1, (n, m), how.lhs)
-        weights = _operand(1, (g, k, n), how.rhs)
+        weights = _operand(1, (g, k, n), how.rhs, how.dtype)
         if how.rhs is not None:
             weights = prepare(weights, contracting=-2 if transpose else -1)
         return weights.mT if transpose else weights
@@ -93,7 +119,7 @@ def prepared(problem: BenchProblem, which: str, format: str, *, k_last: bool = T
     def call(x: Any, y: Any, group_sizes: Any) -> jax.Array:
         if which == "d_rhs":
             return tr.transposed_grouped_matmul(x, y.mT, group_sizes, jnp.bfloat16)
-        return tr.grouped_matmul(x, y, group_sizes, jnp.bfloat16, transpose_rhs=transpose)
+        return tr.grouped_matmul(x, y, group_sizes, how.dtype, transpose_rhs=transpose)
 
     makers = [jax.jit(make).lower().compile() for make in (lhs, rhs)]
     shapes = [jax.eval_shape(make) for make in (lhs, rhs)]
@@ -110,8 +136,8 @@ def prepared(problem: BenchProblem, which: str, format: str, *, k_last: bool = T
     return ready
 
 
-def _operand(seed: int, shape: tuple[int, ...], how: Quantization) -> Any:
-    x = jax.random.normal(jax.random.split(jax.random.key(0))[seed], shape, jnp.bfloat16)
+def _operand(seed: int, shape: tuple[int, ...], how: Quantization, dtype: Any = jnp.bfloat16) -> Any:
+    x = jax.random.normal(jax.random.split(jax.random.key(0))[seed], shape, dtype)
     return x if how is None else quantize(x, *how, contracting=-1)  # stored as it comes
 
 

@@ -7,6 +7,7 @@ means the same numbers on every machine. numpy is imported late: pinning to a co
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,19 @@ def group_sizes(kind: str, m: int, g: int, seed: int = 0) -> np.ndarray:
     return sizes.astype(np.int32)
 
 
+def drawn(count: int, seed: int = 0) -> list[BenchProblem]:
+    """Problems drawn at random: sizes of all magnitudes, with at most 2**31 weights."""
+    dice, found = random.Random(seed), []
+    while len(found) < count:
+        m, g = (round(2 ** dice.uniform(*bounds)) for bounds in ((8, 16), (2, 8)))
+        unit = dice.choice([16, 64])
+        k, n = (round(2 ** dice.uniform(9, 13) / unit) * unit for _ in range(2))
+        kind = dice.choice(["multinomial", "zipf"])
+        if g * k * n <= 2**31:
+            found.append(_of("gpu-drawn", f"drawn-{len(found)}", (m, k, n, g), kind))
+    return found
+
+
 def _of(tag: str, name: str, shape: tuple[int, int, int, int], sizes: str) -> BenchProblem:
     m, k, n, g = shape
     return BenchProblem(name=name, m=m, k=k, n=n, g=g, sizes=sizes, tags=(tag,))
@@ -125,6 +139,7 @@ MORE = (
     _of("gpu-more", "gpt-oss-decode", (512, 2880, 5760, 128), "random"),
     _of("gpu-more", "chat-256", (4096, 7168, 2048, 256), "multinomial"),
 )
+DRAWN = drawn(10)
 TPU = (
     _of("tpu", "mixtral-tpu", (8192, 4096, 14336, 8), "multinomial"),
     _of("tpu", "dsv3-tpu", (8192, 7168, 2048, 32), "multinomial"),
@@ -138,7 +153,7 @@ CPU = (
     _of("cpu", "D", (64, 1024, 1024, 64), "multinomial"),
     _of("cpu", "E", (300, 64, 32, 3), "multinomial"),
 )
-PROBLEMS = {p.name: p for p in (*GPU, *MORE, *TPU, TPU_DECODE, *CPU, *map(scaled, GPU))}
+PROBLEMS = {p.name: p for p in (*GPU, *MORE, *DRAWN, *TPU, TPU_DECODE, *CPU, *map(scaled, GPU))}
 TAGS = tuple(sorted({tag for p in PROBLEMS.values() for tag in p.tags}))
 
 

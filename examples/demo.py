@@ -1,4 +1,4 @@
-"""A tour: grouped matmuls and a Mixture-of-Experts layer, checked, timed and drawn. It runs on CPU in about a minute.
+"""A tour: grouped matmuls, an MoE layer, and a model that learns; checked, timed, drawn. About a minute on a CPU.
 
     python examples/demo.py [--quick] [--svg demo.svg]
 
@@ -23,8 +23,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # for benc
 
 import jax
 import jax.numpy as jnp
-import moe_train as moe
 import numpy as np
+import train_moe
 from jax import lax
 
 import trencadis
@@ -32,6 +32,7 @@ from benchmarks.peers import HostCall, JaxCall, Operands, numpy_contraction, num
 from benchmarks.problems import BenchProblem
 from benchmarks.tables import show
 from benchmarks.timing import Stats, race, wall_clock
+from trencadis import moe
 
 TOLERANCE = 1e-4  # float32: largest difference, as a share of the largest value
 reference = functools.partial(trencadis.grouped_matmul, backend="reference")
@@ -174,54 +175,77 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 2. A layer that trains
+# 2. A layer
 
 
-def training(checks: Checks, quick: bool) -> np.ndarray:
-    """Train the layer of moe_train, check its gradients, time a step, and return the final group sizes."""
-    config = moe.Config(tokens=128, model=32, hidden=64, experts=8) if quick else CONFIG
-    heading(
-        f"2. Mixture of Experts: {config.tokens} tokens, {config.chosen} of {config.experts} experts each, "
-        f"{config.model} -> {config.hidden} -> {config.model}"
-    )
-    keys = jax.random.split(jax.random.key(0), 2)
-    params, (x, y) = moe.init(config, keys[0]), moe.data(config, keys[1])
-    steps = {
-        "ours": moe.make_step(config),
-        "lax.ragged_dot": moe.make_step(config, lambda rows, w, sizes: lax.ragged_dot(rows, w, sizes)),
-    }
-    with doing("gradients: compile, check"):
-        after, _, grads = steps["ours"](params, x, y)
-        checks.same("gradients, reference", grads, moe.make_step(config, reference)(params, x, y)[2])
-        there, _, theirs = steps["lax.ragged_dot"](params, x, y)
-        checks.same("gradients, lax.ragged_dot", grads, theirs)
-        checks.same("weights after a step, lax.ragged_dot", after, there)
-    losses = []
-    with doing("train"):
-        for _ in range(TRAIN_STEPS):
-            params, value, _ = steps["ours"](params, x, y)
-            losses.append(float(value))
-    print("  loss: " + " ".join(f"{value:.3f}" for value in losses[::3]))
-    checks.that("the loss falls", losses[-1] < 0.9 * losses[0])
-    with doing("time per step"):
-        calls = {name: JaxCall(step, (params, x, y)) for name, step in steps.items()}
+def ours(config: moe.Config, params: dict[str, Any], x: Any, backend: str | None = None) -> Any:
+    """An MoE layer in two calls: the routing, and the experts with a backward pass of their own."""
+    routing = moe.route(x @ params["router"], config.k)
+    return trencadis.moe_mlp(x, routing, params["w_gate"], params["w_up"], params["w_down"], backend=backend)
+
+
+def by_hand(config: moe.Config, params: dict[str, Any], x: Any) -> Any:
+    """The same layer as people write it: sort, gather, `lax.ragged_dot` three times, scatter."""
+    weights, experts = lax.top_k(jax.nn.softmax(x @ params["router"]), config.k)
+    order = jnp.argsort(experts.ravel())
+    sizes = jnp.bincount(experts.ravel(), length=config.experts)
+    rows = x[order // config.k]
+    gate, up = (lax.ragged_dot(rows, params[name], sizes) for name in ("w_gate", "w_up"))
+    y = lax.ragged_dot(jax.nn.silu(gate) * up, params["w_down"], sizes)
+    weights = (weights / weights.sum(axis=-1, keepdims=True)).ravel()[order, None]
+    return jnp.zeros_like(x).at[order // config.k].add(weights * y)
+
+
+def layers(checks: Checks, quick: bool) -> None:
+    """Check the value and the gradients of an MoE layer, and time them."""
+    tokens, config = 1024, moe.Config(d=256, f=512, experts=16, k=2)
+    if quick:
+        tokens, config = 64, moe.Config(d=32, f=32, experts=8, k=2)
+    heading(f"2. MoE layer, {tokens} tokens, {config.k} of {config.experts} experts each, {config.d} x {config.f}")
+    x, params = jax.random.normal(jax.random.key(0), (tokens, config.d)), moe.init(jax.random.key(1), config)
+
+    def step(layer: Callable[..., Any]) -> JaxCall:
+        def value(params: Any, x: Any) -> Any:
+            return jnp.mean(jnp.sin(layer(config, params, x)))
+
+        return JaxCall(jax.jit(jax.value_and_grad(value, argnums=(0, 1))), (params, x))
+
+    with doing("value and gradients: compile, check, time"):
+        want = step(functools.partial(ours, backend="reference"))()
+        calls = {"ours": step(ours), "lax.ragged_dot": step(by_hand)}
+        for name, call in calls.items():
+            checks.same(f"{name}, MoE layer", call(), want)
         times = race(calls, wall_clock(), rounds=2 if quick else 7, budget_s=3)
-    table(["problem", "what", "contender", "ms", "spread", "ours is"], time_rows("MoE", "training step", times))
-    return np.asarray(moe.route(config, params["router"], x).sizes)
-
-
-CONFIG = moe.Config(tokens=1024, model=256, hidden=512, experts=16)
-TRAIN_STEPS = 13
+    table(["problem", "what", "contender", "ms", "spread", "ours is"], time_rows("MoE", "value+grad", times))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. The schedule
+# 3. A model
+
+
+def training(checks: Checks, quick: bool) -> np.ndarray:
+    """Train the language model of train_moe for some steps, and return the last sizes of the experts of a layer."""
+    heading("3. A small language model of such layers, on the text of this documentation (examples/train_moe.py)")
+    text, characters = train_moe.corpus()
+    model = train_moe.Model(vocabulary=len(characters), layers=2, length=64, d=64, f=128, experts=8)
+    steps, batch = 60, 16
+    if quick:
+        model, steps, batch = dataclasses.replace(model, layers=1, length=32, d=32, f=32, experts=4), 15, 8
+    _, losses, loads = train_moe.train(model, text, steps, batch)
+    train_moe.show(losses, loads)
+    checks.that("the loss falls", losses[-1] < losses[0] - 0.1)
+    checks.that("no row is dropped", bool((np.sum(loads, axis=-1) == batch * model.length * model.k).all()))
+    return loads[-1][0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. The schedule
 
 
 def picture(checks: Checks, sizes: np.ndarray, path: pathlib.Path) -> None:
     """Draw the row tiles that the routing gets with which training ended."""
-    heading("3. The row tiles of that routing")
-    mosaic = trencadis.show(sizes, k=CONFIG.model, n=CONFIG.hidden, dtype=np.float32)
+    heading("4. The row tiles of its last routing")
+    mosaic = trencadis.show(sizes, k=64, n=128, dtype=np.float32)
     print(mosaic)
     mosaic.save(path)
     checks.that("the picture is an SVG", path.read_text().lstrip().startswith(("<svg", "<?xml")))
@@ -240,6 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     busy_note()
     matmuls(checks, asked.quick)
+    layers(checks, asked.quick)
     sizes = training(checks, asked.quick)
     picture(checks, sizes, asked.svg)
     verdict = f"FAILED: {', '.join(checks.failed)}" if checks.failed else f"{checks.count} checks held"

@@ -18,6 +18,8 @@ PUBLIC = {
     "grouped_dense",
     "show",
     "trained",
+    "moe_mlp",
+    "route",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pathlib
 import runpy
@@ -11,7 +12,8 @@ import sys
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
-HERE = ("moe_train", "block_sparse", "feature_slices", "load_checkpoint")
+HERE = ("block_sparse", "feature_slices", "load_checkpoint")
+ALSO = ("quickstart", "expert_parallel", "demo", "train_moe", "serve_moe")
 
 
 def run(name, *words, cwd, flags=""):
@@ -29,7 +31,7 @@ def cheap():
 
 
 def test_every_example_is_here():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*HERE, "quickstart", "expert_parallel", "demo"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*HERE, *ALSO}
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -46,6 +48,19 @@ def test_with_the_compiler_as_users_have_it(tmp_path):
 
 def test_an_example_that_chooses_its_devices(tmp_path):
     assert run("expert_parallel", cwd=tmp_path, flags=cheap())
+
+
+def test_training_and_serving(tmp_path, monkeypatch, capsys):
+    """A tiny model learns, is saved, and is served with int4 experts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    train_moe, serve_moe = map(importlib.import_module, ("train_moe", "serve_moe"))
+    train_moe.main(["--quick", "--steps", "8", "--save", "model.npz"])
+    said = capsys.readouterr()
+    assert "loss" in said.out and "layer 1" in said.out and "step 8/8" in said.err
+    serve_moe.main(["--load", "model.npz", "--batch", "2", "--tokens", "4"])
+    said = capsys.readouterr().out
+    assert "int4" in said and "tokens/s" in said
 
 
 def test_demo(tmp_path):

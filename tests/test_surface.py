@@ -36,6 +36,12 @@ meta, count = tr.make_group_metadata(group_sizes=[3, 5], m=8, tm=4, start_group=
 rows = tr.GroupedTensor.ragged_rows(x, [3, 5])
 out = tr.grouped_gemm(rows, tr.GroupedTensor.stacked(w), contracting_dims=((1,), (1,)))
 dense: jax.Array = tr.grouped_dense(x, w, sizes, quantization=tr.quant.Recipe("int8", "int8"))
+routing = tr.moe.route(x @ jnp.ones((4, 2)), 1, score="sigmoid", bias=jnp.zeros(2), scale=2.5)
+mlp: jax.Array = tr.moe_mlp(x, routing, w, tr.quant.quantize(w, "int8", "column"), jnp.ones((2, 3, 4)), save="fast")
+mlp = tr.moe_mlp(x, routing, None, w, jnp.ones((2, 3, 4)), activation=jax.nn.relu)
+config = tr.moe.Config(d=4, f=3, experts=2, k=1, activation=tr.moe.swiglu(limit=7.0))
+mlp, routing = tr.moe.apply(tr.moe.init(jax.random.key(0), config), x, config, bias=jnp.zeros(2))
+balance: jax.Array = tr.moe.balance_loss(routing) + tr.moe.limit_rows(routing, 2)[1].imbalance
 why: str = str(tr.why(tr.grouped_matmul, x, w, sizes, target="v6e"))
 
 
@@ -93,7 +99,7 @@ def test_names_are_public_names_and_packages():
         for name in dir(tr):
             getattr(tr, name)
         tr.compat.megablox.gmm, tr.compat.maxtext.gmm, tr.compat.ejkernel, tr.compat.transformer_engine
-        tr.quant.quantize, tr.gemm.grouped_quantize, tr.inspect.inspect, tr.viz.Mosaic
+        tr.quant.quantize, tr.gemm.grouped_quantize, tr.inspect.inspect, tr.moe.route, tr.viz.Mosaic
         try:
             tr.nothing
         except AttributeError as error:

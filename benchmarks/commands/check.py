@@ -40,7 +40,7 @@ def main(asked: argparse.Namespace) -> int:
     backend = asked.backend or ("xla" if asked.device == "cpu" else "gpu")
     results = Results(command="check", environment=environment(asked.words, ""), notes={"backend": backend})
     print(f"{results.environment['device']}, backend {backend}", flush=True)
-    chosen = selected(asked.only, quick=asked.quick)
+    chosen = selected(asked.only, backend, quick=asked.quick)
     print(f"{'case':64} {'error':>9} {'limit':>9}", flush=True)
     results.records = judge_all(chosen, backend, asked.jobs)
     wrong = [record for record in results.records if record.why]
@@ -50,10 +50,10 @@ def main(asked: argparse.Namespace) -> int:
     return 1 if wrong or not total else 0
 
 
-def selected(only: str, *, quick: bool) -> list[str]:
+def selected(only: str, backend: str, *, quick: bool) -> list[str]:
     """The names of the cases that contain these words; quick leaves out the large ones."""
     named = [case.name for case in cases() if not (quick and case.large)]
-    named += [QUANTIZED + name for name in quantized_cases.checks()]
+    named += [QUANTIZED + name for name in quantized_cases.checks(backend)]
     return [name for name in named if only in name]
 
 
@@ -93,7 +93,7 @@ def line(record: Record) -> str:
 def judge_each(names: Sequence[str], backend: str) -> Iterator[dict[str, Any]]:
     """Yield the record of each case, as JSON."""
     by_name = {case.name: case for case in cases()}
-    quantized = quantized_cases.checks() if any(name.startswith(QUANTIZED) for name in names) else {}
+    quantized = quantized_cases.checks(backend) if any(name.startswith(QUANTIZED) for name in names) else {}
     made = functools.cache(compiled)
     for name in names:
         try:
@@ -128,7 +128,7 @@ def judge(case: Case, run: Callable[..., Any], backend: str) -> Record:
     same = all(bool(_same_bits(a, b)) for other in again for a, b in zip(first, other, strict=True))
     error = oracle.worst(first, answers(case, given), poisoned=bool(case.poison))
     out = DTYPES[call.dtype if call.grad else call.out]
-    limit = oracle.limit(out, depth=call.depth(given["sizes"]), tf32=call.dtype == "f32" and backend == "gpu")
+    limit = oracle.limit(out, depth=call.depth(given["sizes"]), tf32=call.dtype == "f32" and backend != "xla")
     why = "" if same else "another call gave other bits"
     which = call.form + (" gradients" if call.grad else "")
     return judged(Record(problem=case.name, dtype=call.dtype, which=which, limit=limit, why=why), error)
@@ -165,7 +165,7 @@ def entry_point(call: Call, backend: str) -> Callable[..., Any]:
 
     def product(given: dict[str, Any]) -> Any:
         extras: dict[str, Any] = {"group_offset": given.get("first"), "existing_out": given.get("existing")}
-        extras |= {"backend": backend, "tiling": call.tile if backend == "gpu" else None}
+        extras |= {"backend": backend, "tiling": None if backend == "xla" else call.tile}
         operands = (given["lhs"], given["rhs"], given["sizes"], DTYPES[call.out])
         if call.form == "rows":
             activation = ACTIVATIONS[call.activation][0] if call.activation else None

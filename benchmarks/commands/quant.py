@@ -28,7 +28,7 @@ def main(asked: argparse.Namespace) -> int:
     if asked.errors:
         return _errors(asked)
     device = asked.device
-    chosen = problems.select(asked.problems or DEFAULTS[device], "gpu")
+    chosen = problems.select(asked.problems or (None if asked.tag else DEFAULTS[device]), asked.tag or "gpu")
     passes = known_passes(asked.passes, DECODE_PASSES if device == "cpu" else PASSES, PASSES)
     wanted = problems.known("formats", names(asked.formats, FORMATS[device]), formats.FORMATS)
     clock = "" if device == "tpu" else timing.device_clock(device, pinned=asked.pin is not None).name

@@ -13,7 +13,14 @@ from .fakes import TINY
 
 @pytest.mark.parametrize(
     "which, format, k_last",
-    [("forward", "w-int8", False), ("forward", "e4m3", True), ("d_lhs", "bf16", True), ("d_rhs", "int8", True)],
+    [
+        ("forward", "w-int8", False),
+        ("forward", "e4m3", True),
+        ("d_lhs", "bf16", True),
+        ("d_rhs", "int8", True),
+        ("forward", "e4m3-128-kn", True),
+        ("forward", "f16-w-int4-128", True),
+    ],
 )
 def test_calls_are_right(which, format, k_last):
     call, right = formats.prepared(TINY, which, format, k_last=k_last)()
@@ -23,7 +30,7 @@ def test_calls_are_right(which, format, k_last):
 def test_which_passes_a_format_has():
     assert all(formats.has_pass(format, "forward") for format in formats.FORMATS)
     assert {format for format in formats.FORMATS if formats.has_pass(format, "d_rhs")} == {"bf16", *formats.BOTH}
-    assert set(formats.GPU) | set(formats.CPU) | set(formats.TPU) == set(formats.FORMATS)
+    assert {*formats.GPU, *formats.CPU, *formats.TPU, *formats.MORE} == set(formats.FORMATS)
 
 
 def test_a_record_of_a_format(monkeypatch):

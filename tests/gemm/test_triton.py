@@ -81,6 +81,51 @@ def test_equals_a_loop_over_groups_with_poison_elsewhere(case, transposes, small
     cases.check(get(2, found[3], np.nan), ct)
 
 
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    sweep(
+        itertools.product(SEVERAL, ("triton", "xla")),
+        [(SEVERAL[-1], "triton"), (SEVERAL[-2], "triton"), (SEVERAL[-1], "xla")],
+    ),
+    ids=str,
+)
+def test_alpha_beta_and_bias_with_all_gradients(case, backend, small):
+    """Of each group its own numbers; beta is 0 where `out` is NaN, and unowned entries of `out` stay."""
+    sizes = [
+        each if on else [u] * 4
+        for each, on, u in zip(([18, 0, 17, 9], [11, 16, 0, 17], [16, 5, 20, 3]), case, cases.UNIFORM, strict=True)
+    ]
+    a, b, old, ct = cases.drawn(sizes, 1)
+    alpha, beta = np.array([2.0, 3.0, -1.0, 0.5], np.float32), np.array([0.0, 1.5, -2.0, 1.0], np.float32)
+    bias = None if case[2] else np.random.default_rng(0).normal(size=(4, cases.UNIFORM[2])).astype(np.float32)
+    held = [np.full_like(old[0], np.nan), *old[1:]]
+    how = {"backend": backend, "interpret": backend == "triton"}
+
+    @jax.jit
+    def call(x, y, old, alpha, beta, bias, ct, *sizes):
+        fn = lambda x, y, old, alpha, beta, bias: cases.gemm(
+            case, (False, True), x, y, old, sizes, alpha=alpha, beta=beta, bias=bias, **how
+        )
+        out, back = jax.vjp(fn, x, y, old, alpha, beta, bias)
+        return out, *back(ct)
+
+    put = lambda which, xs, fill=np.nan: cases.lay(case, (False, True), sizes, which, xs, fill)
+    get = lambda which, x, rest=0.0: cases.take(case, (False, True), sizes, which, x, rest)
+    given = put(0, a), put(1, b), put(2, held, 7), alpha, beta, bias, put(2, ct)
+    out, da, db, d_old, d_alpha, d_beta, d_bias = call(*given, *map(np.asarray, sizes))
+    times = lambda xs, by: [x * float(s) for x, s in zip(xs, by, strict=True)]
+    rows = [np.zeros(1)] * 4 if bias is None else list(bias)
+    cases.check(get(2, out, 7), cases.add(times(cases.product(a, b), alpha), rows, times(old, beta)))
+    cases.check(get(0, da), times(cases.product(ct, cases.transposed(b)), alpha))
+    cases.check(get(1, db), times(cases.product(cases.transposed(a), ct), alpha))
+    cases.check(get(2, d_old, np.nan), times(ct, beta))
+    dots = lambda xs: [np.sum(x * y) for x, y in zip(xs, ct, strict=True)]
+    np.testing.assert_allclose(d_alpha, dots(cases.product(a, b)), 1e-4, 1e-4)
+    np.testing.assert_allclose(d_beta, [0.0, *dots(old)[1:]], 1e-4, 1e-4)
+    if bias is not None:
+        np.testing.assert_allclose(d_bias, [x.sum(axis=0) for x in ct], 1e-4, 1e-4)
+
+
 def test_aligned_matrices_are_read_where_they_are(small, rng):
     """Rows of a multiple of 16 bytes; bfloat16, with alpha, and under vmap, where entries follow one another."""
     sizes = [8, 0, 16], [16, 8, 24], [8, 16, 24]

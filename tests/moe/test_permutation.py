@@ -1,5 +1,7 @@
 """Sorting by expert, gathering rows and summing them up again: laws over random assignments."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import trencadis as tr
 from trencadis import moe
+from trencadis.moe import row_operations
 
 pytestmark = pytest.mark.core
 
@@ -46,29 +50,41 @@ def test_combine_is_the_weighted_sum_over_the_rows_of_a_token(seed):
     np.testing.assert_allclose(moe.combine(poisoned, w, permutation), want, rtol=1e-5, atol=1e-6)
 
 
+def derivatives(f):
+    """A compiled function: reverse and forward mode of f(constants, x, y, w) and of its squared gradients, summed."""
+
+    def all_of(constants, *args):
+        g = functools.partial(f, constants)
+        square = lambda *args: sum(jnp.sum(d**2) for d in jax.grad(g, argnums=(0, 1, 2))(*args))
+        return [jax.grad(h, argnums=(0, 1, 2))(*args) for h in (g, square)], [
+            jax.jvp(h, args, args) for h in (g, square)
+        ]
+
+    return jax.jit(all_of)
+
+
+@derivatives
+def ours(permutation, x, y, w):
+    return jnp.sum(jnp.tanh(moe.permute(x, permutation)) * y) + jnp.sum(jnp.sin(moe.combine(y, w, permutation)))
+
+
+@derivatives
+def dense(matrices, x, y, w):
+    gather, spread = matrices
+    return jnp.sum(jnp.tanh(gather @ x) * y) + jnp.sum(jnp.sin(jnp.einsum("tkr,tk,rd->td", spread, w, y)))
+
+
 @given(st.integers(0, 2**31 - 1))
 def test_gradients_are_exact(seed):
     """Against the dense matrices of both maps; in forward mode, reverse mode, and reverse mode twice."""
     experts, x, y, w = drawn(seed)
     permutation = moe.sort_by_expert(experts, E)
     gather = np.eye(T, dtype=np.float32)[np.asarray(permutation.token)]  # [rows, t]
-    owned = jnp.arange(T * K) < permutation.sizes.sum()
-    spread = jnp.asarray(gather.T[:, None] * np.eye(T * K)[np.asarray(permutation.inverse).reshape(T, K)] * owned)
-
-    def dense(x, y, w):
-        return jnp.sum(jnp.tanh(jnp.asarray(gather) @ x) * y) + jnp.sum(jnp.sin(jnp.einsum("tkr,tk,rd->td", spread, w, y)))
-
-    def ours(x, y, w):
-        return jnp.sum(jnp.tanh(moe.permute(x, permutation)) * y) + jnp.sum(jnp.sin(moe.combine(y, w, permutation)))
-
-    def square(f):
-        return lambda *args: sum(jnp.sum(g**2) for g in jax.grad(f, argnums=(0, 1, 2))(*args))
-
-    for f, g in ((ours, dense), (square(ours), square(dense))):
-        for a, b in zip(jax.grad(f, argnums=(0, 1, 2))(x, y, w), jax.grad(g, argnums=(0, 1, 2))(x, y, w), strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
-        for a, b in zip(jax.jvp(f, (x, y, w), (x, y, w)), jax.jvp(g, (x, y, w), (x, y, w)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-3)
+    owned = np.arange(T * K) < np.sum(permutation.sizes)
+    spread = gather.T[:, None] * np.eye(T * K, dtype=np.float32)[np.asarray(permutation.inverse).reshape(T, K)] * owned
+    both = zip(ours(permutation, x, y, w), dense((gather, spread), x, y, w), (2e-4, 2e-3), strict=True)
+    for found, want, atol in both:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=atol), found, want)
 
 
 def test_sums_are_float32():
@@ -90,7 +106,11 @@ def test_vmap():
 
     batched = jax.vmap(both)(experts, x, y, w)
     for i in range(3):
-        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda a, i=i: a[i], batched), both(experts[i], x[i], y[i], w[i]))
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            jax.tree.map(lambda a, i=i: a[i], batched),
+            both(experts[i], x[i], y[i], w[i]),
+        )
 
 
 def test_nothing_at_all():
@@ -113,3 +133,30 @@ def test_errors_name_the_argument(words, call):
     with pytest.raises(ValueError) as error:
         call(moe.sort_by_expert(drawn(0)[0], E))
     assert all(word in str(error.value) for word in words)
+
+
+@given(st.integers(0, 2**31 - 1))
+def test_other_ways_to_the_same_results(seed):
+    """The sorts that a TPU has in place of scatters and gathers of single entries, and sorts of pairs."""
+    experts, _, y, w = drawn(seed)
+    token, inverse, sizes = moe.sort_by_expert(experts, E)
+    with pytest.MonkeyPatch.context() as patch:
+        found = [row_operations.SortByExpert(E).on_tpu(experts)]
+        patch.setattr(row_operations, "PACKED", 0)
+        found.append(row_operations.SortByExpert(E).composed(experts))
+    for each in found:
+        jax.tree.map(np.testing.assert_array_equal, each, [token, inverse, sizes])
+    rows = inverse.reshape(T, K)
+    for operation, operands in (
+        (row_operations.SpreadEntries(), (w, token, rows)),
+        (row_operations.GatherEntries(), (y[:, 0], rows)),
+    ):
+        np.testing.assert_array_equal(operation.on_tpu(*operands)[0], operation.composed(*operands)[0])
+
+
+def test_a_tpu_has_no_scatter():
+    with tr.target("v6e"):
+        text = (
+            jax.jit(lambda e: moe.sort_by_expert(e, E)).trace(drawn(0)[0]).lower(lowering_platforms=("tpu",)).as_text()
+        )
+    assert "stablehlo.scatter" not in text and text.count("stablehlo.sort") == 2

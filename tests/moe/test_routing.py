@@ -82,7 +82,7 @@ def test_masked_tokens_go_nowhere():
         assert not np.any(routing.weights[~mask]) and not np.any(routing.probs[~mask])
         np.testing.assert_array_equal(routing.weights[mask], plain.weights[mask])
         np.testing.assert_array_equal(routing.sizes, np.bincount(np.ravel(routing.experts[mask]), minlength=E))
-        slopes = jax.grad(lambda z: jnp.sum(weights(z) * jnp.arange(2.0)))(poisoned)  # noqa: B023
+        slopes = jax.grad(lambda z: jnp.sum(weights(z) * jnp.arange(2.0)))(poisoned)
         assert not np.isnan(slopes).any() and not np.any(slopes[~mask])
         assert np.isfinite(moe.balance_loss(routing)) and np.isfinite(moe.z_loss(poisoned, mask=jnp.asarray(mask)))
 

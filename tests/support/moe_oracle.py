@@ -1,4 +1,4 @@
-"""An MoE layer as a loop over tokens and their experts in float64 numpy, with its gradients. It shares nothing with the package."""
+"""An MoE layer as a loop over tokens and their experts in float64 numpy, with its gradients; nothing of the package."""
 
 import numpy as np
 

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from trencadis.core.dtypes import bits
 from trencadis.core.jax_compat import SLICES_WIDEN_NARROW_FLOATS
-from trencadis.core.problem import Problem
+from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import clamped
+
+PREPARE = "trencadis.quant.prepare(w) stores them in that order once"  # advice of a plan
 
 
 def round_up(x: int, unit: int) -> int:
@@ -36,6 +39,18 @@ def int4_as_int8(problem: Problem) -> Problem:
     """The problem with int8 in place of int4 operands, since XLA cannot slice arrays of less than 8 bits."""
     lhs, rhs = (np.dtype(np.int8) if x == jnp.int4 else x for x in (problem.lhs, problem.rhs))
     return problem.replace(lhs=lhs, rhs=rhs)
+
+
+def with_k_last(problem: Problem) -> Problem:
+    """The problem with 4-bit weights stored `[g, n, k]`, as GPU kernels unpack them where scales change along k."""
+    if problem.form is not Form.ROWS or bits(problem.rhs) != 4 or not problem.epilogue.along_k:
+        return problem
+    return problem.replace(transpose_rhs=True)
+
+
+def in_order(asked: Problem, problem: Problem, rhs: jax.Array) -> jax.Array:
+    """Weights as a problem has them stored, from how they were asked to be multiplied."""
+    return rhs if asked.transpose_rhs == problem.transpose_rhs else rhs.mT
 
 
 def flat_sizes(sizes: jax.Array, m: int) -> jax.Array:

@@ -367,6 +367,7 @@ def _abstract(*operands: ShapedArray, problem: Problem, overrides: Overrides) ->
 
 
 def executed(*operands: Array, problem: Problem, overrides: Overrides, target: Target) -> Array:
+    """The result of a problem for a target: planned, with a warning if no kernel runs it, and executed."""
     chosen = plan(problem, target, overrides)
     warn_if_slow(chosen, overrides)
     with jax.named_scope(f"{problem.form.value}_{chosen.backend}"):

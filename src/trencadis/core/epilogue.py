@@ -117,7 +117,7 @@ class Epilogue:
 class Gate:
     """A gated activation in the epilogue of a rows product, or its pullback.
 
-        forward     lhs @ gate, lhs @ up -> activation of both    a second rhs follows; with `keep` both sums are results
+        forward     lhs @ gate, lhs @ up -> activation of both    a second rhs follows; `keep`: both sums are results
         pullback    the product is d h                            both sums follow, and the weight of each row [m]
 
     The pullback gives the cotangents of both sums, of `weight * d h`; then `weight * h`, and the sum over n of d h * h.
@@ -226,9 +226,7 @@ class Elementwise:
         return f"Elementwise({self.__name__})"
 
 
-def static_activation(
-    activation: object, dtype: DTypeLike, result: DTypeLike, arguments: int = 1
-) -> Activation | None:
+def static_activation(activation: object, dtype: DTypeLike, result: DTypeLike, arguments: int = 1) -> Activation | None:
     """The activation as a hashable part of a problem; an error if it is not a function of so many numbers.
 
     None if it closes over traced values or has no hash: then it has to be applied after the product.

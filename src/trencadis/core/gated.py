@@ -3,8 +3,8 @@
     forward     h = activation(lhs @ w_gate + b_gate, lhs @ w_up + b_up)
     pullback    d h = lhs @ rhs, then d gate, d up, weight * h and d weight, from gate, up and the weight of each row
 
-A backend may compute either in one kernel. Otherwise, and wherever they are differentiated or batched, they are composed
-of plain products and elementwise operations. Unowned rows of every result are 0.
+A backend may compute either in one kernel. Otherwise, and wherever they are differentiated or batched, they are
+composed of plain products and elementwise operations. Unowned rows of every result are 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxtyping import Array
 from trencadis.backends import BACKENDS, INTERPRETED
 from trencadis.core import autodiff
 from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import Epilogue, Gate
+from trencadis.core.epilogue import Gate
 from trencadis.core.jax_compat import (
     Rules,
     Value,
@@ -63,9 +63,7 @@ def composed(problem: Problem, overrides: Overrides, multiply: Multiply, *operan
     biased = problem.epilogue.bias is not None
     bias_gate, up, bias_up = rest if biased else (None, rest[0], None)
     biases = ((bias_gate,), (bias_up,)) if biased else ((), ())
-    z = [
-        multiply(plain, overrides, lhs, w, sizes, first, *bias) for w, bias in zip((rhs, up), biases, strict=True)
-    ]
+    z = [multiply(plain, overrides, lhs, w, sizes, first, *bias) for w, bias in zip((rhs, up), biases, strict=True)]
     h = jnp.where(mine, _activated(problem.gate, *z), 0).astype(problem.out)
     return [h, *z] if problem.gate.keep else [h]
 
@@ -76,7 +74,7 @@ def _activated(gate: Gate, *z: Array) -> Array:
 
 
 def _pulled_back(
-    problem: Problem, gate: Gate, d_h: Array, mine: Array, z_gate: Array, z_up: Array, weight: Array
+    problem: Problem, gate: Gate, d_h: Array, mine: Array, z_gate: Value, z_up: Value, weight: Value
 ) -> list[Array]:
     """The results of the pullback from its finished product d_h [m, n]."""
     h, pullback = jax.vjp(functools.partial(_activated, gate), z_gate, z_up)
@@ -124,7 +122,7 @@ def _execute(*operands: Array, problem: Problem, overrides: Overrides, target: T
         with jax.named_scope(f"gated_{chosen.backend}"):
             return list(BACKENDS[chosen.backend].run(chosen, *operands))
 
-    def multiply(problem: Problem, overrides: Overrides, *operands: Value) -> Array:
+    def multiply(problem: Problem, overrides: Overrides, *operands: Array) -> Array:
         return autodiff.executed(*operands, problem=problem, overrides=overrides, target=target)
 
     return composed(problem, overrides, multiply, *operands)

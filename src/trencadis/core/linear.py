@@ -1,8 +1,8 @@
 """Linear functions with a transpose of their own, and functions with a backward pass of their own.
 
 `jax.custom_vjp` gives a function a backward pass and takes forward mode from it. Here a function keeps both: its
-tangents are a linear function, which runs as it is in forward mode, and which reverse mode transposes by the given rule.
-Both are ordinary JAX code that can be differentiated again.
+tangents are a linear function, which runs as it is in forward mode, and which reverse mode transposes by the given
+rule. Both are ordinary JAX code that can be differentiated again.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ def linear(
     out_tree = jax.tree.structure(jax.eval_shape(apply, constants, inputs))
 
     def flat_apply(known: Arrays, given: Arrays) -> Arrays:
-        return jax.tree.leaves(apply(known_tree.unflatten(known), given_tree.unflatten(given)))
+        return jax.tree.leaves(apply(jax.tree.unflatten(known_tree, known), jax.tree.unflatten(given_tree, given)))
 
     def flat_transpose(known: Arrays, cotangents: Arrays) -> Arrays:
-        found = transpose(known_tree.unflatten(known), out_tree.unflatten(cotangents))
+        found = transpose(jax.tree.unflatten(known_tree, known), jax.tree.unflatten(out_tree, cotangents))
         return [x.astype(like.dtype) for x, like in zip(jax.tree.leaves(found), given, strict=True)]
 
     function = Linear(flat_apply, flat_transpose, len(known))
-    return out_tree.unflatten(linear_p.bind(*vary_alike(*map(jnp.asarray, (*known, *given))), linear=function))
+    operands = vary_alike(*map(jnp.asarray, (*known, *given)))
+    return jax.tree.unflatten(out_tree, linear_p.bind(*operands, linear=function))
 
 
 def with_backward(

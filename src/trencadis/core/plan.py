@@ -12,7 +12,17 @@ from trencadis.core.split import part_of
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 
-__all__ = ["PerformanceWarning", "Plan", "Refusal", "answers", "check_backend", "gated_plan", "plan", "warn_if_slow", "warn_slow"]
+__all__ = [
+    "PerformanceWarning",
+    "Plan",
+    "Refusal",
+    "answers",
+    "check_backend",
+    "gated_plan",
+    "plan",
+    "warn_if_slow",
+    "warn_slow",
+]
 
 
 def plan(problem: Problem, target: Target, overrides: Overrides = Overrides()) -> Plan:

@@ -65,12 +65,12 @@ def gemm(a: GemmOperand, b: GemmOperand, epilogue: GemmEpilogue, options: GemmOp
     elif ragged == "k":
         product = _contraction(a, b, kept, options, fused.existing_out)
     else:
-        added = epilogue.given == ("out",) and len(a.free) == len(b.free) == 1
+        fuses = len(a.free) == len(b.free) == 1
         product = general_product(
-            a, b, dtype if added else kept, epilogue.out, accumulate=added, precision=options.precision,
+            a, b, dtype if fuses else kept, epilogue, fused=fuses, precision=options.precision,
             overrides=Overrides(backend=options.backend, interpret=options.interpret),
         )  # fmt: skip
-        epilogue = GemmEpilogue() if added else epilogue
+        epilogue = GemmEpilogue() if fuses else epilogue
     return apply_epilogue(product, epilogue, dtype)
 
 

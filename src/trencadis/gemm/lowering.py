@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis.core import arguments
+from trencadis.core.dtypes import accumulator
 from trencadis.core.tiling import Overrides
 from trencadis.gemm import autodiff
-from trencadis.gemm.epilogue import existing_data
+from trencadis.gemm.epilogue import GemmEpilogue, existing_data
 from trencadis.gemm.operand import (
     Axes,
     GemmOperand,
@@ -49,8 +50,8 @@ class Result(NamedTuple):
 
 
 def general_product(
-    a: GemmOperand, b: GemmOperand, dtype: Any, out: Any, *,
-    precision: Any, overrides: Overrides = Overrides(), accumulate: bool = False,
+    a: GemmOperand, b: GemmOperand, dtype: Any, epilogue: GemmEpilogue, *,
+    precision: Any, overrides: Overrides = Overrides(), fused: bool = False,
 ) -> GroupedTensor:  # fmt: skip
     """The product of each group, for operands in which at least two of m, k and n are ragged.
 
@@ -58,11 +59,12 @@ def general_product(
       a: the left operand.
       b: the right operand.
       dtype: the dtype of the result.
-      out: None, or a tensor that is as large as the result.
+      epilogue: what follows the product; its `out`, if it has one, is as large as the result.
       precision: as in `jax.lax.dot`.
       overrides: the backend that the caller asks for, if any, and whether it is interpreted.
-      accumulate: whether the product is added to `out`; both operands have one free axis.
+      fused: whether the epilogue is computed here, too; both operands have one free axis.
     """
+    out = epilogue.out
     a, b = dequantized(a), dequantized(b)
     left, right = contracted_axes(a, b)
     x, y = _view(a, a.ragged_first(a.free), left), _view(b, right, b.ragged_first(b.free))
@@ -71,6 +73,8 @@ def general_product(
     known = isinstance(x.sizes[1], np.ndarray) and isinstance(y.sizes[0], np.ndarray)
     k_sizes = (np if known else jnp).minimum(x.sizes[1], y.sizes[0])
     groups = Groups(x.starts, y.starts, result.starts, x.sizes[0], k_sizes, y.sizes[1])
+    numbers = {name: getattr(epilogue, name) for name in ("alpha", "bias", "beta")} if fused else {}
+    wide = epilogue.dtype(accumulator(a.dtype, b.dtype)) if any(x is not None for x in numbers.values()) else None
     problem = GemmProblem(
         groups=a.tensor.num_groups,
         m=m,
@@ -80,13 +84,16 @@ def general_product(
         rhs=y.buffer,
         out=result.buffer,
         precision=arguments.checked_precision(precision),
-        accumulate=accumulate,
+        accumulate=fused and out is not None,
+        **{name: each is not None for name, each in numbers.items()},
+        wide=wide,
         known=_known(groups),
     )
     dims = a.ragged_sizes(a.free), b.ragged_sizes(b.free)
-    existing = [existing_data(out, result.buffer.shape, dims, problem.out.dtype)] if accumulate else []
+    extras = [existing_data(out, result.buffer.shape, dims, problem.out.dtype)] if problem.accumulate else []
+    extras += [each.astype(wide) for each in numbers.values() if each is not None]
     arrays = Groups(*map(jnp.asarray, groups))
-    return result.tensor(autodiff.run(problem, overrides, x.data, y.data, arrays, *existing))
+    return result.tensor(autodiff.run(problem, overrides, x.data, y.data, arrays, *extras))
 
 
 def _known(groups: Groups) -> Groups | None:

@@ -93,9 +93,23 @@ class Groups(NamedTuple):
         return Groups(lhs=self.lhs, rhs=self.out, out=self.rhs, m=self.k, k=self.m, n=self.n)
 
 
+class Extras(NamedTuple):
+    """The arrays of the epilogue of a problem; None where there is none."""
+
+    existing: Any = None  # like the result
+    alpha: Any = None  # [g]
+    bias: Any = None  # [g, n]
+    beta: Any = None  # [g]
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """The arrays that there are, in the order in which the primitive takes them."""
+        return tuple(x for x in self if x is not None)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GemmProblem:
-    """What a grouped GEMM computes, without its arrays; hashable.
+    """What a grouped GEMM computes, without its arrays: `alpha_i * product_i + bias_i + beta_i * out_i`; hashable.
 
     >>> x = Buffer(shape=(6, 4), dtype=np.dtype("float32"), ragged=(True, False))
     >>> out = Buffer(shape=(12,), dtype=np.dtype("float32"), ragged=(True, True))
@@ -113,6 +127,10 @@ class GemmProblem:
     out: Buffer  # m by n
     precision: Any = None
     accumulate: bool = False  # the product is added to an array like the result, whose unowned entries stay
+    alpha: bool = False  # each product is multiplied by a number, [g]
+    bias: bool = False  # a row is added to those of each product, [g, n]
+    beta: bool = False  # what is added to is multiplied by a number, [g]
+    wide: np.dtype[Any] | None = None  # the dtype of alpha, bias and beta, in which all is added; None without them
     known: Groups | None = dataclasses.field(default=None, repr=False)  # None if sizes are traced
 
     def __post_init__(self) -> None:
@@ -133,8 +151,24 @@ class GemmProblem:
 
     @property
     def epilogue(self) -> Epilogue:
-        """No steps: what follows the product is computed outside of the primitive."""
+        """No steps of `core`: what follows the product is `alpha`, `bias`, `beta` and `accumulate`."""
         return Epilogue()
+
+    @property
+    def scaled(self) -> bool:
+        """Whether more follows the product than the addition to an array."""
+        return self.alpha or self.bias or self.beta
+
+    def extras(self, arrays: Any) -> Extras:
+        """The arrays of the epilogue by name, from those that there are, in the order of `Extras`."""
+        rest = iter(arrays)
+        given = (self.accumulate, self.alpha, self.bias, self.beta)
+        return Extras(*(next(rest) if on else None for on in given))
+
+    def product(self) -> GemmProblem:
+        """The same without what is added to the product; alpha is a factor of it."""
+        wide = self.wide if self.alpha else None
+        return self.replace(accumulate=False, bias=False, beta=False, wide=wide)
 
     @property
     def acc(self) -> np.dtype[Any]:
@@ -143,7 +177,9 @@ class GemmProblem:
 
     @property
     def sum(self) -> np.dtype[Any]:
-        """The dtype in which products and existing values are added."""
+        """The dtype in which products and existing values are scaled and added."""
+        if self.wide is not None:
+            return self.wide
         return accumulator(self.acc, self.out.dtype) if self.accumulate else self.acc
 
     @property
@@ -158,14 +194,16 @@ class GemmProblem:
     def d_lhs(self) -> GemmProblem:
         """ct [m, n] x rhs [k, n] -> [m, k]: the gradient of lhs, which contracts n."""
         known = self.known and self.known.d_lhs()
-        return self.replace(k=self.n, n=self.k, lhs=self.out, rhs=self.rhs.flip(), out=self.lhs, known=known,
-                            accumulate=False)  # fmt: skip
+        return self.product().replace(
+            k=self.n, n=self.k, lhs=self.out, rhs=self.rhs.flip(), out=self.lhs, known=known
+        )  # fmt: skip
 
     def d_rhs(self) -> GemmProblem:
         """lhs [m, k] x ct [m, n] -> [k, n]: the gradient of rhs, which contracts m."""
         known = self.known and self.known.d_rhs()
-        return self.replace(m=self.k, k=self.m, lhs=self.lhs.flip(), rhs=self.out, out=self.rhs, known=known,
-                            accumulate=False)  # fmt: skip
+        return self.product().replace(
+            m=self.k, k=self.m, lhs=self.lhs.flip(), rhs=self.out, out=self.rhs, known=known
+        )  # fmt: skip
 
     def repeated(self, times: int) -> GemmProblem:
         """The problem of a batch: as many times the groups, in arrays that hold one entry after the other."""
@@ -176,4 +214,5 @@ class GemmProblem:
 
     def __str__(self) -> str:
         dtypes = f"{self.lhs.dtype.name} x {self.rhs.dtype.name} -> {self.out.dtype.name}"
-        return f"gemm m={self.m} k={self.k} n={self.n} g={self.groups}: {dtypes}{' + out' * self.accumulate}"
+        more = " * alpha" * self.alpha + " + bias" * self.bias + " + out" * self.accumulate + " * beta" * self.beta
+        return f"gemm m={self.m} k={self.k} n={self.n} g={self.groups}: {dtypes}{more}"

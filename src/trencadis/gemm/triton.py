@@ -62,6 +62,8 @@ def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides(
     answer = backend.plan(like, target, Overrides())
     if isinstance(answer, Refusal):
         return answer
+    if problem.scaled and problem.sum != np.float32:
+        return Refusal("triton", f"alpha, beta and bias are {problem.sum.name}; it computes them in float32")
     entries = max(math.prod(buffer.shape) for buffer in (problem.lhs, problem.rhs, problem.out))
     if _room(entries) >= 2**31:
         return Refusal("triton", f"an array has {entries} entries, and entries are counted in 32 bits")
@@ -106,7 +108,7 @@ def _mean(dim: Dim, square: float) -> int:
 
 
 def run(plan: Plan, *operands: Array) -> Array:
-    """The product of a plan's problem: operands are lhs, rhs, the six arrays of `Groups`, and what it is added to."""
+    """The result of a plan's problem: operands are lhs, rhs, the six arrays of `Groups`, and those of `Extras`."""
     problem, card = plan.problem, card_for(plan.target)
     assert isinstance(problem, GemmProblem) and card is not None
     return execute(problem, plan.layout, card.arch, *operands, interpret=plan.interpret)
@@ -128,10 +130,10 @@ def execute(
             kernel = copy_kernel(problem, layout, arch, name)
             copies.append(call(kernel, layout.copy_programs, [table, data], room))
     gaps = [] if found.gaps is None else [found.gaps]
-    operands = [found.products, *gaps, lhs, rhs, *copies, *rest[6:]]
+    before = [found.products, *gaps, lhs, rhs, *copies]
     out = jax.ShapeDtypeStruct(problem.out.shape, problem.out.dtype)
-    kernel = gemm_kernel(problem, layout, arch)
-    return call(kernel, layout.tile.programs, operands, out, alias=len(operands) - 1 if problem.accumulate else None)
+    kernel, alias = gemm_kernel(problem, layout, arch), len(before) if problem.accumulate else None
+    return call(kernel, layout.tile.programs, [*before, *rest[6:]], out, alias=alias)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,7 +174,9 @@ def gemm_kernel(problem: GemmProblem, layout: GemmLayout, arch: str) -> Any:
     arrays = [("table", integer)] + [("gaps", integer)] * (not problem.accumulate)
     arrays += [("lhs", lhs.dtype), ("rhs", rhs.dtype)]
     arrays += [(f"{name}_copy", x.dtype) for name, x in (("lhs", lhs), ("rhs", rhs)) if not _aligned(x)]
-    arrays += [("existing", out.dtype)] * problem.accumulate + [("out", out.dtype)]
+    given = {"existing": problem.accumulate, "alpha": problem.alpha, "bias": problem.bias, "beta": problem.beta}
+    arrays += [(name, out.dtype if name == "existing" else problem.sum) for name, on in given.items() if on]
+    arrays += [("out", out.dtype)]
     gap_rows, gap_stride, gap_block = _gap_shape(out)
     constants = {
         **_search(problem.groups), "PROGRAMS": tile.programs, "RASTER": tile.raster_group,
@@ -180,6 +184,7 @@ def gemm_kernel(problem: GemmProblem, layout: GemmLayout, arch: str) -> Any:
         "LHS_T": lhs.transposed, "RHS_T": rhs.transposed, "OUT_T": out.transposed,
         "LHS_ALIGN": _align(lhs), "RHS_ALIGN": _align(rhs),
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "SLOW_K": min(tile.block_k, 32),
+        "N": problem.n.size,
         "DOT": TYPES[mma_dtype(like).name], "ACC": TYPES[problem.acc.name], "SUM": TYPES[problem.sum.name],
         "PRECISION": "tf32x3" if split_operand(like, arch) else precision(like, arch) or "tf32",
         "HALVES": tile.block_m * tile.block_n > HALVED * tile.warps,
@@ -280,7 +285,7 @@ def tables(problem: GemmProblem, tile: Layout, groups: Groups) -> Tables:
         starts.append(jnp.where(on, room, x.start))
         strides.append(jnp.where(on, width, x.stride))
     rows = [past[0], before[0], m, k, n, starts[0], strides[0], starts[1], strides[1], out.start, out.stride]
-    flags = [each.astype(jnp.int32) for each in (fast, *copied)]
+    flags = [each.astype(jnp.int32) for each in (fast, *copied, order)]
     return Tables(jnp.stack([*rows, *flags]), copies[0], copies[1], gaps)
 
 

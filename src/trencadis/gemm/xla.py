@@ -22,6 +22,7 @@ from trencadis.core.decision import Plan
 from trencadis.core.dtypes import cast
 from trencadis.core.target import Target
 from trencadis.core.tiling import Tiling
+from trencadis.gemm.by_group import finish
 from trencadis.gemm.problem import Buffer, Dim, GemmProblem, Groups, Packing, Shape
 
 Array = jax.Array
@@ -67,9 +68,14 @@ def _tile_length(dim: Dim) -> int:
 
 
 def run(plan: Plan, lhs: Array, rhs: Array, *rest: Array) -> Array:
-    """The product of a plan's problem, from lhs, rhs, the six arrays i32[g] of `Groups`, and what it is added to."""
+    """The result of a plan's problem, from lhs, rhs, the six arrays i32[g] of `Groups`, and those of `Extras`."""
     problem = plan.problem
     assert isinstance(problem, GemmProblem)
+    if problem.scaled:
+        out, groups = dataclasses.replace(problem.out, dtype=problem.sum), Groups(*rest[:6])
+        plain: Any = problem.replace(accumulate=False, alpha=False, bias=False, beta=False, wide=None, out=out)
+        product = run(dataclasses.replace(plan, problem=plain), lhs, rhs, *groups)
+        return finish(problem, product, groups, problem.extras(rest[6:]))
     out = rest[6] if problem.accumulate else jnp.zeros(problem.out.shape, problem.out.dtype)
     if problem.empty:
         return out

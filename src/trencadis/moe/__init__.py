@@ -2,6 +2,7 @@
 
 from trencadis.moe.activation import swiglu
 from trencadis.moe.mlp import moe_mlp
+from trencadis.moe.params import Config, apply, init
 from trencadis.moe.permutation import Permutation, combine, permute, sort_by_expert
 from trencadis.moe.routing import (
     Load,
@@ -15,11 +16,14 @@ from trencadis.moe.routing import (
 )
 
 __all__ = [
+    "Config",
     "Load",
     "Permutation",
     "Routing",
+    "apply",
     "balance_loss",
     "combine",
+    "init",
     "limit_rows",
     "load_of",
     "moe_mlp",

@@ -159,13 +159,12 @@ def _activations(
     """The activations [m, f], and with keep the pre-activations of gate and up, or of up alone."""
     if _one_kernel(layer, experts):
         biased = experts.bias_gate is not None or experts.bias_up is not None
-        bias_gate, bias_up = (
-            [jnp.zeros(experts.up.shape[::2], layer.wide) if b is None else b for b in experts[3:5]] if biased else (None,) * 2
-        )
+        zeros = jnp.zeros(experts.up.shape[::2], layer.wide) if biased else None
+        bias_gate, bias_up = (zeros if bias is None else bias for bias in (experts.bias_gate, experts.bias_up))
         gate = Gate(activation=layer.activation, keep=keep)
         after = () if bias_up is None else (bias_up,)
-        h, *z = _gated(layer, indices, gate, rows, experts.gate, bias_gate, (experts.up, *after))
-        return h, tuple(z)
+        h, *kept = _gated(layer, indices, gate, rows, experts.gate, bias_gate, (experts.up, *after))
+        return h, tuple(kept)
     pairs = ((experts.gate, experts.bias_gate), (experts.up, experts.bias_up))[not layer.gated :]
     z = tuple(_product(layer, indices, rows, w, bias) for w, bias in pairs)
     return layer.apply(z).astype(layer.dtype), z if keep else ()

@@ -43,7 +43,7 @@ def moe_mlp(
 ) -> Float[Array, "t d"]:
     """Apply to each token the MLPs of its experts, and sum the results by the weights of the routing.
 
-    `out[t] = sum_j weights[t, j] * (activation(x[t] @ w_gate[e], x[t] @ w_up[e]) @ w_down[e])` with `e = experts[t, j]`.
+    `out[t] = sum_j weights[t, j] * (activation(x[t] @ w_gate[e], x[t] @ w_up[e]) @ w_down[e])`, `e = experts[t, j]`.
     No token is dropped, and nothing is padded. Tokens of no expert give 0. Products are summed in float32. The backward
     pass keeps x and the pre-activations, `t * d + 2 * t * k * f` numbers, and has no scatter: results and gradients are
     bitwise equal from run to run. Forward mode and higher derivatives work as well.
@@ -89,10 +89,12 @@ def moe_mlp(
     frozen = Experts(*(w if isinstance(w, Scaled) else None for w in experts))
     learned = Experts(*(None if isinstance(w, Scaled) else w for w in experts))
     inputs = Inputs(x, routing.weights, learned)
+    if quantization is not None:
+        if any(w is not None for w in frozen):
+            raise ValueError("quantization: want weights that are arrays; got weights that are quantized already")
+        return layers.quantized(layer, quantization, _indices(routing, first, frozen), inputs)
     if static is None:  # it closes over traced values, whose gradients the layer's own backward pass would miss
         return layers.value(layer, _indices(routing, first, frozen), inputs)
-    if quantization is not None:
-        return _quantized(layer, quantization, routing, first, inputs)
     return _run(layer, routing, first, frozen, inputs)
 
 
@@ -100,12 +102,6 @@ def moe_mlp(
 def _run(layer: Layer, routing: Routing, first: Array, frozen: Experts, inputs: Inputs) -> Array:
     """The layer as one function, so that equal layers are lowered once."""
     return layers.run(layer, _indices(routing, first, frozen), inputs)
-
-
-def _quantized(layer: Layer, recipe: Recipe, routing: Routing, first: Array, inputs: Inputs) -> Array:
-    if any(w is None for w in (inputs.experts.up, inputs.experts.down)):
-        raise ValueError("quantization: want weights that are arrays; got weights that are quantized already")
-    return layers.quantized(layer, recipe, _indices(routing, first, Experts()), inputs)
 
 
 def _indices(routing: Routing, first: Any, frozen: Experts) -> Indices:

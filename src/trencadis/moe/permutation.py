@@ -5,8 +5,8 @@
     token of each row                0  0  1  1       sorted by expert 0 1 1 2
     row of each assignment           [[1, 0], [3, 2]]
 
-A row is gathered by the token of the row; a token's result, and the gradient of a token, is gathered from its k rows and
-summed. Nothing is scattered, so that sums have a fixed order.
+A row is gathered by the token of the row; a token's result, and the gradient of a token, is gathered from its k rows
+and summed. Nothing is scattered, so that sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int32, Integer, Num
 
+from trencadis.core import operation
 from trencadis.core.linear import linear
+from trencadis.moe.row_operations import GatherEntries, SortByExpert, SpreadEntries, SpreadRows, sum_of_rows
 
 
 class Permutation(NamedTuple):
@@ -38,15 +39,7 @@ def sort_by_expert(experts: Integer[Array, "t k"], num_experts: int) -> Permutat
     experts = jnp.asarray(experts)
     if experts.ndim != 2 or not jnp.issubdtype(experts.dtype, jnp.integer):
         raise ValueError(f"experts: want integers of shape [t, k]; got {experts.dtype} of shape {experts.shape}")
-    t, k = experts.shape
-    ids = experts.reshape(t * k).astype(jnp.int32)
-    there = (ids >= 0) & (ids < num_experts)
-    ids = jnp.where(there, ids, num_experts)
-    row = jnp.arange(t * k, dtype=jnp.int32)
-    _, order = lax.sort((ids, row), num_keys=1, is_stable=True)
-    inverse = jnp.zeros_like(order).at[order].set(row, unique_indices=True, mode="promise_in_bounds")
-    sizes = jnp.sum(ids[:, None] == jnp.arange(num_experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
-    return Permutation(order // k, inverse, sizes)
+    return Permutation(*operation.run(SortByExpert(num_experts), experts.astype(jnp.int32)))
 
 
 def permute(x: Num[Array, "t d"], permutation: Permutation) -> Num[Array, "rows d"]:
@@ -64,7 +57,7 @@ def permute(x: Num[Array, "t d"], permutation: Permutation) -> Num[Array, "rows 
     tokens = x.shape[0]
 
     def gather(permutation: Permutation, x: Array) -> Array:
-        return _take(x, permutation.token)
+        return _spread(x, permutation)
 
     def gather_sum(permutation: Permutation, ct: Array) -> Array:
         return sum_rows(ct, permutation, tokens)
@@ -80,7 +73,7 @@ def sum_rows(y: Num[Array, "rows d"], permutation: Permutation, tokens: int) -> 
     """
 
     def gather_sum(permutation: Permutation, y: Array) -> Array:
-        return _sum(y, _by_token(permutation, tokens), None)
+        return sum_of_rows(y, _by_token(permutation, tokens), None)
 
     def gather(permutation: Permutation, ct: Array) -> Array:
         return permute(ct, permutation)
@@ -102,35 +95,40 @@ def combine(y: Num[Array, "rows d"], weights: Float[Array, "t k"], permutation: 
         raise ValueError(f"y: want [rows, d] with the {rows} rows of the permutation; got {y.shape}")
     if weights.ndim != 2 or weights.size != rows:
         raise ValueError(f"weights: want [t, k] with one weight for each of {rows} assignments; got {weights.shape}")
-    mine = jnp.arange(rows, dtype=jnp.int32)[:, None] < jnp.sum(permutation.sizes)
-    return weighted_sum(jnp.where(mine, y, 0), weights, permutation)
+    return weighted_sum(y, weights, permutation, owned=jnp.sum(permutation.sizes))
 
 
-def weighted_sum(y: Num[Array, "rows d"], weights: Float[Array, "t k"], permutation: Permutation) -> Num[Array, "t d"]:
-    """`combine` of rows that are 0 where no expert owns them."""
+def weighted_sum(
+    y: Num[Array, "rows d"], weights: Float[Array, "t k"], permutation: Permutation, owned: Array | None = None
+) -> Num[Array, "t d"]:
+    """`combine` of rows that are 0 where no expert owns them, or of which only the first `owned` count."""
     tokens = weights.shape[0]
 
-    def gather_sum(known: tuple[Permutation, Array], y: Array) -> Array:
-        permutation, weights = known
-        return _sum(y, _by_token(permutation, tokens), weights)
+    def gather_sum(known: tuple[Permutation, Array, Array | None], y: Array) -> Array:
+        permutation, weights, owned = known
+        rows = _by_token(permutation, tokens)
+        rows = rows if owned is None else jnp.where(rows < owned, rows, -1)
+        return sum_of_rows(y, rows, weights, masked=owned is not None)
 
-    def gather(known: tuple[Permutation, Array], ct: Array) -> Array:
-        permutation, weights = known
-        scale = rows_of(weights, permutation).astype(_wide(ct))[:, None]
-        return (permute(ct, permutation).astype(_wide(ct)) * scale).astype(ct.dtype)
+    def gather(known: tuple[Permutation, Array, Array | None], ct: Array) -> Array:
+        permutation, weights, owned = known
+        rows = _spread(ct, permutation, weights)
+        mine = None if owned is None else jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None] < owned
+        return rows if mine is None else jnp.where(mine, rows, 0)
 
-    return linear(gather_sum, gather, (permutation, weights), y)
+    return linear(gather_sum, gather, (permutation, weights, owned), y)
 
 
 def rows_of(x: Array, permutation: Permutation) -> Array:
     """The entry of x [t, k] that belongs to each row: [rows]. Its gradient is a gather too."""
-    shape = x.shape
+    tokens = x.shape[0]
 
     def sort(permutation: Permutation, x: Array) -> Array:
-        return _take(x.reshape(-1), _assignment(permutation, shape[0]))
+        rows = _by_token(permutation, tokens)
+        return operation.run(SpreadEntries(), x, permutation.token, rows)[0]
 
     def unsort(permutation: Permutation, ct: Array) -> Array:
-        return assignments_of(ct, permutation, shape[0])
+        return assignments_of(ct, permutation, tokens)
 
     return linear(sort, unsort, permutation, x)
 
@@ -139,7 +137,7 @@ def assignments_of(x: Array, permutation: Permutation, tokens: int) -> Array:
     """The entry of x [rows] that belongs to each assignment: [tokens, k]; the inverse of `rows_of`."""
 
     def unsort(permutation: Permutation, x: Array) -> Array:
-        return _take(x, permutation.inverse).reshape(tokens, -1)
+        return operation.run(GatherEntries(), x, _by_token(permutation, tokens))[0]
 
     def sort(permutation: Permutation, ct: Array) -> Array:
         return rows_of(ct, permutation)
@@ -147,36 +145,11 @@ def assignments_of(x: Array, permutation: Permutation, tokens: int) -> Array:
     return linear(unsort, sort, permutation, x)
 
 
-def _take(x: Array, index: Array) -> Array:
-    """The rows of x at an index, all of which are there."""
-    return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
-
-
-def _wide(x: Array) -> jnp.dtype:
-    """The dtype in which entries of x are summed."""
-    return jnp.promote_types(x.dtype, jnp.float32)
-
-
 def _by_token(permutation: Permutation, tokens: int) -> Array:
     """The rows of each token: i32[t, k]."""
     return permutation.inverse.reshape(tokens, -1) if tokens else permutation.inverse.reshape(0, 0)
 
 
-def _sum(y: Array, rows: Array, weights: Array | None) -> Array:
-    """The sum [t, d] of the given rows [t, k] of y, times weights [t, k] if there are some.
-
-    A sum of k gathers is one loop for XLA, whereas it would store a gather of [t, k, d].
-    """
-    total = jnp.zeros((rows.shape[0], y.shape[1]), _wide(y))
-    for j in range(rows.shape[1]):
-        each = _take(y, rows[:, j]).astype(total.dtype)
-        total = total + (each if weights is None else each * weights[:, j, None].astype(total.dtype))
-    return total.astype(y.dtype)
-
-
-def _assignment(permutation: Permutation, tokens: int) -> Array:
-    """The assignment, t * k + j, of each row: that of its token whose row it is."""
-    rows = _by_token(permutation, tokens)
-    k = rows.shape[1]
-    here = _take(rows, permutation.token) == jnp.arange(permutation.token.shape[0], dtype=jnp.int32)[:, None]
-    return permutation.token * k + jnp.argmax(here, axis=1).astype(jnp.int32)
+def _spread(x: Array, permutation: Permutation, *weights: Array) -> Array:
+    """The rows of tokens x [t, d], times weights [t, k] if there are any."""
+    return operation.run(SpreadRows(), x, permutation.token, _by_token(permutation, x.shape[0]), *weights)[0]

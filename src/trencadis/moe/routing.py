@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from trencadis.moe.permutation import sort_by_expert
-
-Score: TypeAlias = Literal["softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"] | Callable[[Array], Array]
-
-SCORES: dict[str, Callable[[Array], Array]] = {
-    "softmax": lambda logits: jax.nn.softmax(logits, axis=-1),
-    "softmax_topk": lambda logits: jax.nn.softmax(logits, axis=-1),
-    "sigmoid": jax.nn.sigmoid,
-    "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
-}
+from trencadis.moe.selection import SCORES, Rule, Score, choose, picked
 
 
 class Routing(NamedTuple):
@@ -79,58 +70,40 @@ def route(
     """
     logits = jnp.asarray(logits)
     _check(logits, k, score, bias, groups, group_k, mask, experts)
-    logits = logits.astype(jnp.float32)
-    if mask is not None:
-        logits = jnp.where(jnp.asarray(mask)[:, None], logits, 0)  # NaN of a masked token reaches nothing
-    scores = (SCORES[score] if isinstance(score, str) else score)(logits)
-    if experts is None:
-        experts = _chosen(logits if score == "softmax_topk" else scores, k, bias, groups, group_k)
-    num_experts = logits.shape[1]
-    experts = jnp.asarray(experts).astype(jnp.int32)
-    if mask is not None:
-        experts = jnp.where(jnp.asarray(mask)[:, None], experts, num_experts)
-    # a comparison with every id instead of a gather, whose gradient would be a scatter
-    hot = experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)  # [t, k, e]
-    weights = _weights(score, logits, scores, hot, normalize)
-    weights = weights * (scale if jnp.ndim(scale) == 0 else _picked(hot, jnp.asarray(scale)[None]))
-    probs = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    if mask is not None:
-        probs = jnp.where(jnp.asarray(mask)[:, None], probs, 0)
+    there = None if mask is None else jnp.asarray(mask)[:, None]
+    if there is not None:
+        logits = jnp.where(there, logits, 0)  # NaN of a masked token reaches nothing
+    rule = Rule(score, normalize)
+    if experts is None and isinstance(score, str):
+        experts, weights, probs = choose(rule, k, logits, _keys(rule, logits, bias, groups, group_k))
+    else:
+        if experts is None:
+            keys = _keys(rule, logits, bias, groups, group_k)
+            experts = lax.top_k(lax.stop_gradient(rule.keys(logits)) if keys is None else keys, k)[1]
+        experts = jnp.asarray(experts).astype(jnp.int32)
+        weights, probs = rule.weights(experts, logits)
+    if there is not None:
+        experts = jnp.where(there, experts, logits.shape[1])
+        weights, probs = jnp.where(there, weights, 0), jnp.where(there, probs, 0)
+    hot = experts[:, :, None] == jnp.arange(logits.shape[1], dtype=jnp.int32)  # [t, k, e]
+    weights = weights * (scale if jnp.ndim(scale) == 0 else picked(hot, jnp.asarray(scale)[None]))
     return Routing(experts, weights, probs, jnp.sum(hot, axis=(0, 1), dtype=jnp.int32))
 
 
-def _chosen(scores: Array, k: int, bias: Array | None, groups: int | None, group_k: int | None) -> Array:
-    """The ids of the k experts with the best scores plus bias, of the eligible groups: i32[t, k]."""
-    scores = lax.stop_gradient(scores)
+def _keys(rule: Rule, logits: Array, bias: Array | None, groups: int | None, group_k: int | None) -> Array | None:
+    """What experts are chosen by, [t, e], with the bias and only of the eligible groups; None if it is the rule's."""
+    if bias is None and groups is None:
+        return None
+    keys = lax.stop_gradient(rule.keys(logits))
     if bias is not None:
-        scores = scores + lax.stop_gradient(jnp.asarray(bias)).astype(scores.dtype)
+        keys = keys + lax.stop_gradient(jnp.asarray(bias)).astype(keys.dtype)
     if groups is not None and group_k is not None:
-        each = scores.reshape(scores.shape[0], groups, -1)  # [t, groups, e / groups]
+        each = keys.reshape(keys.shape[0], groups, -1)  # [t, groups, e / groups]
         best = lax.top_k(each, min(2, each.shape[2]))[0].sum(axis=-1)
         _, eligible = lax.top_k(best, group_k)
         there = (eligible[:, :, None] == jnp.arange(groups, dtype=jnp.int32)).any(axis=1)
-        scores = jnp.where(there[:, :, None], each, -jnp.inf).reshape(scores.shape)
-    return lax.top_k(scores, k)[1]
-
-
-def _picked(hot: Array, x: Array) -> Array:
-    """The entries [t, k] of x [t, e] where hot [t, k, e] is set, and 0 where it is not set at all."""
-    return jnp.sum(jnp.where(hot, x[:, None, :], 0), axis=-1)
-
-
-def _weights(score: Score, logits: Array, scores: Array, hot: Array, normalize: bool) -> Array:
-    """The weights [t, k] of the chosen experts."""
-    if score == "softmax_topk":  # normalized exponentials of the chosen logits, shifted by their maximum
-        there = hot.any(axis=-1)
-        chosen = jnp.where(there, _picked(hot, logits), -jnp.inf)
-        top = lax.stop_gradient(jnp.max(chosen, axis=-1, keepdims=True))
-        weights = jnp.exp(chosen - jnp.where(jnp.isfinite(top), top, 0))
-    else:
-        weights = _picked(hot, scores)
-        if not normalize:
-            return weights
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    return jnp.where(total == 0, 0, weights / jnp.where(total == 0, 1, total))
+        keys = jnp.where(there[:, :, None], each, -jnp.inf).reshape(keys.shape)
+    return keys
 
 
 def _check(

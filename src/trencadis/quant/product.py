@@ -189,8 +189,10 @@ def _rows_scales(
     k_axis = 2 if problem.transpose_rhs else 1
     if isinstance(lhs, Scaled) and (_short(lhs, 1) or _misaligned(lhs, rhs, k_axis)):
         lhs = lhs.dequantize()
-    if isinstance(lhs, Scaled) and _powers_of_two(lhs) and isinstance(rhs, Scaled) and rhs.scale.shape[k_axis] > 1:
-        lhs = lhs.dequantize(jnp.bfloat16)  # exact, and one kernel can apply the scales of the weights
+    total = None
+    if isinstance(lhs, Scaled) and _in_bfloat16(lhs):  # exact, and one kernel can apply the scales of the weights
+        (values, scale, total, zeros), static = lhs.tree_flatten()
+        lhs = Scaled.tree_unflatten(static, (values, scale, None, zeros)).dequantize(jnp.bfloat16)
     if isinstance(rhs, Scaled) and _short(rhs, k_axis) and rhs.scale.shape[3 - k_axis] == 1:
         each = jnp.squeeze(rhs.scales(), 3 - k_axis)  # [g or 1, k]
         if each.shape[0] > 1:
@@ -199,9 +201,9 @@ def _rows_scales(
         lhs = (lhs.dequantize() if isinstance(lhs, Scaled) else lhs) * each
         rhs = _values(rhs)
     epilogue, scales = problem.epilogue, []
-    total = None
     if isinstance(rhs, Scaled) and rhs.total is not None and rhs.scale.shape[k_axis] > 1:
-        (values, scale, total, zeros), static = rhs.tree_flatten()  # the total is a factor of the sum
+        (values, scale, own, zeros), static = rhs.tree_flatten()  # the total is a factor of the sum
+        total = own if total is None else total * own
         rhs = Scaled.tree_unflatten(static, (values, scale, None, zeros))
     if isinstance(lhs, Scaled):
         by_row, block = _along_k(lhs, 1)  # [m or 1, k / block or 1]
@@ -290,10 +292,19 @@ def _short(x: Scaled, axis: int) -> bool:
     return x.scale.shape[axis] > 1 and x.block[axis] < SHORT
 
 
-def _powers_of_two(lhs: Scaled) -> bool:
-    """Whether rows have scales along k that are powers of two: bfloat16 holds their products with the values."""
-    exact = lhs.scale.dtype == jnp.float8_e8m0fnu and lhs.total is None and lhs.zeros is None
-    return exact and lhs.scale.shape[1] > 1
+def _in_bfloat16(lhs: Scaled) -> bool:
+    """Whether rows have scales along k, and bfloat16 holds their products with the values: mxfp8, mxfp4, nvfp4."""
+    if lhs.zeros is not None or lhs.scale.shape[1] == 1 or lhs.scale.dtype.itemsize > 1:
+        return False
+    return _digits(lhs.dtype) + _digits(lhs.scale.dtype) <= _digits(jnp.bfloat16)
+
+
+def _digits(dtype: Any) -> int:
+    """The significant bits of a dtype; none for powers of two, which change no digits of a product."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return int(jnp.iinfo(dtype).bits) - 1
+    digits = jnp.finfo(dtype).nmant
+    return digits + 1 if digits else 0
 
 
 def _misaligned(lhs: Scaled, rhs: Array | Scaled, k_axis: int) -> bool:

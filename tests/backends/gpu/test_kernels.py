@@ -1,11 +1,15 @@
 """Laws of the kernels in layouts so small that few rows cross every boundary: spans, atoms, blocks, tiles, stages."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from poisoned import check_unowned, numbers, spoil
 from sweep import sweep
 
+from trencadis.backends.gpu import execute, mma_shapes
 from trencadis.core.epilogue import Epilogue
 
 from .interpreted import check, layout_of, rows_problem, sum_problem, tricky
@@ -104,3 +108,28 @@ def test_equals_the_oracle_with_poison_elsewhere(name):
         lhs, rhs, *extras = spoil(problem, sizes, first, numbers(problem, i), i % problem.spans, poison)
         got = check(problem, layout, lhs, rhs, sizes, first, *extras)
         check_unowned(problem, got, sizes, first, extras)
+
+
+@pytest.mark.parametrize("swap_ab", [False, True])
+def test_a_last_column_of_tiles_as_wide_as_the_others_is_cut_when_it_is_stored(swap_ab, monkeypatch):
+    """Where a narrower product saves little, columns outside of the result are multiplied, and not stored."""
+    monkeypatch.setattr(mma_shapes, "NARROW_GAIN", 1)
+    problem = rows_problem(90, 64, 448, 3, "bf16 bf16 bf16")
+    layout = layout_of(problem, **(SWAP_AB if swap_ab else {"block_n": 192, "store_buffers": 3}), stages=3)
+    assert mma_shapes.widths(problem, layout) == [layout.block_n] and problem.n % layout.block_n
+    sizes = tricky(problem, seed=1)[0]
+    lhs, rhs = numbers(problem, 1)
+    check(problem, layout, lhs, rhs, sizes, [0])
+
+
+def test_all_products_of_a_kernel_share_one_store():
+    """A kernel for tiles of many heights has as many copies to global memory in its code as one for few heights."""
+    problem = rows_problem(2048, 64, 256, 4, "bf16 bf16 bf16")
+    copies = {}
+    for block_m in (64, 192):
+        layout = layout_of(problem, **{**SWAP_AB, "block_m": block_m, "block_n": 256})
+        arrays = [jax.ShapeDtypeStruct(*x) for x in (((2048, 64), "bfloat16"), ((4, 64, 256), "bfloat16"))]
+        integers = [jax.ShapeDtypeStruct((1, 4), "int32"), jax.ShapeDtypeStruct((1,), "int32")]
+        traced = jax.make_jaxpr(functools.partial(execute, problem, layout))(*arrays, *integers)
+        copies[len(layout.heights)] = str(traced).count("copy_smem_to_gmem[")
+    assert len(copies) == 2 and len(set(copies.values())) == 1 and 0 not in copies.values()

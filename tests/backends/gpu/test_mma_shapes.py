@@ -70,5 +70,7 @@ def test_contraction_has_products_only_for_the_heights_that_occur(k):
     shapes = mma_shapes(sum_problem(1024, k, 192, 4), layout)
     blocks = -(-k // 64)
     tiles = -(-blocks // 4)
-    found = {product for units in (blocks // tiles, -(-blocks // tiles)) for product in products(shapes, tile(units, 0))}
+    found = {
+        product for units in (blocks // tiles, -(-blocks // tiles)) for product in products(shapes, tile(units, 0))
+    }
     assert {shape for shape, _ in found} == set(shapes.all)

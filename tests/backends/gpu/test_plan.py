@@ -90,12 +90,12 @@ def test_reasons(problem, target, reason):
     assert plan(problem, target).backend != "gpu"
 
 
-def test_scales_along_k_are_for_operands_of_8_bits():
+def test_scales_along_k_are_for_operands_of_8_or_16_bits():
     blocks = Epilogue(by_row=True, by_column=True, row_block=128, column_block=(128, 128))
-    assert re.match(
-        "scales change along k; it takes scales per 1 x 128 .* 8-bit", refusal(but(epilogue=blocks), H200) or ""
-    )
+    assert re.match("scales change along k every 128; .* no float32", refusal(but(epilogue=blocks), H200) or "")
     assert refusal(but(lhs="int8", rhs="int8", epilogue=blocks), H200) is None
+    rows = Epilogue(by_row=True, row_block=32)
+    assert re.match("scales change along k every 32", refusal(but(lhs="int8", rhs="bfloat16", epilogue=rows), H200))
 
 
 def test_too_many_tiles_to_count():

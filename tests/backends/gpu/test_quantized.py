@@ -39,10 +39,15 @@ INTERPRETED = [
     "int8 x int8",
     "float8_e4m3fn x float8_e4m3fn, blocks",
     "float8_e4m3fn, contraction",
+    "float8_e4m3fn per 128 of k x float8_e4m3fn",
+    "int8 per 128 of k x int8 per 128 of k",
+    "float8_e4m3fn x float8_e4m3fn per 128 x 128",
+    "float8_e4m3fn per 128 of k x bf16",
+    "float8_e4m3fn per 64 of k x float8_e4m3fn",
 ]
 
 
-@pytest.mark.parametrize("name", sweep(INTERPRETED, INTERPRETED[1:5:3]))
+@pytest.mark.parametrize("name", sweep(INTERPRETED, [*INTERPRETED[1:5:3], *INTERPRETED[6:8]]))
 def test_by_value(name):
     """Unowned rows and their scales are NaN, sizes are no multiples of anything, the first group is not held here."""
     check = CASES()[name]
@@ -77,7 +82,7 @@ def rows(left, right, k=K, blocks=False, last=True):
         return tuple(-(-size // length) for size, length in zip(shape, block, strict=True)), "float32"
 
     def call(x, down, w, across, sizes):
-        x = x if left == "bfloat16" else Scaled(x, down, left, row)
+        x = x if left in ("bfloat16", "float16") else Scaled(x, down, left, row)
         w = Scaled(w, across, right, column)
         return tr.grouped_matmul(x, w, sizes, jnp.bfloat16, transpose_rhs=last, backend="gpu")
 
@@ -107,7 +112,7 @@ LOWERED = {
     "e4m3, 64-byte swizzle": lambda: rows("float8_e4m3fn", "float8_e4m3fn", k=192),
     "int8, blocks": lambda: rows("int8", "int8", blocks=True),
     "int4, RS operand": lambda: rows("bfloat16", "int4"),
-    "e5m2, upcast in shared memory": lambda: rows("bfloat16", "float8_e5m2", last=False),
+    "int4, upcast in shared memory": lambda: rows("bfloat16", "int4", last=False),
     "e4m3, contraction": lambda: contraction("float8_e4m3fn"),
     "mxfp4, RS operand times scales": lambda: along_k("mxfp4", 32),
     "mxfp4, RS operand times scales, rows of an odd number of scales": lambda: along_k("mxfp4", 32, k=480),
@@ -115,12 +120,18 @@ LOWERED = {
     "nvfp4, RS operand times scales": lambda: along_k("nvfp4", 16),
     "int4, RS operand, promoted": lambda: along_k("int4", 128),
     "int8, RS operand, promoted": lambda: along_k("int8", 64),
+    "e4m3, transposed in shared memory": lambda: rows("float8_e4m3fn", "float8_e4m3fn", last=False),
+    "int8, RS operand, transposed in shared memory": lambda: rows("bfloat16", "int8", last=False),
+    "float16, int4, RS operand": lambda: rows("float16", "int4"),
+    "int8 x int4, unpacked in shared memory": lambda: rows("int8", "int4"),
+    "float4, RS operand, promoted every 32": lambda: along_k("float4_e2m1fn", 32),
 }
 
 
 DEFAULT = [
     "int8, blocks", "int4, RS operand", "nvfp4, RS operand times scales", "int4, RS operand, promoted",
-    "mxfp4, RS operand times scales, rows of an odd number of scales",
+    "mxfp4, RS operand times scales, rows of an odd number of scales", "e4m3, transposed in shared memory",
+    "float4, RS operand, promoted every 32",
 ]  # fmt: skip
 
 
@@ -137,17 +148,20 @@ def test_lowers_to_one_kernel(name):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"out": np.dtype("float32")}, "stored [g, n, k]"),
-        ({"transpose_rhs": False}, "stored [g, n, k]"),
+        ({"out": np.dtype("float32")}, "the result is float32"),
+        ({"n": 128}, "n is at most 128"),
         (
-            {"rhs": np.dtype("int8"), "epilogue": Epilogue(by_column=True, column_block=(32, 1))},
-            "64 and multiples of 128",
+            {"rhs": np.dtype("int8"), "epilogue": Epilogue(by_column=True, column_block=(48, 1))},
+            "32, 64 and multiples of 128",
         ),
-        ({"epilogue": Epilogue(by_column=True, column_block=(32, 3))}, "3 columns share one"),
+        (
+            {"rhs": np.dtype("int8"), "epilogue": Epilogue(by_column=True, column_block=(128, 3))},
+            "3 columns share one",
+        ),
     ],
 )
 def test_scales_along_k_that_the_kernel_does_not_apply(changes, said):
-    """They are applied by splitting the product along k, with a warning that says how to store the weights."""
+    """Then the kernel of Triton applies them."""
     scales = Epilogue(by_column=True, column_block=(32, 1), column_scales=np.dtype(jnp.float8_e8m0fnu))
     asked = problem_of((64, 256), (2, 256, 256), dtype="bfloat16").replace(
         rhs=np.dtype(jnp.float4_e2m1fn), transpose_rhs=True, epilogue=scales
@@ -167,35 +181,65 @@ def test_scales_along_k_of_other_dtypes_are_float32_in_the_kernel(dtype):
     plan = gpu.plan(asked, Target(platform="cuda", kind="NVIDIA H200"), Overrides())
     assert plan.layout.promoted
     given = jnp.arange(1, 2 * 2 * 256 + 1, dtype=jnp.float32).reshape(2, 2, 256).astype(dtype)
-    held = block_scales.stored(plan.problem, plan.layout, given)
+    held = block_scales.stored(plan.problem, given)
     assert held.dtype == jnp.float32
     np.testing.assert_array_equal(held, given.mT.astype(jnp.float32))
 
 
-@pytest.mark.parametrize(("rows", "upcast"), [(4, True), (1024, False)])
-def test_float8_weights_as_they_lie(rows, upcast):
-    """Few rows: float8 weights `[g, k, n]` are upcast in the kernel; many: they are transposed before it."""
-    asked = problem_of((8 * rows, 256), (8, 256, 256), dtype="float8_e4m3fn", out=np.dtype(jnp.bfloat16))
+@pytest.mark.parametrize("rows", [4, 1024])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_8_bit_weights_as_they_lie(rows, dtype):
+    """Weights `[g, k, n]` are transposed in the kernel, and nothing is moved before it."""
+    asked = problem_of((8 * rows, 256), (8, 256, 256), dtype=dtype, out=np.dtype(jnp.bfloat16))
     plan = gpu.plan(asked, Target(platform="cuda", kind="NVIDIA H200"), Overrides())
-    assert plan.layout.upcast == upcast and plan.layout.k_major != upcast
-    assert plan.problem.lhs == (jnp.bfloat16 if upcast else jnp.float8_e4m3fn) and plan.asked == asked
-    assert ("converts them in shared memory" if upcast else "transposed before") in plan.slow
+    assert plan.layout.transpose_in_smem and not plan.layout.k_major and plan.problem == plan.asked == asked
+    assert "the kernel transposes them in shared memory" in plan.slow
+    beside = gpu.plan(asked.replace(lhs=np.dtype(jnp.bfloat16)), plan.target, Overrides())
+    assert beside.layout.transpose_in_smem and beside.layout.upcast and not beside.layout.upcast_in_smem
 
 
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [(("mxfp8", (1, 32)), ("mxfp8", (1, 32, 1))), (("float8_e4m3fn", "row"), ("nvfp4", (1, 16, 1))),
-     (("int8", "row"), ("int4", (1, 128, 1)))],
-)  # fmt: skip
-def test_rows_of_8_bits_beside_weights_with_scales_along_k(left, right):
-    """One kernel: rows are bfloat16 in it, which is exact."""
+def test_4_bit_weights_as_they_lie_are_transposed_once_for_scales_along_k():
+    def call(x, values, scale, sizes):
+        return tr.grouped_matmul(x, Scaled(values, scale, "mxfp4", (1, 32, 1)), sizes, jnp.bfloat16)
+
+    args = structs(
+        ((M, K), "bfloat16"), ((G, K, N), "float4_e2m1fn"), ((G, K // 32, N), "float8_e8m0fnu"), ((G,), "int32")
+    )
+    product = tr.why(call, *args, target="h200").passes[0]
+    assert product.plan.backend == "gpu" and not product.plan.split
+    assert "transposed before each product" in product.plan.slow and "prepare" in product.plan.advice
+
+
+E4M3 = "float8_e4m3fn"
+PAIRS = {  # lhs, rhs, and the dtype in which rows are multiplied
+    "mxfp8 x mxfp8": (("mxfp8", (1, 32)), ("mxfp8", (1, 32, 1)), "bfloat16"),
+    "nvfp4 x e4m3": (("nvfp4", (1, 16)), (E4M3, "column"), "bfloat16"),
+    "e4m3 x nvfp4": ((E4M3, "row"), ("nvfp4", (1, 16, 1)), "bfloat16"),
+    "int8 x int4 by 128": (("int8", "row"), ("int4", (1, 128, 1)), "bfloat16"),
+    "int8 x int4": (("int8", "row"), ("int4", "column"), "int8"),
+    "e4m3 by 32 x e4m3": ((E4M3, (1, 32)), (E4M3, "column"), "bfloat16"),
+    "e5m2 x e4m3": (("float8_e5m2", "row"), (E4M3, "column"), "bfloat16"),
+    "int8 x int8 by 128": (("int8", "row"), ("int8", (1, 128, 1)), "int8"),
+    "e4m3 by 128 x e4m3": ((E4M3, (1, 128)), (E4M3, "column"), E4M3),
+    "e4m3 by 64 x e4m3": ((E4M3, (1, 64)), (E4M3, "column"), E4M3),
+    "e4m3 by 128 x e4m3 by 128": ((E4M3, (1, 128)), (E4M3, (1, 128, 1)), E4M3),
+    "e4m3 by 128 x int4 by 128": ((E4M3, (1, 128)), ("int4", (1, 128, 1)), "bfloat16"),
+    "e4m3 by 128 x mxfp4": ((E4M3, (1, 128)), ("mxfp4", (1, 32, 1)), "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_one_kernel_for_both_operands_quantized(name):
+    """Rows are multiplied as they are, or as bfloat16, which is exact."""
+    left, right, dtype = PAIRS[name]
 
     def call(x, w, sizes):
         return tr.grouped_matmul(tr.quant.quantize(x, *left), tr.quant.quantize(w, *right), sizes, jnp.bfloat16)
 
     args = structs(((M, K), "float32"), ((G, K, 192), "float32"), ((G,), "int32"))
     product = tr.why(call, *args, target="h200").passes[0]
-    assert product.plan.backend == "gpu" and not product.plan.split and product.plan.problem.lhs == jnp.bfloat16
+    assert product.plan.backend == "gpu" and not product.plan.split and not product.plan.peeled
+    assert product.plan.problem.lhs == jnp.dtype(dtype)
 
 
 def test_why_says_that_lhs_is_permuted_along_k():

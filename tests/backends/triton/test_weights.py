@@ -60,9 +60,14 @@ CASES = {
     "mxfp8, float16": (asked("float8_e4m3fn", scales=E8M0, length=32, rows="float16"), {}),
     "int8, float16": (asked("int8", length=48, rows="float16", n=41), {"block_k": 16}),
     "blocks of 64 x 32": (asked("float8_e4m3fn", length=64, across=32, n=72, k=130), {"block_k": 64}),
+    "int4 by 32, steps of two blocks": (asked("int4", length=32, k=160), {"block_k": 64}),
+    "int8 by 16, steps of four blocks": (asked("int8", length=16, k=72, last=False), {"block_k": 64}),
     "int4, e4m3 scales": (asked("int4", scales=E4M3, length=64, n=33), {}),
     "bfloat16 scales": (asked("int4", scales="bfloat16", length=32, accumulate=True), {}),
     "stored [g, k, n]": (asked("int8", length=32, last=False, bias=np.dtype("float32")), {}),
+    "int8 by 64, rows by 32": (asked("int8", length=64, by_row=True, row_block=32, k=100), {}),
+    "mxfp4, rows by 64": (asked("float4_e2m1fn", scales=E8M0, length=32, k=144, by_row=True, row_block=64), {}),
+    "int4, rows by 32": (asked("int4", by_row=True, row_block=32, bias=np.dtype("float32")), {}),
     "float8, stored [g, k, n]": (asked("float8_e5m2", scales=E8M0, length=32, last=False, accumulate=True), {}),
 }
 SMALL = Layout(block_m=16, block_n=32, block_k=32, warps=4, stages=2, raster_group=2)
@@ -89,7 +94,8 @@ def numbers(problem, sizes, first, seed):
         w[1] = np.nan
     extras = [scale]
     if steps.by_row:
-        by_row = rng.uniform(1, 2, problem.m).astype(np.float32)
+        parts = (-(-problem.k // steps.row_block),) if steps.row_block else ()
+        by_row = rng.uniform(1, 2, (problem.m, *parts)).astype(np.float32)
         by_row[nobodys] = np.nan
         extras.insert(0, by_row)
     if steps.bias is not None:
@@ -100,7 +106,7 @@ def numbers(problem, sizes, first, seed):
 
 
 def meaning(problem, x, w, sizes, first, extras):
-    """The result in float64, by weights multiplied by their scales."""
+    """The result in float64, by operands that are multiplied by their scales."""
     steps = problem.epilogue
     by_row, by_column, bias, existing = steps.split(tuple(extras))
     length, across = steps.column_block
@@ -108,6 +114,8 @@ def meaning(problem, x, w, sizes, first, extras):
     w = np.swapaxes(w, 1, 2) if problem.transpose_rhs else w
     scale = scale[:, None] if not length else np.repeat(np.repeat(scale, length, 1), across, 2)
     w = w * scale[:, : problem.k, : problem.n]
+    if steps.row_block:
+        x, by_row = x.astype(np.float64) * np.repeat(by_row, steps.row_block, 1)[:, : problem.k], None
     out = oracle.rows(
         x, w, sizes[0], first=int(first[0]), bias=bias, activation=steps.activation, scales=(by_row, None)
     )
@@ -135,6 +143,22 @@ def test_equals_the_oracle_with_poison_elsewhere(name):
     assert got[rest].tobytes() == kept[rest].tobytes()
 
 
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [(("float8_e4m3fn", (1, 32)), ("float8_e4m3fn", "column")), (("int8", "row"), ("int4", (1, 32, 1))),
+     (("nvfp4", (1, 16)), ("int8", (1, 32, 1))), (("int8", "row"), ("int4", "column"))],
+)  # fmt: skip
+def test_rows_of_8_bits_are_bfloat16_in_one_kernel(left, right):
+    """No product is split along k, whatever scales rows of 8 or 4 bits have."""
+
+    def call(x, w, sizes):
+        return tr.grouped_matmul(tr.quant.quantize(x, *left), tr.quant.quantize(w, *right), sizes)
+
+    args = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((64, 256), (2, 256, 64))]
+    product = tr.why(call, *args, jax.ShapeDtypeStruct((2,), "int32"), target="a100").passes[0]
+    assert product.plan.backend == "triton" and not product.plan.split and product.plan.problem.lhs == jnp.bfloat16
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Compilation and plans
 
@@ -151,11 +175,14 @@ FORMATS = {
     "mxfp8": asked("float8_e4m3fn", scales=E8M0, length=32, **REAL),
     "float8 by 128 x 128": asked("float8_e5m2", length=128, across=128, **REAL),
     "mxfp4, float16": asked("float4_e2m1fn", scales=E8M0, length=32, rows="float16", **REAL),
+    "int4 by 128, rows by 32": asked("int4", length=128, by_row=True, row_block=32, **REAL),
 }
 PAIRS = [(card, name) for card in INSTRUCTIONS for name in FORMATS]
 
 
-@pytest.mark.parametrize(("card", "name"), sweep(PAIRS, [("a100", "mxfp4"), ("mi300x", "nvfp4"), ("b200", "mxfp8")]))
+@pytest.mark.parametrize(
+    ("card", "name"), sweep(PAIRS, [("a100", "mxfp4"), ("mi300x", "nvfp4"), ("h200", "int4 by 128, rows by 32")])
+)
 def test_compiles_to_tensor_cores(card, name):
     problem, some = FORMATS[name], CARDS[card]
     layout = weights_layout.choose(problem, some)
@@ -177,7 +204,10 @@ def test_every_card_has_one_kernel(name):
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
-        (asked("int4", length=32, last=False), r"4-bit weights are unpacked where they are stored \[g, n, k\]"),
+        (
+            asked("int4", length=32, k=97),
+            r"4-bit weights are unpacked where they are stored \[g, n, k\], and k is even",
+        ),
         (asked("int8", length=24), "every 24"),
         (asked("float4_e2m1fn", length=16), "every 16"),
         (asked("int8", length=32, rows="float32"), "rows of bfloat16 or float16"),
@@ -186,6 +216,12 @@ def test_every_card_has_one_kernel(name):
 def test_refusals(problem, reason):
     assert re.search(reason, triton.plan(problem, target_of("a100"), Overrides()).reason)
     assert plan(problem, target_of("a100"), Overrides()).split
+
+
+def test_4_bit_weights_as_they_lie_are_transposed_before_the_kernel():
+    answer = triton.plan(asked("int4", length=32, last=False), target_of("a100"), Overrides())
+    assert answer.problem.transpose_rhs and not answer.asked.transpose_rhs
+    assert "transposed before each product" in answer.slow and "prepare" in answer.advice
 
 
 @pytest.mark.parametrize(("name", "length"), [("mxfp4", 32), ("nvfp4", 16), ("mxfp8", 32), ("int4", 128)])

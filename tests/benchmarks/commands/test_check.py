@@ -73,7 +73,7 @@ def test_the_check_ends_with_a_verdict(monkeypatch, tmp_path, capsys):
     large = dataclasses.replace(good, name="large", large=True)
     quantized = {"half": quantized_cases.Check(lambda: 5e-4, "bfloat16")}
     monkeypatch.setattr(check, "cases", lambda: [good, large])
-    monkeypatch.setattr(quantized_cases, "checks", lambda: quantized)
+    monkeypatch.setattr(quantized_cases, "checks", lambda backend: quantized)
     words = ["check", "--device", "cpu", "--jobs", "0", "--json"]
     assert command_line.main([*words, str(tmp_path / "r.json"), "--quick"]) == 0
     assert "2 of 2 right" in capsys.readouterr().out

@@ -5,6 +5,7 @@ layout           what a layout holds
 kernel           the warpgroups of a CTA and their barriers
 rows             the mainloop of the rows form; contraction: that of the other form, with its mask
 consumer         the consumer warpgroups; mma_shapes: the products that they issue
+gated            gated activations and their pullback; registers: what they need beside the operations of Pallas
 upcast           low-precision weights as a register (RS) operand; block_scales: their scales, where they change along k
 store            the epilogue, and the stores to global memory
 tile_scheduler   the order of tiles; tile_queue: how the producer publishes them to the other warpgroups
@@ -21,19 +22,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from trencadis.backends.gpu.choose import (
-    SCALE_BLOCK,
     choose,
     choose_for_tile,
     hi_lo_operand,
     mma_dtype,
-    needs_promotion,
-    needs_upcast,
     reason,
     tiling_of,
+)
+from trencadis.backends.gpu.layout import CONSUMERS, ROW_ALIGN, SHORT_PART, WGMMA_M, Layout, swizzle_elements
+from trencadis.backends.gpu.scales import (
+    column_scales_by_step,
+    in_operand,
+    needs_upcast,
+    promoted_part,
+    shared_by_tile,
+    unpacks,
     with_bfloat16_rows,
 )
-from trencadis.backends.gpu.layout import CONSUMERS, ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
-from trencadis.backends.prepare import flat_sizes, pad_to, round_up
+from trencadis.backends.prepare import PREPARE, flat_sizes, in_order, pad_to, round_up, with_k_last
 from trencadis.core.decision import Dtypes, Plan, Refusal, missing, unknown_dtype
 from trencadis.core.devices import card_for
 from trencadis.core.dtypes import accumulator, bits
@@ -50,8 +56,6 @@ OPERANDS = (*RESULTS, "float8_e4m3fn", "float8_e5m2", "int8")
 TMA_BOX = 256  # entries that one TMA copy takes along an axis
 TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
 
-PREPARE = "trencadis.quant.prepare(w) stores them in that order once"
-
 _refusal = functools.partial(Refusal, "gpu")
 
 
@@ -62,7 +66,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
 
 def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """The plan for a Hopper GPU, or why there is none."""
-    card, inner = card_for(target), with_bfloat16_rows(_peeled(problem))
+    card, inner = card_for(target), with_bfloat16_rows(with_k_last(_peeled(problem)))
     assert card is not None  # or `_elsewhere` had refused
     refusal = _arithmetic(inner) or _size(inner) or _missing() or _gated(inner)
     if refusal is not None:
@@ -74,7 +78,7 @@ def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan |
     return Plan(
         asked=problem, problem=inner, target=target, backend="gpu", interpret=overrides.interpret,
         tiling=tiling_of(inner, layout), layout=layout,
-        because=reason(inner, layout, card), slow=_slow_order(inner, layout, overrides), advice=PREPARE,
+        because=reason(inner, layout, card), slow=_slow_order(problem, layout, overrides), advice=PREPARE,
     )  # fmt: skip
 
 
@@ -82,15 +86,20 @@ def _slow_order(problem: Problem, layout: Layout, overrides: Overrides) -> str:
     """What a plan says of low-precision weights that are not stored K-major; nothing where they are."""
     if problem.form is not Form.ROWS or problem.transpose_rhs or bits(problem.rhs) > 8 or not overrides.advise:
         return ""
-    if not layout.k_major and not layout.upcast:
+    how = "they are transposed before each product"
+    if layout.rewrites:
+        what = "transposes" if layout.transpose_in_smem else "converts"
+        how = f"the kernel {what} them in shared memory"
+    elif not layout.k_major and not layout.upcast:
         return ""
-    how = "the kernel converts them in shared memory" if layout.upcast else "they are transposed before each product"
     return f"{problem.rhs.name} weights are stored [g, k, n], and tensor cores read them with k last: {how}"
 
 
 def run(plan: Plan, *operands: Array) -> Any:
     """The result of a plan's problem, computed by one kernel; with a gated activation a list of its results."""
-    return execute(plan.problem, plan.layout, *operands, interpret=gpu_interpreter() if plan.interpret else None)
+    lhs, rhs, *rest = operands
+    interpret = gpu_interpreter() if plan.interpret else None
+    return execute(plan.problem, plan.layout, lhs, in_order(plan.asked, plan.problem, rhs), *rest, interpret=interpret)
 
 
 def _elsewhere(target: Target) -> Refusal | None:
@@ -114,18 +123,11 @@ def _elsewhere(target: Target) -> Refusal | None:
 
 
 def _peeled(problem: Problem) -> Problem:
-    """The problem without the steps of its epilogue that the kernel leaves to XLA.
-
-    These are an activation that does not lower in a kernel, and all but the scales where scales change along k.
-    """
+    """The problem without an activation that does not lower in a kernel: XLA applies it after the kernel."""
     epilogue = problem.epilogue
-    if epilogue.along_k and not needs_upcast(problem):
-        kept = epilogue.scaling
-    elif epilogue.activation is not None and not _lowers(epilogue.activation, accumulator(problem.sum, problem.out)):
-        kept = epilogue.without_activation
-    else:
+    if epilogue.activation is None or _lowers(epilogue.activation, accumulator(problem.sum, problem.out)):
         return problem
-    return problem if kept == epilogue else problem.replace(epilogue=kept, out=problem.sum)
+    return problem.replace(epilogue=epilogue.without_activation, out=problem.sum)
 
 
 def _missing() -> Refusal | None:
@@ -136,18 +138,16 @@ def _missing() -> Refusal | None:
 
 def _arithmetic(problem: Problem) -> Refusal | None:
     """The refusal of dtypes, scales or a precision that the kernels do not have; None if they can compute it."""
-    weights = (*OPERANDS, "int4", "float4_e2m1fn") if needs_upcast(problem) else OPERANDS
+    weights = (
+        *OPERANDS,
+        *["int4"] * (needs_upcast(problem) or unpacks(problem)),
+        *["float4_e2m1fn"] * needs_upcast(problem),
+    )
     unknown = unknown_dtype("gpu", problem, Dtypes(OPERANDS, weights, RESULTS, bias=RESULTS))
     if unknown is not None:
         return unknown
-    length = problem.epilogue.blocks
-    if problem.epilogue.along_k and needs_upcast(problem):
-        return _weight_scales(problem)
-    if problem.epilogue.along_k and (length != SCALE_BLOCK or mma_dtype(problem).itemsize > 1):
-        blocks = f"1 x {SCALE_BLOCK} of lhs with {SCALE_BLOCK} x {SCALE_BLOCK} of rhs"
-        return _refusal(f"scales change along k; it takes scales per {blocks}, and 8-bit dtypes of both")
-    if length and problem.k > TMA_BOX * length:
-        return _refusal(f"scales change along k; it takes at most {TMA_BOX} of them, and k = {problem.k} has more")
+    if problem.epilogue.along_k:
+        return _along_k(problem)
     if (
         (mma_dtype(problem) == jnp.float32 or hi_lo_operand(problem))
         and problem.asked not in TF32
@@ -161,21 +161,25 @@ def _arithmetic(problem: Problem) -> Refusal | None:
     return None
 
 
-def _weight_scales(problem: Problem) -> Refusal | None:
-    """The refusal of scales along k of weights that the kernel does not apply; None if it does."""
-    epilogue, (length, across) = problem.epilogue, problem.epilogue.column_block
-    if epilogue.row_block:
-        return _refusal("scales of both operands change along k, and rows are bfloat16")
-    if not problem.transpose_rhs or problem.out.itemsize != 2 or problem.n <= WGMMA_M * CONSUMERS:
+def _along_k(problem: Problem) -> Refusal | None:
+    """The refusal of scales along k that the kernel does not apply; None if it does."""
+    part, (length, across) = promoted_part(problem), problem.epilogue.column_block
+    if not needs_upcast(problem):
+        if part % WGMMA_M or mma_dtype(problem).itemsize > 2:
+            return _refusal(f"scales change along k every {part}; it takes multiples of {WGMMA_M}, and no float32")
+        if shared_by_tile(problem) and problem.k > TMA_BOX * length:
+            return _refusal(f"scales change along k; it takes at most {TMA_BOX} of them, and k = {problem.k} has more")
+        return None
+    if problem.out.itemsize != 2 or problem.n <= WGMMA_M * CONSUMERS:
         return _refusal(
-            "scales of weights change along k, and weights are not stored [g, n, k], or n is at most "
-            f"{WGMMA_M * CONSUMERS}, or the result is {problem.out.name}",
-            "store weights [g, n, k] (quant.prepare does so once), and pass preferred_element_type=bfloat16",
+            f"scales of weights change along k, and n is at most {WGMMA_M * CONSUMERS}, or the result is "
+            f"{problem.out.name}",
+            "pass preferred_element_type=bfloat16",
         )
     if across != 1 and across % WGMMA_M:
         return _refusal(f"scales of weights change along k, and {across} columns share one; it takes 1, 64, 128, ...")
-    if needs_promotion(problem) and length != WGMMA_M and length % (2 * WGMMA_M):
-        return _refusal(f"float32 scales of weights change along k every {length}; it takes 64 and multiples of 128")
+    if part % (2 * WGMMA_M) and part != SHORT_PART and (part != WGMMA_M or in_operand(problem)):
+        return _refusal(f"float32 scales change along k every {part}; it takes 32, 64 and multiples of 128")
     if length % 16:
         return _refusal(f"scales of weights change along k every {length}; it takes multiples of 16")
     return None
@@ -213,37 +217,26 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
 
     Each operand is padded where a TMA copy wants it.
     """
-    from trencadis.backends.gpu.block_scales import stored
     from trencadis.backends.gpu.kernel import call  # here, so that a machine without a GPU need not import it
-    from trencadis.backends.gpu.store import vectors
     from trencadis.backends.gpu.upcast import permute_k
 
     lhs, rhs, sizes, first_group, *extras = operands
     given = problem.epilogue.split(tuple(extras))
-    if interpret is not None:  # the interpreter has no atomic operations and no register operands
-        layout = layout.replace(
-            dynamic=False, num_ctas=min(layout.num_ctas, 2), upcast_in_smem=layout.upcast, interpreted=True
-        )
+    if interpret is not None:
+        problem, layout, rhs = _interpreted(problem, layout, rhs)
     inner, named = _prepared(problem, layout, lhs, rhs, interpret is not None)
     if layout.upcast and not layout.upcast_in_smem:
         named["lhs"] = permute_k(named["lhs"], inner.rhs)
     named["sizes"] = flat_sizes(sizes, problem.m)
     named["first_group"] = first_group
     out_shape = (*problem.out_shape[:-1], inner.n)
-    by_row, by_column = given.by_row, given.by_column
-    if by_row is not None and by_column is not None and problem.epilogue.blocks:
-        # a copy reads the scales of one step, which are to be neighbours
-        length, _ = vectors(inner, layout)["by_column"]
-        named["by_column"] = pad_to(by_column.mT.astype(jnp.float32), (*by_column.mT.shape[:2], length))
-        given = given._replace(by_row=by_row.mT, by_column=None)
-    if layout.upcast and problem.epilogue.along_k and by_column is not None:
-        named["by_column"] = stored(inner.replace(n=problem.n, k=problem.k), layout, by_column)
-        given = given._replace(by_column=None)
-    if given.by_row is not None:  # TMA wants rows of a multiple of 16 bytes
-        named["by_row"] = pad_to(given.by_row, (*given.by_row.shape[:-1], round_up(given.by_row.shape[-1], 4)))
-    for name, vector in (("by_column", given.by_column), ("bias", given.bias)):
-        if vector is not None:
-            named[name] = pad_to(vector, (problem.local_groups, inner.n))
+    if given.by_row is not None:  # TMA wants rows of a multiple of 16 bytes, and those of a step to be neighbours
+        by_row = given.by_row.mT if problem.epilogue.row_block else given.by_row
+        named["by_row"] = pad_to(by_row, (*by_row.shape[:-1], round_up(by_row.shape[-1], 4)))
+    if given.by_column is not None:
+        named["by_column"] = _column_scales(problem, inner, layout, given.by_column)
+    if given.bias is not None:
+        named["bias"] = pad_to(given.bias, (problem.local_groups, inner.n))
     if given.existing is not None:
         named["existing"] = pad_to(given.existing, out_shape)
     named |= _gate_operands(problem, named["rhs"].shape, inner.n, *extras[len(given.given) :])
@@ -265,6 +258,36 @@ def _gate_operands(problem: Problem, weights: tuple[int, ...], n: int, *operands
     return {"up": pad_to(up, weights)} | {"bias_up": pad_to(each, (problem.local_groups, n)) for each in bias}
 
 
+def _interpreted(problem: Problem, layout: Layout, rhs: Array) -> tuple[Problem, Layout, Array]:
+    """A problem, its layout and weights for the interpreter: it has no atomics, register operands and inlined PTX."""
+    eight = problem.lhs.itemsize == 1
+    if layout.upcast and eight:
+        problem, rhs = problem.replace(rhs=problem.lhs), rhs.astype(problem.lhs)
+    layout = layout.replace(
+        dynamic=False, num_ctas=min(layout.num_ctas, 2), upcast=layout.upcast and not eight,
+        upcast_in_smem=layout.upcast and not eight, transpose_in_smem=False, k_major=layout.k_major or eight,
+        interpreted=True,
+    )  # fmt: skip
+    return problem, layout, rhs
+
+
+def _column_scales(problem: Problem, inner: Problem, layout: Layout, scales: Array) -> Array:
+    """The scales of columns, as the kernel of the inner problem reads them."""
+    from trencadis.backends.gpu.block_scales import stored
+    from trencadis.backends.gpu.store import vectors
+
+    _, across = problem.epilogue.column_block
+    if shared_by_tile(inner):
+        length, _ = vectors(inner, layout)["by_column"]
+        return pad_to(scales.mT.astype(jnp.float32), (scales.shape[0], scales.shape[2], length))
+    if column_scales_by_step(inner):
+        scales = jnp.repeat(scales.astype(jnp.float32), across, axis=2) if across > 1 else scales.astype(jnp.float32)
+        return pad_to(scales[..., : problem.n], (*scales.shape[:2], inner.n))
+    if problem.epilogue.column_block[0]:
+        return stored(inner.replace(n=problem.n, k=problem.k), scales)
+    return pad_to(scales, (problem.local_groups, inner.n))
+
+
 def _prepared(
     problem: Problem, layout: Layout, lhs: Array, rhs: Array, interpret: bool
 ) -> tuple[Problem, dict[str, Array]]:
@@ -279,12 +302,13 @@ def _prepared(
     run, out_run = swizzle_elements(dtype, layout.swizzle), swizzle_elements(problem.out)
     rows_form = problem.form is Form.ROWS
     rows, k = round_up(problem.rows, ROW_ALIGN), round_up(problem.k, layout.block_k if interpret and rows_form else run)
-    n = round_up(problem.n, out_run if layout.k_major else max(run, out_run))
+    n = round_up(problem.n, out_run if layout.k_major else max(WGMMA_M if layout.transpose_in_smem else run, out_run))
     if rows_form:
         k_major = problem.transpose_rhs or layout.k_major
         rhs = rhs.mT if layout.k_major and not problem.transpose_rhs else rhs
         weights = problem.weights
-        shapes: list[tuple[int, ...]] = [(rows, k), (weights, n, k) if k_major else (weights, k, n)]
+        last = round_up(problem.k, ROW_ALIGN) if not interpret else k  # a copy of rows past the end reads 0
+        shapes: list[tuple[int, ...]] = [(rows, k), (weights, n, k) if k_major else (weights, last, n)]
         inner = problem.replace(k=k, n=n, transpose_rhs=k_major)
     else:
         k_major = problem.transpose_lhs or layout.k_major

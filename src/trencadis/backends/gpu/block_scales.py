@@ -26,6 +26,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
 from trencadis.backends.gpu.layout import WGMMA_M, Layout
+from trencadis.backends.gpu.scales import in_operand
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
 from trencadis.backends.gpu.upcast import ROW, WORD_BYTES
 from trencadis.core.problem import Problem
@@ -58,7 +59,7 @@ class BlockScales:
     @property
     def packed(self) -> bool:
         """Whether scales are bytes, four to a word, that operand A is multiplied by; promotion has float32."""
-        return not self.layout.promoted
+        return in_operand(self.problem)
 
     def load(self, refs: Refs, tile: Tile, top: Scalar, step: Scalar) -> list[jax.Array]:
         """The scales of a step for the 64 columns from `top` of a tile on: words or float32 numbers [64].
@@ -67,8 +68,10 @@ class BlockScales:
         """
         weights, across = self.problem.weights, self.problem.epilogue.column_block[1]
         group = tile.group if weights == self.problem.spans else lax.rem(tile.group, i32(weights))
-        ref, first = refs["by_column"], lax.div(tile.column + top, i32(across))
-        rows = ref.at[group, pl.ds(first, WGMMA_M if across == 1 else 1)]
+        ref, height = refs["by_column"], WGMMA_M if across == 1 else 1
+        first = lax.div(tile.column + top, i32(across))
+        # the last tile may be wider than the result: what it computes there is not stored
+        rows = ref.at[group, pl.ds(lax.min(first, i32(ref.shape[1] - height)), height)]
         start = lax.div(step * i32(self.layout.block_k), i32(self.length))
         count = self.per_step
         if self.packed:
@@ -76,12 +79,12 @@ class BlockScales:
         return _load(rows, start, count, shared=across > 1)
 
 
-def stored(problem: Problem, layout: Layout, scales: jax.Array) -> jax.Array:
+def stored(problem: Problem, scales: jax.Array) -> jax.Array:
     """Scales [g, k / length, n / across] as the kernel reads them: [g, n / across, k / length], float32 or words."""
     scales, pad = scales.mT, -problem.n % WGMMA_M if problem.epilogue.column_block[1] == 1 else 0
     if pad:
         scales = jnp.concatenate([scales, jnp.ones((scales.shape[0], pad, scales.shape[2]), scales.dtype)], axis=1)
-    if layout.promoted:
+    if not in_operand(problem):
         return scales.astype(jnp.float32)
     scales = lax.bitcast_convert_type(scales, jnp.uint8)
     unit = math.gcd(scales.shape[2], WORD_BYTES)

@@ -21,14 +21,26 @@ import numpy as np
 from trencadis.backends.gpu.layout import (
     CONSUMERS,
     QUEUE_SLOTS,
+    REWRITE_STAGES,
+    SCALE_BLOCK,
+    SHORT_PART,
     SLICE,
     SLICE_SLOTS,
     SWAP_AB_UNIT,
     SWIZZLE,
-    UPCAST_STAGES,
     WGMMA_M,
     Layout,
     swizzle_elements,
+)
+from trencadis.backends.gpu.scales import (
+    column_scales_by_step,
+    in_operand,
+    needs_upcast,
+    promoted_part,
+    row_scales_of_step,
+    shared_by_tile,
+    transposes,
+    unpacks,
 )
 from trencadis.core.devices import Card
 from trencadis.core.dtypes import bits
@@ -39,18 +51,13 @@ MAX_STAGES = 8  # more stages hide no more latency
 LARGE_M, LARGE_N = 256, 192  # the largest tile, exchanged in swap-AB: two consumers have registers for no more sums
 MAX_N = {Form.ROWS: 256, Form.CONTRACTION: LARGE_N}  # of one wgmma; a mask warpgroup leaves fewer registers
 PULLBACK_M = 160  # rows of a tile with the pullback of a gated activation
-SCALE_BLOCK = 128  # columns of a tile whose scales change along k: those of one block of scales
-UPCAST_N = 128  # columns of a tile whose weights are upcast
+UPCAST_N = 128  # columns of a tile whose weights are upcast or transposed
 MORE_CONSUMERS = 4  # where unpacking weights takes the time, and there are few rows
 SMALL_GROUP = 64  # mean rows of a group up to which the product is bound by reading weights
 TINY_GROUP = 16  # mean rows of a group up to which the smallest tiles do
-TRANSPOSE_ROWS = 512  # mean rows of a group from which on transposing its float8 weights pays
 LARGE_GROUP = 1024  # mean rows of a group from which on the padding of its last tile hardly matters
 HOT_SHARE = 2  # contraction: prepare for a group that has 1/2 of all rows, which one CTA must sum up for each tile
 DYNAMIC_FLOPS = 10**11  # from here on dynamic scheduling pays for its counter, which one small kernel clears
-
-# significant bits of the values of low-precision weights
-DIGITS = {"int4": 3, "int8": 7, "float8_e4m3fn": 4, "float8_e5m2": 3, "float4_e2m1fn": 2}
 
 # the time for the same work in tiles of each size, relative to the largest; smaller tiles read operands more often
 RELATIVE_TIME: dict[Form, dict[tuple[int, int], float]] = {
@@ -73,9 +80,11 @@ def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
         return _layout(problem, card, *_upcast_tile(problem, block_m))
     if problem.gate is not None:
         return _layout(problem, card, *_gated_tile(problem, max(block_m // WGMMA_M * WGMMA_M, WGMMA_M)))
+    if (transposes(problem) or unpacks(problem)) and not promoted_part(problem):
+        return _layout(problem, card, *_rewrite_tile(problem, block_m))
     if _swap_ab(problem) and block_m < LARGE_M and block_n >= max_n:
         return _layout(problem, card, max(block_m // WGMMA_M * WGMMA_M, WGMMA_M), max_n)
-    if problem.epilogue.blocks:
+    if promoted_part(problem):
         return _layout(problem, card, CONSUMERS * WGMMA_M, SCALE_BLOCK)
     block_m = LARGE_M if block_m >= LARGE_M else WGMMA_M * CONSUMERS
     max_n = min(max_n, LARGE_M * LARGE_N // block_m)
@@ -115,40 +124,11 @@ def mma_dtype(problem: Problem) -> np.dtype[Any]:
         return problem.lhs
     if hi_lo_operand(problem):
         return np.dtype(jnp.bfloat16)
+    if unpacks(problem):
+        return problem.lhs
     if "float32" in kinds or kinds == {"bfloat16", "float16"}:
         return np.dtype(np.float32)
     return np.dtype(np.float16 if "float16" in kinds else jnp.bfloat16)  # either holds every 8-bit number
-
-
-def needs_upcast(problem: Problem) -> bool:
-    """Whether the kernel upcasts the weights: no wgmma multiplies weights of 8 or 4 bits with bfloat16 rows."""
-    low_precision = problem.rhs.name in ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
-    return problem.form is Form.ROWS and problem.lhs == jnp.bfloat16 and low_precision
-
-
-def with_bfloat16_rows(problem: Problem) -> Problem:
-    """The problem with 8-bit rows as bfloat16, which is exact, where weights are better upcast.
-
-    These are weights whose scales change along k. And float8 weights `[g, k, n]` for few rows each: tensor cores take
-    them with k last, and transposing them moves three times their bytes, which is worth it only for many rows.
-    """
-    epilogue = problem.epilogue
-    if problem.form is not Form.ROWS or problem.lhs.itemsize > 1 or epilogue.row_block:
-        return problem
-    float8 = all(dtype.name.startswith("float8") for dtype in (problem.lhs, problem.rhs))
-    few = problem.m < TRANSPOSE_ROWS * problem.groups
-    if epilogue.along_k or (float8 and few and not problem.transpose_rhs):
-        return problem.replace(lhs=np.dtype(jnp.bfloat16))
-    return problem
-
-
-def needs_promotion(problem: Problem) -> bool:
-    """Whether weights have scales along k by which they cannot be multiplied: the product has too many digits."""
-    epilogue = problem.epilogue
-    if not (needs_upcast(problem) and epilogue.along_k):
-        return False
-    digits = DIGITS[problem.rhs.name] + {"float8_e8m0fnu": 0, "float8_e4m3fn": 4}.get(epilogue.column_scales.name, 24)
-    return digits > 8
 
 
 def hi_lo_operand(problem: Problem) -> str:
@@ -165,12 +145,14 @@ def _tile(problem: Problem, cores: int) -> tuple[int, int]:
     """The rows and columns of a tile of the result."""
     if needs_upcast(problem):
         return _upcast_tile(problem, 2 * SWAP_AB_UNIT if problem.m / problem.groups <= TINY_GROUP else LARGE_N)
-    if problem.epilogue.blocks:  # promoted sums take as many registers again as the accumulators
+    if promoted_part(problem):  # promoted sums take as many registers again as the accumulators
         return CONSUMERS * WGMMA_M, SCALE_BLOCK
     rows = problem.m / problem.groups
     tall = WGMMA_M if rows <= TINY_GROUP else 128 if rows <= SMALL_GROUP else LARGE_N
     if problem.gate is not None:
         return _gated_tile(problem, tall)
+    if transposes(problem) or unpacks(problem):
+        return _rewrite_tile(problem, tall if _swap_ab(problem) else LARGE_M)
     if problem.n <= 128:
         return LARGE_M, WGMMA_M if problem.n <= WGMMA_M else 128
     if _swap_ab(problem):
@@ -183,11 +165,18 @@ def _tile(problem: Problem, cores: int) -> tuple[int, int]:
     return min(RELATIVE_TIME[problem.form], key=lambda tile: _estimated_time(problem, cores, *tile))
 
 
+def _rewrite_tile(problem: Problem, block_m: int) -> tuple[int, int]:
+    """The tile for weights that are transposed, or unpacked to 8 bits, of at most so many rows if that is possible."""
+    if _swap_ab(problem):
+        return min(max(block_m // WGMMA_M * WGMMA_M, WGMMA_M), LARGE_N), UPCAST_N
+    return LARGE_M if block_m >= LARGE_M else CONSUMERS * WGMMA_M, UPCAST_N
+
+
 def _upcast_tile(problem: Problem, block_m: int) -> tuple[int, int]:
     """The tile for weights that are upcast, of at most this many rows unless the smallest has more."""
     if _swap_ab(problem):
-        # less beside weights that are upcast in shared memory, and beside promoted sums
-        most = LARGE_N if problem.transpose_rhs and not needs_promotion(problem) else 2 * WGMMA_M
+        # less beside weights that are rewritten in shared memory, and beside promoted sums
+        most = LARGE_N if problem.transpose_rhs and not promoted_part(problem) else 2 * WGMMA_M
         block_m = min(max(block_m // SWAP_AB_UNIT * SWAP_AB_UNIT, SWAP_AB_UNIT), most)
         return block_m, MORE_CONSUMERS * WGMMA_M if _more_consumers(problem, block_m) else UPCAST_N
     return CONSUMERS * WGMMA_M, UPCAST_N if problem.n > WGMMA_M else WGMMA_M
@@ -198,7 +187,7 @@ def _more_consumers(problem: Problem, block_m: int) -> bool:
 
     Then unpacking takes the time, and four consumers still have registers for it.
     """
-    if needs_promotion(problem) or not problem.epilogue.along_k or not problem.transpose_rhs:
+    if promoted_part(problem) or not in_operand(problem) or not problem.transpose_rhs:
         return False
     return problem.rhs.name == "float4_e2m1fn" and block_m <= 2 * SWAP_AB_UNIT and _swap_ab(problem)
 
@@ -226,8 +215,10 @@ def _gated_tile(problem: Problem, block_m: int) -> tuple[int, int]:
 
 def _swap_ab(problem: Problem) -> bool:
     """Whether to swap operands: padding is worth avoiding, and the result is 16 bits wide, as `stmatrix` transposes."""
-    if problem.epilogue.blocks or problem.gate is not None:
-        return problem.gate is not None
+    if problem.gate is not None:
+        return True
+    if promoted_part(problem) and not needs_upcast(problem):
+        return False
     rows = 0 if needs_upcast(problem) else problem.m / problem.groups
     return problem.form is Form.ROWS and problem.out.itemsize == 2 and problem.n > 128 and rows < LARGE_GROUP
 
@@ -238,13 +229,14 @@ def _swap_ab(problem: Problem) -> bool:
 
 def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
     """The layout with this tile and as many stages as fit into shared memory."""
-    dtype, upcast = mma_dtype(problem), needs_upcast(problem)
+    dtype, upcast = mma_dtype(problem), needs_upcast(problem) or unpacks(problem)
     swizzle = _swizzle(problem)
-    gate = problem.gate
-    gated, pullback = gate is not None and not gate.pullback, gate is not None and gate.pullback
-    swap_ab = _swap_ab(problem) and (upcast or gated or block_n == MAX_N[Form.ROWS])
+    transpose = transposes(problem)
+    gated, pullback = (problem.gate is not None and problem.gate.pullback is back for back in (False, True))
+    swap_ab = _swap_ab(problem) and (upcast or gated or block_n == (UPCAST_N if transpose else MAX_N[Form.ROWS]))
     # RS wgmma takes weights from registers only as operand A, K-major
-    in_smem = upcast and not (swap_ab and problem.transpose_rhs)
+    in_smem = unpacks(problem) or (upcast and not (swap_ab and (problem.transpose_rhs or transpose)))
+    transpose = transpose and not in_smem
     more = _more_consumers(problem, block_m)
     consumers = MORE_CONSUMERS if more else CONSUMERS
     block_k = _block_k(problem, swizzle, block_m > WGMMA_M or in_smem or more)
@@ -252,14 +244,15 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
     buffers, rows = (1, block_m) if swap_ab else (_store_buffers(problem, block_n), WGMMA_M)
     rows = 3 * SLICE_SLOTS * SLICE if pullback else rows
     others = _shared_beside_stages(problem, block_n, buffers, rows, consumers)
-    others += in_smem * UPCAST_STAGES * block_k * block_n * dtype.itemsize
+    others += in_smem * REWRITE_STAGES * block_k * block_n * dtype.itemsize
+    others += transpose * REWRITE_STAGES * block_k * block_n
     flops = 2 * problem.rows * problem.k * problem.n * (1 + gated)
     return Layout(
         block_m=block_m,
         block_n=block_n,
         block_k=block_k,
         stages=min((card.shared - others) // stage, MAX_STAGES),
-        raster_group=8 if block_m > 128 else 16,
+        raster_group=8 if block_m > 128 or (problem.transpose_rhs and dtype.itemsize == 2 and not swap_ab) else 16,
         num_ctas=card.cores,
         consumers=consumers,
         swizzle=swizzle,
@@ -268,10 +261,11 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
         swap_ab=swap_ab,
         upcast=upcast,
         upcast_in_smem=in_smem,
+        transpose_in_smem=transpose,
         gated=gated,
         epilogue_steps=block_n // WGMMA_M if pullback else 0,
-        promoted=needs_promotion(problem),
-        k_major=dtype.itemsize != 2,
+        promoted=promoted_part(problem) > 0,
+        k_major=dtype.itemsize != 2 and not transpose,
         dynamic=flops >= DYNAMIC_FLOPS,
     )
 
@@ -281,9 +275,11 @@ def _block_k(problem: Problem, swizzle: int, short: bool) -> int:
 
     Where weights are upcast it is two swizzle rows of lhs if steps are to be short, and otherwise one of the weights.
     """
-    if needs_promotion(problem) and problem.epilogue.column_block[0] == WGMMA_M:
+    part = promoted_part(problem)
+    if part % (2 * WGMMA_M) and part != SHORT_PART:
         return WGMMA_M
-    if needs_upcast(problem):
+    if needs_upcast(problem):  # beside promoted sums, registers hold scales of rows or longer steps
+        short = short or problem.epilogue.row_block > 0
         return 2 * swizzle_elements(problem.lhs) if short else swizzle_elements(problem.rhs)
     return swizzle_elements(mma_dtype(problem), SWIZZLE if problem.form is Form.ROWS else swizzle)
 
@@ -291,11 +287,12 @@ def _block_k(problem: Problem, swizzle: int, short: bool) -> int:
 def _swizzle(problem: Problem) -> int:
     """The bytes of a swizzle row of the operands; half of the usual where that wastes less of K-major operands."""
     size = mma_dtype(problem).itemsize
-    if size == 2:
-        return SWIZZLE
+    if size == 2:  # so that a part of a step is whole swizzle rows
+        return SWIZZLE // 2 if promoted_part(problem) == SHORT_PART else SWIZZLE
     if problem.form is Form.CONTRACTION:
         return SWIZZLE // 2 if size == 1 else SWIZZLE
-    return SWIZZLE // 2 if problem.k * size % SWIZZLE == SWIZZLE // 2 else SWIZZLE
+    half = problem.k * size % SWIZZLE == SWIZZLE // 2 or (size == 1 and promoted_part(problem) % SWIZZLE)
+    return SWIZZLE // 2 if half else SWIZZLE
 
 
 def _store_buffers(problem: Problem, block_n: int) -> int:
@@ -315,11 +312,14 @@ def _shared_beside_stages(problem: Problem, block_n: int, buffers: int, rows: in
     """
     stored = consumers * buffers * rows * SWIZZLE
     epilogue = problem.epilogue
-    vectors = [4 * LARGE_M] * epilogue.by_row + [4 * block_n] * (epilogue.by_column and not epilogue.along_k)
-    if epilogue.blocks:  # the scales of the rows of each stage, and of the weights of all steps
-        vectors = [2 * WGMMA_M * MAX_STAGES * 4 // consumers, 4 * -(-problem.k // epilogue.blocks) + 128]
+    along_k = epilogue.column_block[0]
+    vectors = [4 * LARGE_M] * (epilogue.by_row and not epilogue.row_block)
+    vectors += [4 * block_n] * (epilogue.by_column and not along_k)
+    vectors += [4 * -(-problem.k // along_k) + 128] if shared_by_tile(problem) else []
+    by_step = [2 * WGMMA_M * row_scales_of_step(problem, 2 * WGMMA_M)] + [block_n] * column_scales_by_step(problem)
+    vectors += [4 * MAX_STAGES * length // consumers for length in by_step]
     vectors += [] if epilogue.bias is None else [block_n * epilogue.bias.itemsize] * (1 if problem.gate is None else 2)
     vectors += [4 * LARGE_M] * (problem.gate is not None and problem.gate.pullback)
     loaded = sum(-(-consumers * size // 1024) * 1024 for size in vectors)
-    barriers = 8 * (4 * MAX_STAGES + 2 * UPCAST_STAGES + 2 * QUEUE_SLOTS + (1 + buffers) * consumers + 1)
+    barriers = 8 * (4 * MAX_STAGES + 2 * REWRITE_STAGES + 2 * QUEUE_SLOTS + (1 + buffers) * consumers + 1)
     return stored + loaded + 1024 + barriers

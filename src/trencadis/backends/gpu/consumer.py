@@ -18,9 +18,10 @@ from trencadis.backends.gpu import tile_queue
 from trencadis.backends.gpu.block_scales import BlockScales
 from trencadis.backends.gpu.contraction import ContractionMainloop
 from trencadis.backends.gpu.gated import store_for
-from trencadis.backends.gpu.layout import UPCAST_STAGES, WGMMA_M, Layout
+from trencadis.backends.gpu.layout import REWRITE_STAGES, WGMMA_M, Layout
 from trencadis.backends.gpu.mma_shapes import MmaShape, MmaShapes, mma_shapes
 from trencadis.backends.gpu.rows import RowsMainloop
+from trencadis.backends.gpu.scales import column_scales_by_step, in_operand, promoted_part, shared_by_tile
 from trencadis.backends.gpu.store import Store, Sums, part_of
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.backends.gpu.upcast import Scales
@@ -63,6 +64,8 @@ class Consumer:
         subtiles = store.subtiles(top, shapes.largest)
         store.prefetch(tile, subtiles)
         rows = sorted({0, *(shape.blocks * WGMMA_M for shape in shapes.all), *[2 * WGMMA_M] * self.layout.gated})
+        if self.layout.promoted:  # promoted sums come block by block
+            rows = list(range(0, rows[-1] + 1, WGMMA_M))
         columns = sorted({0, *(shape.n for shape in shapes.all)})
 
         def product(shape: MmaShape) -> list[list[jax.Array]]:
@@ -74,18 +77,17 @@ class Consumer:
 
     def _product(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, store: Store) -> list[jax.Array]:
         """The sums of its blocks of a tile, as arrays [..., n] one below the other."""
-        if self.problem.epilogue.blocks:
-            return self._promoted_sums(tile, done, top, shape, store)
+        if self.layout.promoted and self.layout.upcast and not self.layout.upcast_in_smem:
+            return [self._upcast_promoted_sums(tile, done, top, shape)]
         if self.layout.promoted:
-            return [self._weight_promoted_sums(tile, done, top, shape)]
+            return self._promoted_sums(tile, done, top, shape, store)
         summed = functools.partial(self._sums, tile, done, top, shape)
         acc = mgpu.ACC((shape.blocks * WGMMA_M, shape.n), self.problem.acc)
         return pl.run_scoped(summed, *(acc,) * (2 if self.layout.gated else 1))
 
     def _sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, *accs: Ref) -> list[jax.Array]:
         """The sums of a tile [blocks * 64, n], accumulated by wgmma over all steps; with gate and up, those of both."""
-        scaled = self.layout.upcast and self.problem.epilogue.along_k
-        source = BlockScales(self.problem, self.layout) if scaled else None
+        source = BlockScales(self.problem, self.layout) if in_operand(self.problem) else None
 
         def step(i: Scalar, words: list[jax.Array]) -> list[jax.Array]:
             at = self._wait(tile, done, i)
@@ -109,7 +111,11 @@ class Consumer:
 
         The product of each step is scaled and added to float32 sums in other registers (promotion).
         """
-        store.wait_vectors(tile)
+        assert isinstance(self.mainloop, RowsMainloop)
+        mainloop, (length, _) = self.mainloop, self.problem.epilogue.column_block
+        of_tile, of_step = shared_by_tile(self.problem), column_scales_by_step(self.problem)
+        if of_tile:
+            store.wait_vectors(tile)
 
         def product(at: tuple[Scalar, Scalar], row: int) -> jax.Array:
             def run(acc: Ref) -> jax.Array:
@@ -121,24 +127,36 @@ class Consumer:
 
         def step(i: Scalar, sums: list[jax.Array]) -> list[jax.Array]:
             at = self._wait(tile, done, i)
-            of_weights, of_rows = self.refs["smem_by_column"][self.warpgroup, i], self.refs["smem_row_scales"]
             rows = range(0, shape.blocks * WGMMA_M, WGMMA_M)
-            scales = [of_rows[at[0], pl.ds(top + i32(row), WGMMA_M)] * of_weights for row in rows]  # [64]
+            each = self.refs["smem_by_column"][self.warpgroup, mainloop.scale_of(i, length)] if of_tile else None
+            scales = [self._row_scales(at[0], top + i32(row), each) for row in rows]
+            columns = self.refs["smem_column_scales"][at[0], pl.ds(0, shape.n)] if of_step else None
             for block, (row, scale) in enumerate(zip(rows, scales, strict=True)):
                 acc = product(at, row)
                 if block == shape.blocks - 1:
                     self._release(done, i)
-                sums[block] = sums[block] + acc * lax.broadcast_in_dim(scale, acc.shape, (0,))
+                sums[block] = sums[block] + _scaled(acc, scale, columns)
             return sums
 
         zeros = [jnp.zeros((WGMMA_M, shape.n), jnp.float32) for _ in range(shape.blocks)]
         return lax.fori_loop(i32(0), tile.steps, step, zeros)
 
-    def _weight_promoted_sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape) -> jax.Array:
-        """The sums [64, n] of a tile whose weights, operand A, have scales for each row of it and block of k."""
+    def _row_scales(self, stage: Scalar, row: Scalar, factor: Scalar | None) -> jax.Array | None:
+        """The scales of 64 rows of a tile in a step times a factor that they share, [64]; None without either."""
+        if not self.problem.epilogue.row_block:
+            return None if factor is None else lax.broadcast(factor, (WGMMA_M,))
+        scales = self.refs["smem_row_scales"][stage, 0, pl.ds(row, WGMMA_M)]
+        return scales if factor is None else scales * factor
+
+    def _upcast_promoted_sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape) -> jax.Array:
+        """The sums [64, n] of a tile whose weights are operand A, where scales change along k.
+
+        Those of weights have one number for each row of operand A, those of rows one for each column of the sums.
+        """
         assert isinstance(self.mainloop, RowsMainloop)
-        mainloop, source = self.mainloop, BlockScales(self.problem, self.layout)
-        length = min(source.length, self.layout.block_k)
+        mainloop, row_block, exact = self.mainloop, self.problem.epilogue.row_block, in_operand(self.problem)
+        source = BlockScales(self.problem, self.layout) if self.problem.epilogue.column_block[0] else None
+        length = min(promoted_part(self.problem), self.layout.block_k)
 
         def product(a: Any, b: Ref, acc: Ref) -> jax.Array:
             mgpu.wgmma(acc, a, b)
@@ -146,15 +164,19 @@ class Consumer:
             return acc[...]
 
         def step(i: Scalar, sums: jax.Array) -> jax.Array:
-            scales = source.load(self.refs, tile, top, i)  # they arrive before the product is there
+            scales = [] if source is None else source.load(self.refs, tile, top, i)  # there before the product is
             at = self._wait(tile, done, i)
-            weights, _ = self._operands(at, top, 1, shape.n)
-            for part, scale in enumerate(scales):
-                a = weights[:, part * length : (part + 1) * length] if len(scales) > 1 else weights
-                b = mainloop.lhs_part(self.refs, at[0], shape.n, pl.ds(part * length, length))
+            factors = Scales(scales, source.dtype, source.length) if source is not None and exact else None
+            weights, _ = self._operands(at, top, 1, shape.n, factors)
+            of_rows = self.refs["smem_row_scales"] if row_block else None
+            for k in range(0, self.layout.block_k, length):
+                a = weights if length == self.layout.block_k else weights[:, k : k + length]
+                b = mainloop.lhs_part(self.refs, at[0], shape.n, pl.ds(k, length))
                 multiply = functools.partial(product, a, b)
                 acc = pl.run_scoped(multiply, mgpu.ACC((WGMMA_M, shape.n), self.problem.acc))
-                sums = sums + acc * lax.broadcast_in_dim(scale, acc.shape, (0,))
+                rows = None if of_rows is None else of_rows[at[0], k // row_block, pl.ds(0, shape.n)]
+                columns = None if source is None or exact else scales[k // source.length]
+                sums = sums + _scaled(acc, columns, rows)
             self._release(done, i)
             return sums
 
@@ -186,21 +208,28 @@ class Consumer:
         if isinstance(self.mainloop, ContractionMainloop):
             may_need_mask = self.mainloop.may_need_mask(self.scheduler, tile, i)
             pl.when(may_need_mask)(lambda: mgpu.barrier_wait(refs["masked"].at[at]))
-        if not self.layout.upcast_in_smem:
+        if not self.layout.rewrites:
             return at, at
-        to = tile_queue.slot(done + i, UPCAST_STAGES)
-        mgpu.barrier_wait(refs["upcast_full"].at[to])
+        to = tile_queue.slot(done + i, REWRITE_STAGES)
+        mgpu.barrier_wait(refs["rewritten"].at[to])
         return at, to
 
     def _release(self, done: Scalar, i: Scalar) -> None:
-        """Tell the producer, and the upcast warpgroup, that this consumer has read step i of a tile."""
+        """Tell the producer, and the warpgroup that rewrites weights, that this consumer has read step i of a tile."""
         mgpu.barrier_arrive(self.refs["empty"].at[tile_queue.slot(done + i, self.layout.stages)])
-        if self.layout.upcast_in_smem:
-            mgpu.barrier_arrive(self.refs["upcast_empty"].at[tile_queue.slot(done + i, UPCAST_STAGES)])
+        if self.layout.rewrites:
+            mgpu.barrier_arrive(self.refs["rewritten_empty"].at[tile_queue.slot(done + i, REWRITE_STAGES)])
+
+
+def _scaled(acc: jax.Array, down: jax.Array | None, across: jax.Array | None) -> jax.Array:
+    """Sums [64, n] times a scale for each of their rows, and one for each of their columns."""
+    for axis, scales in enumerate((down, across)):
+        acc = acc if scales is None else acc * lax.broadcast_in_dim(scales, acc.shape, (axis,))
+    return acc
 
 
 def _cut(sums: list[jax.Array], rows: Sequence[int], columns: Sequence[int]) -> list[list[jax.Array]]:
-    """Sums, which are below each other, cut at these rows and columns; zeros where a larger product has more of them."""
+    """Sums that are below each other, cut at these rows and columns; zeros where a larger product has more of them."""
     height, n = sums[0].shape
 
     def part(top: int, bottom: int, left: int, right: int) -> jax.Array:

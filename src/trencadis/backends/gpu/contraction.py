@@ -7,6 +7,7 @@ The mask warpgroup zeroes these in both operands, since zero times whatever they
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,6 +31,8 @@ class ContractionMainloop:
 
     problem: Problem
     layout: Layout
+
+    copies = 2  # of a step
 
     @property
     def k_major(self) -> tuple[bool, bool]:
@@ -60,11 +63,6 @@ class ContractionMainloop:
             source = refs[name].at[(low, *place) if cut.hi_lo == name else place]
             mgpu.copy_gmem_to_smem(source, refs[staged].at[stage], full)
 
-    @property
-    def copies(self) -> int:
-        """The number of copies of a step."""
-        return 2
-
     def operands(self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int) -> tuple[Any, Any]:
         """Operands A and B of a consumer: its rows of the matrix by the columns of the tile."""
         (lhs, rhs), (lhs_k_major, rhs_k_major) = (refs[name] for name in STAGED), self.k_major
@@ -82,8 +80,10 @@ class ContractionMainloop:
 
         @pl.when((low > 0) | (high < block_k))
         def _() -> None:
-            for staged, k_major in zip(STAGED, self.k_major, strict=True):
-                (_mask_columns if k_major else _mask_rows)(refs[staged], stage, low, high)
+            operands = list(zip((refs[name] for name in STAGED), self.k_major, strict=True))
+            _mask_rows([ref for ref, k_major in operands if not k_major], stage, low, high)
+            for ref in (ref for ref, k_major in operands if k_major):
+                _mask_columns(ref, stage, low, high)
             mgpu.commit_smem()
 
 
@@ -94,28 +94,36 @@ def _registers(dtype: Any, run: int) -> Any:
     return mgpu.Layout.TILED(tiles, (-5,), (-3, -2), -1)
 
 
-def _mask_rows(stages: Ref, stage: Scalar, low: Scalar, high: Scalar) -> None:
+def _mask_rows(operands: list[Ref], stage: Scalar, low: Scalar, high: Scalar) -> None:
     """Zero the rows of a stage [block_k, columns] outside of [low, high), eight at a time; most are not touched."""
-    _, block_k, columns = stages.shape
-    layout = _registers(stages.dtype, swizzle_elements(stages.dtype))
-    zeros = mgpu.layout_cast(jnp.zeros((ROW_ALIGN, columns), stages.dtype), layout)
-    # eights of rows: the first few, which `low` is past, and those from the one on that holds `high`
-    before, after = lax.div(low + i32(ROW_ALIGN - 1), i32(ROW_ALIGN)), lax.div(high, i32(ROW_ALIGN))
+    eight, block_k = i32(ROW_ALIGN), i32(operands[0].shape[1] if operands else 0)
+    above, below = lax.div(low, eight), lax.div(high + i32(ROW_ALIGN - 1), eight)  # eights [above, below) have own rows
 
-    def some(i: Scalar, _: None) -> None:
-        first = lax.select(i < before, i, after + i - before) * i32(ROW_ALIGN)
-        rows = stages.at[stage, pl.ds(pl.multiple_of(first, ROW_ALIGN), ROW_ALIGN)]
+    def each(mask: Callable[[Ref, Any, Any], None], i: Scalar) -> None:
+        for stages in operands:
+            layout = _registers(stages.dtype, swizzle_elements(stages.dtype))
+            zeros = mgpu.layout_cast(jnp.zeros((ROW_ALIGN, stages.shape[2]), stages.dtype), layout)
+            mask(stages.at[stage, pl.ds(pl.multiple_of(i * eight, ROW_ALIGN), ROW_ALIGN)], zeros, layout)
 
-        def zero() -> None:
+    def zero(i: Scalar, _: None) -> None:
+        def mask(rows: Ref, zeros: Any, _: Any) -> None:
             rows[...] = zeros
 
-        def zero_around() -> None:
-            at = mgpu.layout_cast(lax.broadcasted_iota(jnp.int32, zeros.shape, 0), layout) + first
-            rows[...] = lax.select((at >= low) & (at < high), mgpu.layout_cast(rows[...], layout), zeros)
+        each(mask, lax.select(i < above, i, below + i - above))
 
-        lax.cond((first + i32(ROW_ALIGN) > low) & (first < high), zero_around, zero)
+    def zero_around(i: Scalar, _: None) -> None:
+        edge = lax.select(i == i32(0), low, high)
+        at = lax.div(edge, eight)
 
-    lax.fori_loop(i32(0), before + i32(block_k // ROW_ALIGN) - after, some, None)
+        def mask(rows: Ref, zeros: Any, layout: Any) -> None:
+            row = mgpu.layout_cast(lax.broadcasted_iota(jnp.int32, zeros.shape, 0), layout) + at * eight
+            rows[...] = lax.select((row >= low) & (row < high), mgpu.layout_cast(rows[...], layout), zeros)
+
+        pl.when(edge > at * eight)(lambda: each(mask, at))
+
+    if operands:
+        lax.fori_loop(i32(0), i32(2), zero_around, None)
+        lax.fori_loop(i32(0), above + lax.div(block_k, eight) - below, zero, None)
 
 
 def _mask_columns(stages: Ref, stage: Scalar, low: Scalar, high: Scalar) -> None:

@@ -186,9 +186,7 @@ class PullbackStore(Store):
     ) -> None:
         """Store the results of a slice, the `number`th of this tile."""
         slot = lax.rem(number, i32(SLICE_SLOTS)) * i32(len(RESULTS))
-        parts = [
-            subtile._replace(row=at * i32(SLICE), rows=SLICE, buffer=slot + i32(i)) for i in range(len(RESULTS))
-        ]
+        parts = [subtile._replace(row=at * i32(SLICE), rows=SLICE, buffer=slot + i32(i)) for i in range(len(RESULTS))]
         mgpu.wait_smem_to_gmem(SLICE_SLOTS - 1, wait_read_only=True)  # the copies of the slice that was in the slot
 
         def unit(i: Scalar, _: None) -> None:

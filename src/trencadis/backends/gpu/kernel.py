@@ -2,12 +2,12 @@
 
     producer    runs the tile scheduler and publishes its tiles; waits for an empty stage, starts the copies of a step
     mask        contraction: zeroes the rows of other groups in the first and the last step of a sum
-    upcast      low-precision weights: upcasts them to the dtype of the rows, into buffers of their own
+    rewrite     low-precision weights: upcasts them to the dtype of the rows, or transposes them, into other buffers
     consumers   two, or four for weights of low precision and few rows. A share of the blocks of a tile each: wait for a
                 full stage, issue wgmma, release it; then the epilogue, while the copies of the next tile are in flight
 
 Barriers of a stage: `full`, its copies have arrived; `masked`, other groups' rows are zero; `empty`, all have read it.
-Barriers of upcast weights: `upcast_full`, they are written; `upcast_empty`, the consumers have read them.
+Barriers of rewritten weights: `rewritten`, they are there; `rewritten_empty`, the consumers have read them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trencadis.backends.gpu import store, tile_queue
 from trencadis.backends.gpu.consumer import Consumer, Mainloop
 from trencadis.backends.gpu.contraction import ContractionMainloop
 from trencadis.backends.gpu.gated import PullbackMainloop, approximates, results
-from trencadis.backends.gpu.layout import CONSUMERS, UPCAST_STAGES, Layout
+from trencadis.backends.gpu.layout import CONSUMERS, REWRITE_STAGES, Layout
 from trencadis.backends.gpu.rows import RowsMainloop
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.core.problem import Form, Problem
@@ -38,7 +38,7 @@ PARAMS = mgpu.CompilerParams(
     unsafe_no_auto_barriers=True,  # all threads arrive at a barrier, and `commit_smem` is called where they must meet
 )
 # registers of a thread: of consumers, producer, and the warpgroup between; 512 for all together, 480 for five
-REGISTERS = {"": (232, 40, 0), "mask": (224, 32, 32), "upcast": (168, 40, 136)}
+REGISTERS = {"": (232, 40, 0), "mask": (224, 32, 32), "upcast": (168, 40, 136), "eight": (208, 40, 56)}
 REGISTERS_OF_MORE_CONSUMERS = 112, 32, 0
 
 
@@ -57,9 +57,9 @@ def call(problem: Problem, layout: Layout, operands: dict[str, Any], interpret: 
     }
     if between == "mask":
         shared["masked"] = mgpu.Barrier(num_barriers=layout.stages)
-    if between == "upcast":
-        shared["upcast_full"] = mgpu.Barrier(num_barriers=UPCAST_STAGES)
-        shared["upcast_empty"] = mgpu.Barrier(num_arrivals=layout.consumers, num_barriers=UPCAST_STAGES)
+    if layout.rewrites:
+        shared["rewritten"] = mgpu.Barrier(num_barriers=REWRITE_STAGES)
+        shared["rewritten_empty"] = mgpu.Barrier(num_arrivals=layout.consumers, num_barriers=REWRITE_STAGES)
     # what the kernel reads and writes is a reference; what it only writes is a result
     inout = {"counter": jnp.zeros((1,), jnp.int32)} if layout.dynamic else {}
     inout |= {} if existing is None else {"out": existing}
@@ -81,7 +81,9 @@ def call(problem: Problem, layout: Layout, operands: dict[str, Any], interpret: 
         body,
         out_type=[jax.ShapeDtypeStruct(*each) for each in outs.values()],
         mesh=mesh,
-        compiler_params=dataclasses.replace(PARAMS, approx_math=problem.gate is not None and approximates(problem.gate)),
+        compiler_params=dataclasses.replace(
+            PARAMS, approx_math=problem.gate is not None and approximates(problem.gate)
+        ),
         interpret=interpret,
         name=f"trencadis_{problem.form.value}",
     )
@@ -98,9 +100,11 @@ def _mainloop(problem: Problem) -> Callable[[Problem, Layout], Mainloop]:
 
 
 def _between(mainloop: Mainloop) -> str:
-    """The warpgroup between producer and consumers, "mask" or "upcast"; "" if there is none."""
+    """The warpgroup between producer and consumers: "mask", "upcast", "eight" where it writes bytes, or ""."""
     if isinstance(mainloop, ContractionMainloop):
         return "mask"
+    if mainloop.layout.rewrites and mainloop.rewritten.itemsize == 1:
+        return "eight"
     return "upcast" if mainloop.layout.upcast_in_smem else ""
 
 
@@ -127,16 +131,16 @@ def _body(problem: Problem, layout: Layout, mainloop: Mainloop, refs: Refs) -> N
         mgpu.set_max_registers(of_between, action="decrease")
         tile_queue.consume(refs, functools.partial(_mask, layout, mainloop, refs, scheduler))
 
-    def upcast(mainloop: RowsMainloop) -> None:
-        mgpu.set_max_registers(of_between, action="increase")
-        done = tile_queue.consume(refs, functools.partial(_upcast, layout, mainloop, refs))
-        tile_queue.drain(refs["upcast_empty"], done, UPCAST_STAGES)
+    def rewrite(mainloop: RowsMainloop) -> None:
+        mgpu.set_max_registers(of_between, action="increase" if of_between > 128 else "decrease")
+        done = tile_queue.consume(refs, functools.partial(_rewrite, layout, mainloop, refs))
+        tile_queue.drain(refs["rewritten_empty"], done, REWRITE_STAGES)
 
     def between() -> None:
         if isinstance(mainloop, ContractionMainloop):
             mask(mainloop)
         else:
-            upcast(mainloop)
+            rewrite(mainloop)
 
     # One tree of branches: only then does the compiler give each role its own number of registers. Pallas lowers the
     # first branch twice, once to find out what it returns, so that this is one that is empty and never taken.
@@ -174,15 +178,15 @@ def _mask(
     lax.fori_loop(i32(0), tile.steps, step, None)
 
 
-def _upcast(layout: Layout, mainloop: RowsMainloop, refs: Refs, tile: Tile, done: Scalar) -> None:
-    """Upcast warpgroup: upcast the weights of all steps of a tile."""
+def _rewrite(layout: Layout, mainloop: RowsMainloop, refs: Refs, tile: Tile, done: Scalar) -> None:
+    """Rewrite warpgroup: upcast or transpose the weights of all steps of a tile."""
 
     def step(i: Scalar, _: None) -> None:
-        at, to = (tile_queue.slot(done + i, slots) for slots in (layout.stages, UPCAST_STAGES))
+        at, to = (tile_queue.slot(done + i, slots) for slots in (layout.stages, REWRITE_STAGES))
         mgpu.barrier_wait(refs["full"].at[at])
-        pl.when(done + i >= i32(UPCAST_STAGES))(lambda: mgpu.barrier_wait(refs["upcast_empty"].at[to]))
-        mainloop.upcast(refs, at, to)
-        mgpu.barrier_arrive(refs["upcast_full"].at[to])
+        pl.when(done + i >= i32(REWRITE_STAGES))(lambda: mgpu.barrier_wait(refs["rewritten_empty"].at[to]))
+        mainloop.rewrite(refs, at, to)
+        mgpu.barrier_arrive(refs["rewritten"].at[to])
         mgpu.barrier_arrive(refs["empty"].at[at])
 
     lax.fori_loop(i32(0), tile.steps, step, None)

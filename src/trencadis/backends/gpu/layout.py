@@ -19,7 +19,9 @@ SWAP_AB_UNIT = 16  # rows by which swap-AB tiles grow: they are the N of wgmma, 
 ROW_ALIGN = 8  # TMA copies start at a multiple of this many rows: those of a swizzle atom in shared memory
 SWIZZLE = 128  # bytes of a row of a swizzle atom, where nothing asks for a smaller one
 CONSUMERS = 2  # consumer warpgroups of a CTA, which issue wgmma, where nothing asks for more
-UPCAST_STAGES = 2  # buffers of weights that the upcast warpgroup has written and consumers read
+SCALE_BLOCK = 128  # columns of a tile whose sums are promoted: those of one block of 128 x 128 scales
+SHORT_PART = 32  # entries of k: the shortest part whose sum is scaled, of weights in registers
+REWRITE_STAGES = 2  # buffers of weights that a warpgroup has upcast or transposed and consumers read
 SLICE = 2 * SWAP_AB_UNIT  # rows of the results of a pullback that are computed and stored at a time
 SLICE_SLOTS = 2  # slices that are in a store buffer at once, with three results each
 QUEUE_SLOTS = 4  # tiles that the producer may publish before the other warpgroups have read them
@@ -42,7 +44,8 @@ class Layout:
     swap_ab: bool = False  # weights are operand A of wgmma and rows operand B, so that tile rows are its N
     upcast: bool = False  # weights are of lower precision than rows, and the kernel upcasts them
     upcast_in_smem: bool = False  # an upcast warpgroup does so in shared memory; else they are a register (RS) operand
-    promoted: bool = False  # sums of each block of k are scaled and added up in other registers; scales of weights
+    transpose_in_smem: bool = False  # 8-bit weights are stored [k, n], and a warpgroup transposes them
+    promoted: bool = False  # sums of each part of k are scaled and added up in other registers
     gated: bool = False  # two arrays of weights, gate and up, are multiplied by the same rows; columns are those of one
     epilogue_steps: int = 0  # steps behind those of a sum, which load what the epilogue reads into stages
     columns: int = 0  # columns of the result, where the kernel's has more to align copies
@@ -55,6 +58,11 @@ class Layout:
         return dataclasses.replace(self, **changes)
 
     @property
+    def rewrites(self) -> bool:
+        """Whether a warpgroup between producer and consumers writes the weights of each step anew, in shared memory."""
+        return self.upcast_in_smem or self.transpose_in_smem
+
+    @property
     def m_unit(self) -> int:
         """The rows by which tiles grow."""
         return SWAP_AB_UNIT if self.swap_ab else WGMMA_M
@@ -63,8 +71,8 @@ class Layout:
     def heights(self) -> list[int]:
         """The tile heights, in rows, for which the kernel has a branch that copies, and with swap-AB multiplies, these.
 
-        Every branch takes time to compile, and every shape that is copied. Groups are cut evenly, so that most tiles are
-        tall: up to half of block_m, there is a branch for few of them, and a tile is padded to the next.
+        Every branch takes time to compile, and so does every shape that is copied. Groups are cut evenly, so that most
+        tiles are tall: up to half of block_m, few heights have a branch, and a tile is padded to the next of them.
         """
         every = range(self.m_unit, self.block_m + 1, self.m_unit)
         half = self.block_m // 2
@@ -72,7 +80,7 @@ class Layout:
         return [rows for rows in every if rows > half or rows % few == 0 or self.block_m < WGMMA_M]
 
     def __str__(self) -> str:
-        kind = " swap-AB" * self.swap_ab + " upcast" * self.upcast
+        kind = " swap-AB" * self.swap_ab + " upcast" * self.upcast + " transpose" * self.transpose_in_smem
         order = "dynamic" if self.dynamic else "static"
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         return f"{tile}{kind}, {self.stages} stages, {self.num_ctas} CTAs, {order} scheduling"

@@ -11,13 +11,17 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu.layout import ROW_ALIGN, SWIZZLE, UPCAST_STAGES, WGMMA_M, Layout, swizzle_elements
+from trencadis.backends.gpu.layout import REWRITE_STAGES, ROW_ALIGN, SWIZZLE, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.mma_shapes import fit
+from trencadis.backends.gpu.scales import column_scales_by_step, row_scales_of_step
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
+from trencadis.backends.gpu.transpose import transpose_bytes
+from trencadis.backends.gpu.unpack import unpacked
 from trencadis.backends.gpu.upcast import Scales, rs_operand, upcast
 from trencadis.core.dtypes import bits
 from trencadis.core.jax_compat import transpose_ref
@@ -54,21 +58,32 @@ class RowsMainloop:
     layout: Layout
 
     def scratch(self) -> dict[str, Any]:
-        """The stages of both operands; where weights are upcast in shared memory, also those of the raw weights."""
+        """The stages of both operands; where weights are rewritten in shared memory, also those of the raw weights."""
         problem, cut = self.problem, self.layout
         rhs = (cut.block_n, cut.block_k) if problem.transpose_rhs else (cut.block_k, cut.block_n)
         lhs = (cut.stages, cut.block_m, cut.block_k)
         memory = {"smem_lhs": mgpu.SMEM(lhs, problem.lhs, transforms=swizzled(problem.lhs, cut.swizzle))}
-        swizzle = self.weights_run * bits(problem.rhs) // 8 if cut.upcast else cut.swizzle
-        name = "smem_weights" if cut.upcast_in_smem else "smem_rhs"
+        swizzle = self.weights_swizzle if cut.upcast or cut.transpose_in_smem else cut.swizzle
+        name = "smem_weights" if cut.rewrites else "smem_rhs"
         memory[name] = mgpu.SMEM((cut.stages, *rhs), problem.rhs, transforms=swizzled(problem.rhs, swizzle))
         if cut.gated:
             memory["smem_up"] = memory["smem_rhs"]
-        if problem.epilogue.blocks:
-            memory["smem_row_scales"] = mgpu.SMEM((cut.stages, cut.block_m), jnp.float32)
+        if problem.epilogue.row_block:
+            memory["smem_row_scales"] = mgpu.SMEM((cut.stages, self.row_scales, cut.block_m), jnp.float32)
+        if column_scales_by_step(problem):
+            memory["smem_column_scales"] = mgpu.SMEM((cut.stages, cut.block_n), jnp.float32)
         if cut.upcast_in_smem:
-            memory["smem_rhs"] = mgpu.SMEM((UPCAST_STAGES, *rhs), problem.lhs, transforms=swizzled(problem.lhs))
+            transforms = swizzled(problem.lhs, cut.swizzle)
+            memory["smem_rhs"] = mgpu.SMEM((REWRITE_STAGES, *rhs), problem.lhs, transforms=transforms)
+        if cut.transpose_in_smem:
+            transforms = swizzled(problem.rhs, self.transposed_swizzle)
+            memory["smem_rhs"] = mgpu.SMEM((REWRITE_STAGES, *rhs[::-1]), problem.rhs, transforms=transforms)
         return memory
+
+    @property
+    def rewritten(self) -> np.dtype[Any]:
+        """The dtype of weights that are rewritten in shared memory."""
+        return self.problem.rhs if self.layout.transpose_in_smem else self.problem.lhs
 
     @property
     def weights_run(self) -> int:
@@ -77,18 +92,38 @@ class RowsMainloop:
         stage, whole = (self.layout.block_k, self.problem.k) if k_major else (self.layout.block_n, self.problem.n)
         return math.gcd(stage, whole)
 
+    @property
+    def weights_swizzle(self) -> int:
+        """The bytes of that swizzle row."""
+        return self.weights_run * bits(self.problem.rhs) // 8
+
+    @property
+    def transposed_swizzle(self) -> int:
+        """The bytes of a swizzle row of weights that were transposed: as for lhs, unless they are upcast next."""
+        return self.layout.block_k if self.layout.upcast else self.layout.swizzle
+
     def load(self, refs: Refs, scheduler: TileScheduler, tile: Tile, step: Scalar, stage: Scalar) -> None:
         """Start the TMA copies of one step: as many rows of lhs as the tile has, and the weights of its columns."""
         problem, cut = self.problem, self.layout
         low, step, _ = scheduler.hi_lo_step(tile, step)
         k = pl.ds(pl.multiple_of(step * i32(cut.block_k), cut.block_k), cut.block_k)
+        n = pl.ds(pl.multiple_of(tile.column, cut.block_n), cut.block_n)
         full = refs["full"].at[stage]
-        self.load_weights(refs, tile, low, k, stage)
-        if problem.epilogue.blocks:
-            scales = refs["by_row"].at[step, pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), cut.block_m)]
+        group = tile.group if problem.weights == problem.spans else lax.rem(tile.group, i32(problem.weights))
+        place = (group, n, k) if problem.transpose_rhs else (group, k, n)
+        rhs = refs["rhs"].at[(low, *place) if cut.hi_lo == "rhs" else place]
+        mgpu.copy_gmem_to_smem(rhs, refs["smem_weights" if cut.rewrites else "smem_rhs"].at[stage], full)
+        if cut.gated:
+            mgpu.copy_gmem_to_smem(refs["up"].at[place], refs["smem_up"].at[stage], full)
+        if problem.epilogue.row_block:
+            rows_of_tile = pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), cut.block_m)
+            first = self.scale_of(step, problem.epilogue.row_block)
+            scales = refs["by_row"].at[pl.ds(first, self.row_scales), rows_of_tile]
             mgpu.copy_gmem_to_smem(scales, refs["smem_row_scales"].at[stage], full)
-        lhs = refs["lhs"].at[low] if cut.hi_lo == "lhs" else refs["lhs"]
-        self.load_rows(refs, tile, k, stage, {"smem_lhs": lhs})
+        if column_scales_by_step(problem):
+            scales = refs["by_column"].at[tile.group, self.scale_of(step, problem.epilogue.column_block[0]), n]
+            mgpu.copy_gmem_to_smem(scales, refs["smem_column_scales"].at[stage], full)
+        self.load_rows(refs, tile, k, stage, {"smem_lhs": refs["lhs"].at[low] if cut.hi_lo == "lhs" else refs["lhs"]})
 
     def load_rows(self, refs: Refs, tile: Tile, columns: Any, stage: Scalar, sources: Refs) -> None:
         """Start the copies of some columns of as many rows as a tile has, from each source to where it is staged."""
@@ -103,31 +138,30 @@ class RowsMainloop:
         heights = self.layout.heights
         lax.switch(fit(self.layout, tile, heights), [functools.partial(rows, height) for height in heights])
 
-    def load_weights(self, refs: Refs, tile: Tile, low: Scalar, k: Any, stage: Scalar) -> None:
-        """Start the copies of the weights of a step, of one array or of two."""
-        problem, cut = self.problem, self.layout
-        n = pl.ds(pl.multiple_of(tile.column, cut.block_n), cut.block_n)
-        group = tile.group if problem.weights == problem.spans else lax.rem(tile.group, i32(problem.weights))
-        place = (group, n, k) if problem.transpose_rhs else (group, k, n)
-        rhs = refs["rhs"].at[(low, *place) if cut.hi_lo == "rhs" else place]
-        staged = refs["smem_weights" if cut.upcast_in_smem else "smem_rhs"]
-        mgpu.copy_gmem_to_smem(rhs, staged.at[stage], refs["full"].at[stage])
-        if cut.gated:
-            mgpu.copy_gmem_to_smem(refs["up"].at[place], refs["smem_up"].at[stage], refs["full"].at[stage])
+    def scale_of(self, step: Scalar, length: int) -> Scalar:
+        """The index along k of the first scale of a step, where a scale has this length."""
+        return step if length == self.layout.block_k else lax.div(step * i32(self.layout.block_k), i32(length))
+
+    @property
+    def row_scales(self) -> int:
+        """The number of scales along k of a row in one step."""
+        return row_scales_of_step(self.problem, self.layout.block_k)
 
     @property
     def copies(self) -> int:
         """The number of copies of a step."""
-        return 2 + bool(self.problem.epilogue.blocks) + self.layout.gated
+        scales = bool(self.problem.epilogue.row_block) + column_scales_by_step(self.problem)
+        return 2 + scales + self.layout.gated
 
     def operands(
-        self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int, scales: Scales | None = None, weights: str = "smem_rhs"
-    ) -> tuple[Any, Any]:
+        self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int, scales: Scales | None = None,
+        weights: str = "smem_rhs",
+    ) -> tuple[Any, Any]:  # fmt: skip
         """Operands A and B of a consumer: its rows by the columns of the tile; swap-AB, its columns by the rows.
 
         Weights that are a register operand may be multiplied by scales.
         """
-        k_major = self.problem.transpose_rhs
+        k_major = self.problem.transpose_rhs or self.layout.transpose_in_smem
         (lhs, lhs_at), (rhs, rhs_at) = zip((refs["smem_lhs"], refs[weights]), stages, strict=True)
         if self.layout.upcast and not self.layout.upcast_in_smem:
             return rs_operand(rhs.at[rhs_at, mine], self.problem.lhs, scales), operand_b(lhs, lhs_at, n, True)
@@ -139,12 +173,22 @@ class RowsMainloop:
         """Operand B of a product over a part of a step: the rows of a tile, K-major."""
         return transpose_ref(refs["smem_lhs"].at[stage, pl.ds(0, n), k])
 
-    def upcast(self, refs: Refs, stage: Scalar, to: Scalar) -> None:
-        """Upcast the weights of a stage to the dtype of lhs, which holds their values exactly, into buffer `to`."""
-        weights, out, rows = refs["smem_weights"].at[stage], refs["smem_rhs"].at[to], 256 // self.weights_run
+    def rewrite(self, refs: Refs, stage: Scalar, to: Scalar) -> None:
+        """Transpose the weights of a stage, or upcast them to the dtype of lhs, which is exact, into buffer `to`."""
+        weights, out = refs["smem_weights"].at[stage], refs["smem_rhs"].at[to]
+        if self.layout.transpose_in_smem:
+            transpose_bytes(weights, out, self.weights_swizzle, self.transposed_swizzle)
+        else:
+            self._upcast(weights, out)
+        mgpu.commit_smem()
+
+    def _upcast(self, weights: Ref, out: Ref) -> None:
+        """Write weights in the dtype of lhs, which is of 16 bits, or of 8 for weights of 4."""
+        rows = 256 // self.weights_run
         tiles = mgpu.Tiling(((4 * rows, self.weights_run), (rows, self.weights_run), (8,)))  # 8 numbers to a lane
         layout = mgpu.Layout.TILED(tiles, (-5,), (-3, -2), -1)
         for top in range(0, out.shape[0], WGMMA_M):
             some = pl.ds(top, WGMMA_M)
-            out.at[some][...] = upcast(mgpu.layout_cast(weights.at[some][...], layout), out.dtype)
-        mgpu.commit_smem()
+            held = mgpu.layout_cast(weights.at[some][...], layout)
+            eight = out.dtype.itemsize == 1
+            out.at[some][...] = unpacked(held, out.dtype, layout) if eight else upcast(held, out.dtype)

@@ -1,8 +1,8 @@
 """The epilogue of a consumer and its stores: from accumulators through shared memory to the result.
 
 A consumer stores its product in subtiles, through buffers of its own: it fills all of them, starts their TMA copies,
-and fills them again when these have read them. Only rows of the span are copied, by copies of 64, 16, 4 or 1 rows, since
-the shape of a copy is static: the largest that fits, as often as it takes. The last one may overlap the one before it.
+and fills them again when these have read them. Only rows of the span are copied. The shape of a copy is static: it has
+64, 16, 4 or 1 rows, as many as fit, and there are as many copies as it takes; the last may overlap the one before it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.layout import ROW_ALIGN, SLICE, SLICE_SLOTS, SWIZZLE, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.mma_shapes import MmaShape
+from trencadis.backends.gpu.scales import shared_by_tile
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
 from trencadis.backends.prepare import round_up
 from trencadis.core.epilogue import Extras, inlined
@@ -52,17 +53,15 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
 
 def vectors(problem: Problem, layout: Layout) -> dict[str, tuple[int, np.dtype[Any]]]:
     """The length and dtype of each vector, by name, that the epilogue of a tile reads from shared memory."""
-    epilogue = problem.epilogue
-    if epilogue.blocks:  # scales of rows are loaded with each step; those of weights are here for all steps
-        return {"by_column": (round_up(-(-problem.k // epilogue.blocks), 32), np.dtype(np.float32))}
-    by_column = epilogue.by_column and not epilogue.along_k  # scales along k are applied before
-    return {
-        **({"by_row": (layout.block_m, np.dtype(np.float32))} if epilogue.by_row else {}),
-        **({"by_column": (layout.block_n, np.dtype(np.float32))} if by_column else {}),
-        **({"bias": (layout.block_n, epilogue.bias)} if epilogue.bias is not None else {}),
-        **({"bias_up": (layout.block_n, epilogue.bias)} if epilogue.bias is not None and layout.gated else {}),
-        **({"weight": (layout.block_m, np.dtype(np.float32))} if layout.epilogue_steps else {}),
-    }
+    epilogue, number = problem.epilogue, np.dtype(np.float32)
+    found = {} if not epilogue.by_row or epilogue.row_block else {"by_row": (layout.block_m, number)}
+    if shared_by_tile(problem):  # the scales of all steps
+        found["by_column"] = (round_up(-(-problem.k // epilogue.column_block[0]), 32), number)
+    elif epilogue.by_column and not epilogue.column_block[0]:
+        found["by_column"] = (layout.block_n, number)
+    if epilogue.bias is not None:
+        found |= {name: (layout.block_n, epilogue.bias) for name in ("bias", "bias_up")[: 2 if layout.gated else 1]}
+    return {**found, "weight": (layout.block_m, number)} if layout.epilogue_steps else found
 
 
 def store_buffers(problem: Problem, layout: Layout) -> tuple[int, int, int]:
@@ -192,8 +191,8 @@ class Store:
             lax.cond(tile.steps == 0, zero, lambda: mgpu.barrier_wait(self._vectors_full))
 
     def store(self, tile: Tile, subtiles: Subtiles, sums: Sums, mine: Scalar) -> None:
-        """Apply the epilogue to a consumer's blocks, `mine` of them, and store as many subtiles at a time as buffers."""
-        if not self.problem.epilogue.blocks:
+        """Apply the epilogue to the blocks of a consumer, and store as many subtiles at a time as it has buffers."""
+        if not shared_by_tile(self.problem):  # or the mainloop has waited for them
             self.wait_vectors(tile)
         for first in range(0, len(subtiles), subtiles.buffers):
             some = functools.partial(self._store_some, tile, subtiles, sums, mine, first)
@@ -234,8 +233,8 @@ class Store:
 
     def _vector(self, name: str, tile: Tile) -> Ref:
         """The part of a vector in global memory that the epilogue of a tile reads: of its rows, or of its columns."""
-        if self.problem.epilogue.blocks:
-            return self.refs[name].at[tile.group, lax.div(tile.column, i32(self.problem.epilogue.blocks))]
+        if name == "by_column" and shared_by_tile(self.problem):
+            return self.refs[name].at[tile.group, lax.div(tile.column, i32(self.problem.epilogue.column_block[1]))]
         if name not in OF_ROWS:
             columns = pl.ds(pl.multiple_of(tile.column, self.layout.block_n), self.layout.block_n)
             return self.refs[name].at[tile.group, columns]
@@ -303,10 +302,15 @@ class Store:
         Each subtile is that of a result by name; all are at the same place of the tile.
         """
         subtile = next(iter(subtiles.values()))
-        low, high = (lax.clamp(i32(0), edge - subtile.row, i32(subtile.rows)) for edge in (tile.valid_from, tile.valid_to))
+        low, high = (
+            lax.clamp(i32(0), edge - subtile.row, i32(subtile.rows)) for edge in (tile.valid_from, tile.valid_to)
+        )
         if self.problem.n % self.layout.block_n:
             high = lax.select(tile.column + subtile.column < i32(self.problem.n), high, low)
         rows, sizes = high - low, self._copy_rows(subtile)
+        if sizes == [subtile.rows]:
+            pl.when(rows > 0)(functools.partial(self._copy, tile, subtiles, 0, subtile.rows))
+            return
         which = sum((lax.convert_element_type(rows < i32(size), jnp.int32) for size in sizes[:-1]), i32(0))
         shift = i32(sizes[0].bit_length() - 1) - which - which
         size = lax.shift_left(i32(1), shift)
@@ -318,7 +322,7 @@ class Store:
         lax.fori_loop(i32(0), lax.shift_right_logical(rows + size - i32(1), shift), copy, None)
 
     def _copy_rows(self, subtile: Subtile) -> list[int]:
-        """The rows of the copies that are needed; in a contraction whole buffers are copied if k is a multiple of 64."""
+        """The rows of the copies that are needed: in a contraction whole buffers only, if k is a multiple of 64."""
         if self.problem.form is Form.CONTRACTION and self.problem.k % WGMMA_M == 0:
             return [WGMMA_M]
         return [rows for rows in COPY_ROWS if rows <= subtile.rows]
@@ -333,7 +337,9 @@ class Store:
         """Scales, bias and activation of sums that start at a row of the tile; a tile without steps stays zero."""
         acc = acc.astype(jnp.float32)  # int8 sums are integers, and what is added to them need not be
         epilogue, wanted = self.problem.epilogue, vectors(self.problem, self.layout)
-        if epilogue.blocks or (not wanted and epilogue.activation is None):
+        if shared_by_tile(self.problem):
+            wanted.pop("by_column")  # the mainloop has applied them
+        if not wanted and epilogue.activation is None:
             return acc
         spread = {name: self._spread(name, subtile, row, acc.shape) for name in wanted}
         if epilogue.activation is None:

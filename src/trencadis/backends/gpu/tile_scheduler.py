@@ -31,13 +31,13 @@ Ref = Any  # a Pallas reference to global memory, shared memory, accumulators or
 Refs = dict[str, Ref]  # all references of a kernel, by name
 
 
-def i32(x: int) -> Scalar:
-    """A constant that stays 32 bits wide whatever the x64 setting."""
+def i32(x: int) -> Any:
+    """A constant that stays 32 bits wide whatever the x64 setting; of numpy, which is traced fast."""
     return np.int32(x)
 
 
-def align_down(row: Scalar, to: int) -> Scalar:
-    """The last multiple of `to`, a power of two, that is not past a row."""
+def align_down(row: Any, to: int) -> Any:
+    """The last multiple of `to`, a power of two, that is not past a row: an i32[] or a constant."""
     aligned = row & i32(-to)
     return aligned if isinstance(aligned, np.integer) else pl.multiple_of(aligned, to)
 
@@ -217,7 +217,7 @@ def row_tiles(problem: Problem, layout: Layout, start: int, end: int) -> list[Ro
     count = -(-units // (layout.block_m // unit))
     for i in range(count):  # cut evenly: the first few tiles have one unit more
         stop = top + unit * (units // count + (i < units % count))
-        height = next(h for h in layout.heights if h >= stop - top)
+        height = next(h for h in layout.heights if h >= stop - top) if layout.swap_ab else stop - top
         tiles.append(RowTile(range(top, top + height), range(max(top, start), min(stop, end))))
         top = stop
     return tiles

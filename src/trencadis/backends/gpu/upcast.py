@@ -53,8 +53,8 @@ def rs_operand(ref: Ref, dtype: Any, scales: Scales | None = None) -> Any:
     run = LANES * word
     loaded = mgpu.Layout.TILED(mgpu.Tiling(((64, run), (16, run), (8, run), (word,))), (-7,), (-3, -2), -1)
     held = mgpu.layout_cast(ref[...], loaded)
-    by_shifts = bits(ref.dtype) == 4
-    held = held if by_shifts else upcast(held, dtype)
+    convert = _conversion(ref.dtype, jnp.dtype(dtype))
+    held = upcast(held, dtype) if convert is None else held
     result = mgpu.ShapeDtypeStruct(held.shape, jnp.dtype(dtype), layout=mgpu.Layout.WGMMA)
     given = [] if scales is None else scales.words
 
@@ -66,18 +66,25 @@ def rs_operand(ref: Ref, dtype: Any, scales: Scales | None = None) -> Any:
         factor = None if scales is None else scales.factors(given, run)
         for (row, block, *rest), held in np.ndenumerate(words.registers):
             scale = None if factor is None else factor(block, rest)
-            for i, pair in enumerate(_pairs(held, by_shifts, scale)):
+            for i, pair in enumerate(_pairs(held, convert, scale)):
                 registers[(row, block * (word // 2) + i, *rest)] = pair
         return FragmentedArray(_registers=registers, _layout=target, _is_signed=None)
 
     return relabel(held, *given)
 
 
-def _pairs(word: Value, by_shifts: bool, scale: Value | None) -> list[Value]:
-    """The pairs of bfloat16 in a lane's word: 4-bit integers, or 4-bit floats with their scale, or numbers upcast."""
-    if by_shifts:
-        return _int4_to_bf16(word) if scale is None else _float4_to_bf16(word, scale)
-    pairs = [utils.vector_slice(word, slice(i, i + 2)) for i in (0, 2)]
+def _conversion(source: Any, dtype: np.dtype[Any]) -> Callable[[Value], list[Value]] | None:
+    """How a lane's word of weights becomes pairs of 16-bit floats; None where Mosaic's own conversion is as good."""
+    if source == jnp.int4:
+        return functools.partial(_int4_to_floats, dtype=dtype)
+    if bits(source) == 4:
+        return functools.partial(_float4_to_floats, dtype=dtype)
+    return _int8_to_float16 if source == jnp.int8 and dtype == jnp.float16 else None
+
+
+def _pairs(word: Value, convert: Callable[[Value], list[Value]] | None, scale: Value | None) -> list[Value]:
+    """The pairs of 16-bit floats in a lane's word, converted here or before, times a scale; only bfloat16 has one."""
+    pairs = [utils.vector_slice(word, slice(i, i + 2)) for i in (0, 2)] if convert is None else convert(word)
     return pairs if scale is None else [_times(pair, scale) for pair in pairs]
 
 
@@ -116,23 +123,25 @@ class Scales:
 
 def upcast(x: jax.Array, dtype: Any) -> jax.Array:
     """Low-precision weights in a dtype that holds them; float8 becomes bfloat16 only by way of float16 and float32."""
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    is_float = jnp.issubdtype(x.dtype, jnp.floating) and dtype != jnp.float16
     return (x.astype(jnp.float16).astype(jnp.float32) if is_float else x).astype(dtype)
 
 
-def _int4_to_bf16(word: Value) -> list[Value]:
-    """Eight int4 as four pairs of bfloat16: bits i to i + 3 of both halves of a word, for i = 0, 4, 8, 12.
+def _int4_to_floats(word: Value, dtype: np.dtype[Any]) -> list[Value]:
+    """Eight int4 as four pairs of 16-bit floats: bits i to i + 3 of both halves of a word, for i = 0, 4, 8, 12.
 
-    With 0x43 above them and their sign bit flipped they are the bfloat16 numbers 128 to 143, from which 136 is
-    subtracted.
+    With the bits of a power of two above them and their sign bit flipped they are the bfloat16 numbers 128 to 143, from
+    which 136 is subtracted, or the float16 numbers 1024 to 1039, from which 1032 is.
     """
-    i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
-    text = """{
+    i32, half = ir.IntegerType.get_signless(32), dtype == jnp.float16
+    pair = ir.VectorType.get((2,), ir.F16Type.get() if half else ir.BF16Type.get())
+    zero, kind = ("0x64086408", "f16x2") if half else ("0x43084308", "bf16x2")
+    text = f"""{{
         .reg .b32 number, zero;
-        lop3.b32 number, $1, 0x000F000F, 0x43084308, (0xF0 & 0xCC) ^ 0xAA;
-        mov.b32 zero, 0x43084308;
-        sub.bf16x2 $0, number, zero;
-    }"""
+        lop3.b32 number, $1, 0x000F000F, {zero}, (0xF0 & 0xCC) ^ 0xAA;
+        mov.b32 zero, {zero};
+        sub.{kind} $0, number, zero;
+    }}"""
     whole = utils.bitcast(word, i32)
     shifted = [whole, *(arith.shrui(whole, utils.c(by, i32)) for by in (4, 8, 12))]
 
@@ -143,19 +152,42 @@ def _int4_to_bf16(word: Value) -> list[Value]:
     return [convert(each) for each in shifted]
 
 
-def _float4_to_bf16(word: Value, scale: Value) -> list[Value]:
-    """Eight float4_e2m1fn, times their scale, as four pairs of bfloat16: bits i to i + 3 of both halves of a word.
+def _int8_to_float16(word: Value) -> list[Value]:
+    """Four int8 as two pairs of float16: with their sign bit flipped they are the last bits of 1024 to 1279."""
+    i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.F16Type.get())
+    text = """{{
+        .reg .b32 number, zero;
+        xor.b32 number, $1, 0x80808080;
+        mov.b32 zero, 0x64646464;
+        prmt.b32 number, number, zero, {selector};
+        mov.b32 zero, 0x64806480;
+        sub.f16x2 $0, number, zero;
+    }}"""
+    whole = utils.bitcast(word, i32)
 
-    Sign, exponent and mantissa are moved to their places in a bfloat16 number, which is too small by 2**126.
+    def convert(selector: str) -> Value:
+        numbers: Value = llvm.inline_asm(i32, [whole], text.format(selector=selector), "=r,r")
+        return utils.bitcast(numbers, pair)
+
+    return [convert(selector) for selector in ("0x4140", "0x4342")]
+
+
+def _float4_to_floats(word: Value, dtype: np.dtype[Any]) -> list[Value]:
+    """Eight float4_e2m1fn as four pairs of 16-bit floats: bits i to i + 3 of both halves of a word.
+
+    Sign, exponent and mantissa are moved to their places in a bfloat16 number, which is too small by 2**126, or in a
+    float16 number, which is too small by 2**14.
     """
-    i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
+    i32, half = ir.IntegerType.get_signless(32), dtype == jnp.float16
+    pair = ir.VectorType.get((2,), ir.F16Type.get() if half else ir.BF16Type.get())
+    places = (3, 0x0E000E00, 0x74007400, "f16x2") if half else (6, 0x01C001C0, 0x7E807E80, "bf16x2")
     whole = utils.bitcast(word, i32)
     shifted = [*(arith.shli(whole, utils.c(by, i32)) for by in (12, 8, 4)), whole]
-    return [_times(utils.bitcast(_moved(each, 6, 0x01C001C0, 0x7E807E80), pair), scale) for each in shifted]
+    return [utils.bitcast(_moved(each, *places), pair) for each in shifted]
 
 
-def _moved(word: Value, down: int, magnitude: int, power: int) -> Value:
-    """Two small floats at the top of both halves of a word as bfloat16 numbers.
+def _moved(word: Value, down: int, magnitude: int, power: int, kind: str = "bf16x2") -> Value:
+    """Two small floats at the top of both halves of a word as 16-bit floats, of bfloat16 unless another kind is given.
 
     Their signs stay where they are, the bits below move down to where `magnitude` is set, and a product by a `power` of
     two, in both halves, corrects the exponent.
@@ -167,7 +199,7 @@ def _moved(word: Value, down: int, magnitude: int, power: int) -> Value:
         shr.b32 number, $1, {down};
         lop3.b32 number, number, {magnitude:#x}, sign, 0xEA;
         mov.b32 power, {power:#x};
-        mul.bf16x2 $0, number, power;
+        mul.{kind} $0, number, power;
     }}"""
     out: Value = llvm.inline_asm(i32, [word], text, "=r,r")
     return out

@@ -5,6 +5,7 @@ layout           what a layout holds
 tile_scheduler   the list of tiles, which XLA computes before the kernel
 kernels          the kernels of both forms; products: the product of two blocks; activation: activations in them
 weights          the kernel that unpacks low-precision weights; weights_layout: its layouts and its call
+moe              the calls of the kernels around the products of an MoE layer: row_kernels, sort_kernels, route_kernels
 bridge           from JAX to Triton: compilation, and jaxlib's custom call
 interpreter      the same kernels in numpy, on any machine
 """
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trencadis.backends.prepare import PREPARE, in_order, with_k_last
 from trencadis.backends.triton import weights_layout
 from trencadis.backends.triton.activation import source
 from trencadis.backends.triton.choose import (
@@ -57,7 +59,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     if elsewhere is not None:
         return elsewhere
     assert card is not None  # or `_elsewhere` had refused
-    inner = _peeled(problem)
+    inner = with_k_last(weights_layout.with_16_bit_rows(_peeled(problem)))
     refusal = _arithmetic(inner, card) or _size(inner) or _missing()
     if refusal is not None:
         return refusal
@@ -71,8 +73,15 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     return Plan(
         asked=problem, problem=inner, target=target, backend="triton", interpret=overrides.interpret,
         tiling=tiling_of(inner, layout), layout=layout,
-        because=because,
+        because=because, slow=_slow_order(problem, inner, overrides), advice=PREPARE,
     )  # fmt: skip
+
+
+def _slow_order(asked: Problem, problem: Problem, overrides: Overrides) -> str:
+    """What a plan says of weights that are transposed before the kernel; nothing where they are not."""
+    if asked.transpose_rhs == problem.transpose_rhs or not overrides.advise:
+        return ""
+    return f"{asked.rhs.name} weights are stored [g, k, n], and are transposed before each product"
 
 
 def run(plan: Plan, *operands: Array) -> Array:
@@ -80,6 +89,8 @@ def run(plan: Plan, *operands: Array) -> Array:
     card = card_for(plan.target)
     assert card is not None
     if weights_layout.taken(plan.problem):
+        lhs, rhs, *rest = operands
+        operands = (lhs, in_order(plan.asked, plan.problem, rhs), *rest)
         return weights_layout.execute(plan.problem, plan.layout, card.arch, *operands, interpret=plan.interpret)
     return execute(plan.problem, plan.layout, card.arch, *operands, interpret=plan.interpret)
 
@@ -102,6 +113,12 @@ def _elsewhere(target: Target, card: Card | None) -> Refusal | None:
             f"its kernels are for NVIDIA GPUs since Ampere and AMD CDNA since MI300; the target is {target}"
         )
     return None
+
+
+def card_of(target: Target) -> Card | None:
+    """The card of a target on which the kernels run, if Triton is here to compile them; None of any other."""
+    card = card_for(target)
+    return card if _elsewhere(target, card) is None and _missing() is None else None
 
 
 def _peeled(problem: Problem) -> Problem:

@@ -145,15 +145,22 @@ def call(
     kernel: Kernel, grid: int, operands: Sequence[jax.Array], out: jax.ShapeDtypeStruct, *, alias: int | None = None
 ) -> jax.Array:
     """The array that a kernel writes, from its operands; it has the memory of operand `alias` if there is one."""
+    return call_for_several(kernel, grid, operands, (out,), alias=alias)[0]
+
+
+def call_for_several(
+    kernel: Kernel, grid: int, operands: Sequence[jax.Array], outs: Sequence[jax.ShapeDtypeStruct], *,
+    alias: int | None = None,
+) -> list[jax.Array]:  # fmt: skip
+    """The arrays that a kernel writes; the first has the memory of operand `alias` if there is one."""
     if not 0 < grid < 2**31:
         raise ValueError(f"a kernel has 1 to 2**31 - 1 programs; got {grid}")
-    result, *_ = triton_call_p.bind(*operands, kernel=kernel, grid=grid, out=out, alias=alias)
-    return result
+    return triton_call_p.bind(*operands, kernel=kernel, grid=grid, outs=tuple(outs), alias=alias)[: len(outs)]
 
 
-def _types(*_: Any, kernel: Kernel, grid: int, out: jax.ShapeDtypeStruct, **__: Any) -> list[Any]:
-    """The result, and the memory for descriptors: Triton's parameter for it comes after those of the arrays."""
-    types = [jax.core.ShapedArray(out.shape, out.dtype)]
+def _types(*_: Any, kernel: Kernel, grid: int, outs: Sequence[jax.ShapeDtypeStruct], **__: Any) -> list[Any]:
+    """The results, and the memory for descriptors: Triton's parameter for it comes after those of the arrays."""
+    types = [jax.core.ShapedArray(out.shape, out.dtype) for out in outs]
     if kernel.scratch:
         types.append(jax.core.ShapedArray((grid * kernel.scratch,), jax.numpy.uint8))
     return types

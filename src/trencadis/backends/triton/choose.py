@@ -47,13 +47,14 @@ RATE = 0.91  # of the peak of the tensor cores that a mainloop reaches
 HBM = 0.96  # of the bandwidth of memory that kernels reach
 RUN = 6  # bytes in whose time memory turns from one run of neighbours to another
 OVERLAP = 0.25  # of the shorter one of computing and moving that the longer one does not hide
-STALL = 0.39  # of the time to write the result that a program waits for memory; n programs of an SM n times less
+STALL = 0.72  # of the time to write the result that a program waits for memory; n programs of an SM n times less
 LAUNCH = 4e-6  # seconds for the list of tiles and the launch
 SHORT = 0.88  # the time of a tile of half the height, relative to the whole
 AREA = 0.14  # exponent of the speed of smaller tiles
 IN_TURN = 2.0  # the time of six products that wait for one another, relative to their own
 SIX_SUMS = 32  # entries of a tile by six products that a thread holds, three sums for each
 SWIZZLE = 128  # bytes of a row that TMA copies at once
+SMALL_GROUP = 256  # rows of a group, on average, up to which L2 rasterization groups are lower
 FEW_STEPS = 8  # a sum of fewer steps than this does not take its last one apart
 
 
@@ -93,7 +94,7 @@ def candidates(problem: Problem, card: Card) -> Iterator[Layout]:
                 continue
             plain = Layout(
                 block_m=block_m, block_n=block_n, block_k=block_k, warps=warps, stages=stages,
-                peeled=_peeled(problem, block_k),
+                peeled=_peeled(problem, block_k), raster_group=_raster_group(problem),
             )  # fmt: skip
             for layout in (plain, *_variants(problem, card, plain)):
                 if shared_memory(problem, card, layout) <= card.shared:
@@ -116,6 +117,12 @@ def _variants(problem: Problem, card: Card, plain: Layout) -> Iterator[Layout]:
         if problem.form is Form.CONTRACTION or (persistent.tma and long):
             together = programs_per_sm(problem, card, persistent.replace(programs=1))
             yield persistent.replace(programs=card.cores * together)
+
+
+def _raster_group(problem: Problem) -> int:
+    """The tiles of a column that run before the next: fewer where those of a group are few, and weights lie in rows."""
+    few = problem.m <= SMALL_GROUP * problem.groups and not (problem.form is Form.ROWS and problem.transpose_rhs)
+    return 4 if few else 8
 
 
 def _tma(problem: Problem) -> bool:

@@ -58,17 +58,25 @@ def call(
     kernel: Kernel, grid: int, operands: Sequence[jax.Array], out: jax.ShapeDtypeStruct, *, alias: int | None = None
 ) -> jax.Array:
     """As `bridge.call`, by the interpreter, behind a callback."""
+    return call_for_several(kernel, grid, operands, (out,), alias=alias)[0]
 
-    def run(*arrays: Any) -> np.ndarray:
+
+def call_for_several(
+    kernel: Kernel, grid: int, operands: Sequence[jax.Array], outs: Sequence[jax.ShapeDtypeStruct], *,
+    alias: int | None = None,
+) -> list[jax.Array]:  # fmt: skip
+    """As `bridge.call_for_several`, by the interpreter, behind a callback."""
+
+    def run(*arrays: Any) -> list[np.ndarray]:
         given = [np.ascontiguousarray(x) for x in arrays]
-        result = np.full(out.shape, _garbage(out.dtype), out.dtype) if alias is None else given[alias].copy()
+        results = [np.full(out.shape, _garbage(out.dtype), out.dtype) for out in outs]
         if alias is not None:
-            given[alias] = result
+            given[alias] = results[0] = given[alias].copy()
         with _one_at_a_time:
-            _run(kernel, grid, [*given, result])
-        return result
+            _run(kernel, grid, [*given, *results])
+        return results
 
-    return io_callback(run, out, *operands, ordered=True)
+    return io_callback(run, list(outs), *operands, ordered=True)
 
 
 def _garbage(dtype: Any) -> Any:
@@ -119,11 +127,20 @@ class _Numpy(interpreter.InterpreterBuilder):
         return self.cast_impl(src, dst_type)
 
 
+_REDUCTIONS = (
+    ("sum", "reduce", tl.standard._sum_combine),
+    ("max", "reduce", tl.standard._elementwise_max),
+    ("cumsum", "associative_scan", tl.standard._sum_combine),
+)
+
+
 @contextmanager
 def _language(function: Any) -> Iterator[None]:
     """A context in which `triton.language` computes in numpy."""
     scope, builder = interpreter._patch_lang(function), interpreter.interpreter_builder
     scope.set_attr(tl.tensor, "__index__", lambda x: int(x.handle.data.item()))  # numbers are arrays of length 1
+    for name, over, combine in _REDUCTIONS:  # these are compiled functions of triton.language
+        scope.set_attr(tl, name, lambda x, axis, over=over, combine=combine: getattr(tl, over)(x, axis, combine))
     builder.__class__ = _Numpy
     try:
         yield

@@ -108,13 +108,35 @@ def sums(
 
 
 @triton.jit
-def store(
-    acc, existing, out, start, stride, down, across, m, n,
-    OUT_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUM: tl.constexpr,
+def finish(
+    acc, existing, alpha, bias, beta, group, at, column, inside, n, N: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Store the sums of the tile that starts at (down, across) of an m x n matrix, stored [n, m] if OUT_T.
+    """Sums after the epilogue `alpha * acc + bias + beta * existing`, each of them a pointer or None; in the dtype SUM.
 
-    If there are existing values, in the same memory, they are added first, in the dtype SUM.
+    As in BLAS, existing values do not count where beta is 0, whatever they are.
+    """
+    z = acc
+    if alpha is not None:
+        z = z.to(SUM) * tl.load(alpha + group)
+    if bias is not None:
+        z = z.to(SUM) + tl.load(bias + group * N + column, mask=column < n, other=0.0)
+    if existing is not None:
+        old = tl.load(existing + at, mask=inside, other=0.0).to(SUM)
+        if beta is not None:
+            scale = tl.load(beta + group)
+            old = tl.where(scale != 0, old * scale, 0.0)
+        z = z.to(SUM) + old
+    return z
+
+
+@triton.jit
+def store(
+    acc, existing, alpha, bias, beta, group, out, start, stride, down, across, m, n,
+    OUT_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """Store the tile that starts at (down, across) of an m x n matrix, stored [n, m] if OUT_T, after the epilogue.
+
+    Existing values are in the same memory.
     """
     row = down + tl.arange(0, BLOCK_M)[:, None]
     column = across + tl.arange(0, BLOCK_N)[None, :]
@@ -123,26 +145,35 @@ def store(
         at = column * stride + row
     else:
         at = row * stride + column
-    z = acc
+    kept = existing
     if existing is not None:
-        z = z.to(SUM) + tl.load(existing + start + at, mask=inside, other=0.0).to(SUM)
+        kept = existing + start
+    z = finish(acc, kept, alpha, bias, beta, group, at, column, inside, n, N, SUM)
     tl.store(out + start + at, z.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def put(
-    acc, existing, out, start, stride, down, across, m, n,
-    OUT_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUM: tl.constexpr, HALVES: tl.constexpr,
+    acc, existing, alpha, bias, beta, group, out, start, stride, down, across, m, n,
+    OUT_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N: tl.constexpr, SUM: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
     """Store a tile, in two HALVES if it is large: one entry is stored at a time, and addresses take registers."""
     if HALVES:
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        store(left, existing, out, start, stride, down, across, m, n, OUT_T, BLOCK_M, BLOCK_N // 2, SUM)
         store(
-            right, existing, out, start, stride, down, across + BLOCK_N // 2, m, n, OUT_T, BLOCK_M, BLOCK_N // 2, SUM
+            left, existing, alpha, bias, beta, group, out, start, stride, down, across, m, n,
+            OUT_T, BLOCK_M, BLOCK_N // 2, N, SUM,
+        )  # fmt: skip
+        store(
+            right, existing, alpha, bias, beta, group, out, start, stride, down, across + BLOCK_N // 2, m, n,
+            OUT_T, BLOCK_M, BLOCK_N // 2, N, SUM,
         )  # fmt: skip
     else:
-        store(acc, existing, out, start, stride, down, across, m, n, OUT_T, BLOCK_M, BLOCK_N, SUM)
+        store(
+            acc, existing, alpha, bias, beta, group, out, start, stride, down, across, m, n,
+            OUT_T, BLOCK_M, BLOCK_N, N, SUM,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -168,15 +199,18 @@ def clear(
 
 @triton.jit
 def ragged_gemm(
-    table, gaps, lhs, rhs, lhs_copy, rhs_copy, existing, out,
+    table, gaps, lhs, rhs, lhs_copy, rhs_copy, existing, alpha, bias, beta, out,
     GROUPS: tl.constexpr, STEPS: tl.constexpr, PROGRAMS: tl.constexpr, RASTER: tl.constexpr, ALWAYS: tl.constexpr,
     LHS_T: tl.constexpr, RHS_T: tl.constexpr, OUT_T: tl.constexpr, LHS_ALIGN: tl.constexpr, RHS_ALIGN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLOW_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLOW_K: tl.constexpr, N: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, SUM: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
     GAP_STEPS: tl.constexpr, GAP_ROWS: tl.constexpr, GAP_STRIDE: tl.constexpr,
     GAP_BLOCK_ROWS: tl.constexpr, GAP_BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute all tiles of the product of each group, and clear what lies between; or add to the existing values."""
+    """Compute all tiles of the result of each group, and clear what lies between, or add to the existing values.
+
+    A bias has rows of N entries. The table lists groups in another order than alpha, bias and beta do.
+    """
     if existing is None:
         clear(
             gaps, out, GROUPS + 1, GAP_STEPS, PROGRAMS, GAP_ROWS, GAP_STRIDE, GAP_BLOCK_ROWS, GAP_BLOCK_COLUMNS,
@@ -195,6 +229,7 @@ def ragged_gemm(
         out_start = tl.load(field + 9 * GROUPS)
         out_stride = tl.load(field + 10 * GROUPS)
         fast = tl.load(field + 11 * GROUPS) != 0
+        given = tl.load(field + 14 * GROUPS)  # the group, in the order of the arrays
         # tiles of a column, RASTER of them, run before those of the next
         width = RASTER * ((n + (BLOCK_N - 1)) // BLOCK_N)
         above = tile // width * RASTER
@@ -214,10 +249,16 @@ def ragged_gemm(
                 lhs_stride // LHS_ALIGN * LHS_ALIGN, rhs_stride // RHS_ALIGN * RHS_ALIGN, down, across, m, k, n,
                 LHS_T, RHS_T, LHS_ALIGN, RHS_ALIGN, BLOCK_M, BLOCK_N, BLOCK_K, DOT, ACC, PRECISION,
             )  # fmt: skip
-            put(acc, existing, out, out_start, out_stride, down, across, m, n, OUT_T, BLOCK_M, BLOCK_N, SUM, HALVES)
+            put(
+                acc, existing, alpha, bias, beta, given, out, out_start, out_stride, down, across, m, n,
+                OUT_T, BLOCK_M, BLOCK_N, N, SUM, HALVES,
+            )  # fmt: skip
         else:
             acc = sums(
                 lhs + lhs_start, rhs + rhs_start, lhs_stride, rhs_stride, down, across, m, k, n,
                 LHS_T, RHS_T, 1, 1, BLOCK_M, BLOCK_N, SLOW_K, DOT, ACC, PRECISION,
             )  # fmt: skip
-            put(acc, existing, out, out_start, out_stride, down, across, m, n, OUT_T, BLOCK_M, BLOCK_N, SUM, HALVES)
+            put(
+                acc, existing, alpha, bias, beta, given, out, out_start, out_stride, down, across, m, n,
+                OUT_T, BLOCK_M, BLOCK_N, N, SUM, HALVES,
+            )  # fmt: skip

@@ -8,6 +8,8 @@ number moves between threads.
     scales        none along k    the epilogue multiplies finished sums
     in factors    exact products  weights are multiplied by them; nothing is rounded
     promotion     any other       the sum of each block of k is multiplied by them, and added to float32 sums
+
+Scales of rows that change along k are promoted too.
 """
 
 import triton
@@ -115,16 +117,33 @@ def step(
 
 
 @triton.jit
+def promoted(acc, part, scale, by_row, rows, done, K: tl.constexpr, ROW_LENGTH: tl.constexpr):
+    """Sums [block_n, block_m], plus those of the step at `done` times the scales of its columns and of its rows."""
+    if ROW_LENGTH > 0:
+        COUNT: tl.constexpr = (K + ROW_LENGTH - 1) // ROW_LENGTH
+        part = part * tl.load(by_row + rows.to(tl.int64) * COUNT + done // ROW_LENGTH)[None, :]
+    if scale is not None:
+        part = part * scale
+    return acc + part
+
+
+@triton.jit
 def sums(
-    lhs, rhs, scales, row, column, group, local, m, n, rows,
+    lhs, rhs, scales, by_row, row, column, group, local, m, n, rows,
     K: tl.constexpr, N: tl.constexpr, K_LHS: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr, PACK: tl.constexpr, DOT: tl.constexpr,
     UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr,
     SCALES: tl.constexpr, LENGTH: tl.constexpr, ACROSS: tl.constexpr, PER: tl.constexpr, IN_FACTORS: tl.constexpr,
+    ROW_LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """The sums [block_n, block_m] of a tile along k; zero if it is unowned."""
-    STEP: tl.constexpr = BLOCK_K // PACK  # bytes of weights along k
+    """The sums [block_n, block_m] of a tile along k; zero if it is unowned.
+
+    A step of several blocks of k is multiplied block by block where the sum of each is scaled.
+    """
+    PROMOTED: tl.constexpr = LENGTH > 0 and not IN_FACTORS
+    PARTS: tl.constexpr = BLOCK_K // LENGTH if PROMOTED and BLOCK_K > LENGTH else 1
+    STEP: tl.constexpr = BLOCK_K // PARTS // PACK  # bytes of weights along k that are multiplied at once
     k = tl.arange(0, STEP)
     x_at = lhs + row.to(tl.int64) * K_LHS + m[None, :] * K_LHS + k[:, None]  # [step, block_m]
     w_at = rhs + (tl.maximum(group, 0) % WEIGHTS).to(tl.int64) * (K // PACK * N)  # [block_n, step]
@@ -134,7 +153,6 @@ def sums(
     else:
         w_at += column * BLOCK_N + n[:, None] + k[None, :] * N
         STRIDE: tl.constexpr = STEP * N
-    PROMOTED: tl.constexpr = LENGTH > 0 and not IN_FACTORS
     if LENGTH > 0:
         COUNT: tl.constexpr = (K + LENGTH - 1) // LENGTH
         scales += local.to(tl.int64) * (COUNT * ((N + ACROSS - 1) // ACROSS))
@@ -142,29 +160,31 @@ def sums(
     if PROMOTED:
         ahead = scales_at(scales, s, 0, COUNT, SCALES, 1)
     acc = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
-    for done in range(0, tl.where(group >= 0, K, 0), BLOCK_K):
-        scale = None
-        if PROMOTED:  # those of the next step are on their way while this one is multiplied
-            scale = ahead
-            ahead = scales_at(scales, s, (done + BLOCK_K) // LENGTH, COUNT, SCALES, 1)
-        elif IN_FACTORS:
-            scale = scales_at(scales, s, done // LENGTH, COUNT, SCALES, PER)
-        inside = None
-        if K % BLOCK_K != 0:
-            inside = k < (K - done) // PACK
-        part = acc
-        if PROMOTED:
-            part = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
-        part = step(
-            part, w_at, x_at, scale, rows, inside,
-            FORMAT, PACK, DOT, STEP, UNPACK, UNPACK_HIGH, PRODUCT, PER, IN_FACTORS,
-        )  # fmt: skip
-        if PROMOTED:
-            acc += part * scale
-        else:
-            acc = part
-        x_at += BLOCK_K
-        w_at += STRIDE
+    for first in range(0, tl.where(group >= 0, K, 0), BLOCK_K):
+        for nth in tl.static_range(PARTS):
+            done = first + nth * (STEP * PACK)
+            scale = None
+            if PROMOTED:  # those of the next block are on their way while this one is multiplied
+                scale = ahead
+                ahead = scales_at(scales, s, (done + STEP * PACK) // LENGTH, COUNT, SCALES, 1)
+            elif IN_FACTORS:
+                scale = scales_at(scales, s, done // LENGTH, COUNT, SCALES, PER)
+            inside = None
+            if K % BLOCK_K != 0:
+                inside = k < (K - done) // PACK
+            part = acc
+            if PROMOTED or ROW_LENGTH > 0:
+                part = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
+            part = step(
+                part, w_at, x_at, scale, rows, inside,
+                FORMAT, PACK, DOT, STEP, UNPACK, UNPACK_HIGH, PRODUCT, PER, IN_FACTORS,
+            )  # fmt: skip
+            if PROMOTED or ROW_LENGTH > 0:
+                acc = promoted(acc, part, None if IN_FACTORS else scale, by_row, row + m, done, K, ROW_LENGTH)
+            else:
+                acc = part
+            x_at += STEP * PACK
+            w_at += STRIDE
     return acc
 
 
@@ -177,11 +197,12 @@ def weights(
     FORMAT: tl.constexpr, PACK: tl.constexpr, DOT: tl.constexpr,
     UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr,
     SCALES: tl.constexpr, LENGTH: tl.constexpr, ACROSS: tl.constexpr, PER: tl.constexpr,
-    IN_FACTORS: tl.constexpr, ACTIVATION: tl.constexpr,
+    IN_FACTORS: tl.constexpr, ROW_LENGTH: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """A program for each tile. K_LHS is the length of rows of lhs, PACK the numbers in a byte.
 
-    LENGTH and ACROSS are the entries of k and of n that share a scale, and PER the scales of a step along k.
+    LENGTH and ACROSS are the entries of k and of n that share a scale, and PER the scales of a step along k. ROW_LENGTH
+    is the entries of k that share a scale of a row; 0: all of them.
     """
     total = tl.load(count + 1)  # row tiles, those of unowned rows among them
     DOWN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -201,10 +222,13 @@ def weights(
         if N % BLOCK_N != 0:
             n = tl.max_contiguous(tl.multiple_of(tl.where(n_inside, across, 0), BLOCK_N), BLOCK_N)  # [block_n]
         acc = sums(
-            lhs, rhs, scales, row, column, group, local, m, n, rows_inside, K, N, K_LHS, TRANSPOSED, WEIGHTS,
+            lhs, rhs, scales, by_row, row, column, group, local, m, n, rows_inside, K, N, K_LHS, TRANSPOSED, WEIGHTS,
             BLOCK_M, BLOCK_N, BLOCK_K, FORMAT, PACK, DOT, UNPACK, UNPACK_HIGH, PRODUCT,
-            SCALES, LENGTH, ACROSS, PER, IN_FACTORS,
+            SCALES, LENGTH, ACROSS, PER, IN_FACTORS, ROW_LENGTH,
         )  # fmt: skip
+        of_rows = by_row
+        if ROW_LENGTH > 0:
+            of_rows = None  # they are applied
         at = row.to(tl.int64) * N + column * BLOCK_N
         offsets = m[:, None] * N + n[None, :]
         stored = rows_inside[:, None] & n_inside[None, :]
@@ -212,7 +236,7 @@ def weights(
         if existing is not None:
             kept = existing + at
         z = finish(
-            tl.trans(acc), by_row, by_column, bias, kept, row + m, local * N + column * BLOCK_N + n,
+            tl.trans(acc), of_rows, by_column, bias, kept, row + m, local * N + column * BLOCK_N + n,
             offsets, stored, ACTIVATION, True,
         )  # fmt: skip
         z = tl.where(group >= 0, z, 0.0)  # unowned rows are zero, whatever their scales are

@@ -21,7 +21,7 @@ from trencadis.backends.triton.choose import (
     LAUNCH,
     OVERLAP,
     RATE,
-    STEP_CYCLES,
+    REGISTERS,
     moved_bytes,
     tile_count,
 )
@@ -44,18 +44,28 @@ LEAST_K = 16  # entries of k of one product of the tensor cores
 # block_m, block_n and warps
 TILES = (
     (16, 64, 4), (16, 64, 2), (16, 128, 4), (16, 128, 8), (32, 64, 4), (32, 64, 2), (32, 128, 4), (64, 64, 4),
-    (64, 128, 4), (64, 128, 8), (128, 64, 4), (128, 128, 8),
+    (64, 128, 4), (64, 128, 8), (128, 64, 4), (128, 128, 8), (256, 128, 8),
 )  # fmt: skip
 STEPS = (32, 64, 128, 256)  # of k, in bytes of weights
-LONG_STEP = 64  # bytes of weights along k in a step: a shorter one reads parts of cache lines
+LONG_STEP = 32  # bytes of weights along k in a step: a shorter one reads parts of sectors of memory
 MOST_BYTES = 4096  # of weights in a step, for each warp: they are unpacked in registers
+MOST_BLOCKS = 4  # of k in a step that are scaled one by one
+SHORT_BLOCK = 64  # bytes of weights: shorter blocks of scales are too short for a step
+MOST_PROMOTED = 2048  # sums of a tile for each warp that are promoted: there are registers for no more
 STAGES = (3, 4, 5)
-UNPACK = 3  # instructions for one weight
-PAIRS = 2  # more for wgmma and tcgen05, which programs of fewer than 4 warps do not use: bytes are loaded in pairs
+UNPACK = 3.4  # instructions for one weight
+SCALE = 6.5  # more for one that is multiplied by its scale
+FLOAT8 = 1.4  # more for one of float8, whose NaN stays NaN
+PAIRS = 4  # more for wgmma and tcgen05, which programs of fewer than 4 warps do not use: bytes are loaded in pairs
+PROMOTE = 1.25  # instructions for one sum of a block of k that is scaled and added up
 LANES = 128  # instructions of an SM in a cycle
-SPEED = 0.6  # of the tensor cores, where one operand comes from registers
+WAIT = 620  # cycles of a step of one program beside products and unpacking: each waits for the one before
+OVERLAPPED, LEFT = 64, 150  # entries of k up to which products of a step without scales stay in flight; cycles then
+STEP = 146  # cycles of a step of one program in which no other one runs
+IN_TURN = 0.78  # of the shorter one of products and unpacking that other programs of an SM do not hide
 WARPGROUP = 4  # warps
 MOST_WARPS = 16  # of all programs that share an SM
+OTHERS = 60  # registers of a thread beside its sums
 FEW_WAVES = 4  # of tiles, from which on the last one is not counted as whole
 
 
@@ -77,14 +87,12 @@ def refused(problem: Problem) -> str:
         return "it unpacks low-precision weights beside rows of bfloat16 or float16"
     if problem.out.name not in RESULTS or (epilogue.bias is not None and epilogue.bias.name not in RESULTS):
         return f"the result and bias are to be {', '.join(RESULTS)}"
-    if epilogue.row_block:
-        return "scales of rows change along k, and rows are of 16 bits"
     if bits(problem.rhs) == 4 and (problem.k % 2 or not problem.transpose_rhs):
         return "4-bit weights are unpacked where they are stored [g, n, k], and k is even"
     if epilogue.column_scales.name not in (*RESULTS, *BYTES):
         return f"scales of weights are {epilogue.column_scales.name}"
     if not list(_steps(problem)):
-        return f"scales of weights change along k every {epilogue.column_block[0]}"
+        return f"scales change along k every {epilogue.part}"
     return ""
 
 
@@ -101,10 +109,28 @@ def in_factors(problem: Problem) -> bool:
 def _steps(problem: Problem) -> Iterator[int]:
     """The entries of k that a step may have: whole blocks of scales, or parts of one."""
     length, pack = problem.epilogue.column_block[0], 8 // bits(problem.rhs)
+    several = MOST_BLOCKS * length if LEAST_K * pack <= length < SHORT_BLOCK * pack else 0
+    most = STEPS[-1] * pack if in_factors(problem) else several
     for step in (LEAST_K, *STEPS):
         block_k = step * pack
-        if not length or length % block_k == 0 or (in_factors(problem) and block_k % length == 0):
+        if problem.epilogue.row_block % block_k:
+            continue
+        if not length or length % block_k == 0 or (block_k % length == 0 and block_k <= most):
             yield block_k
+
+
+def at_once(problem: Problem, layout: Layout) -> int:
+    """The entries of k that are multiplied at once: a step, or a block of it whose sum is scaled."""
+    length = problem.epilogue.column_block[0]
+    return min(layout.block_k, length) if length and not in_factors(problem) else layout.block_k
+
+
+def with_16_bit_rows(problem: Problem) -> Problem:
+    """The problem with 8-bit rows as bfloat16, which is exact, beside weights that this kernel is for."""
+    if problem.form is not Form.ROWS or problem.lhs.itemsize > 1 or problem.rhs.name not in DIGITS:
+        return problem
+    unpacked = problem.epilogue.along_k or bits(problem.rhs) == 4
+    return problem.replace(lhs=np.dtype(jnp.bfloat16)) if unpacked else problem
 
 
 @functools.lru_cache(maxsize=1024)
@@ -114,7 +140,7 @@ def choose(problem: Problem, card: Card, tiling: Tiling | None = None) -> Layout
     if tiling is not None:
         some = [one for one in some if _inside(one, tiling)] or [min(some, key=_volume)]
         return max(some, key=_volume)
-    return min(some, key=lambda layout: estimated_time(problem, card, layout))
+    return min(some, key=lambda layout: (estimated_time(problem, card, layout), layout.stages))
 
 
 def _inside(layout: Layout, tiling: Tiling) -> bool:
@@ -133,41 +159,66 @@ def candidates(problem: Problem, card: Card) -> Iterator[Layout]:
     for block_m, block_n, warps in TILES:
         if (block_n > 64 and block_n >= 2 * problem.n) or (block_m > 16 and block_m >= 2 * problem.m):
             continue
+        if _promoted(problem) and block_m * block_n > MOST_PROMOTED * warps:
+            continue
         for block_k in steps:
             if block_n * block_k // pack > MOST_BYTES * warps:
                 continue
             for stages in STAGES if card.platform == "cuda" else (2, 3):
                 layout = Layout(block_m=block_m, block_n=block_n, block_k=block_k, warps=warps, stages=stages)
-                if shared_memory(problem, layout) <= card.shared:
+                if shared_memory(problem, card, layout) <= card.shared:
                     yield layout
 
 
-def shared_memory(problem: Problem, layout: Layout) -> int:
+def shared_memory(problem: Problem, card: Card, layout: Layout) -> int:
     """The bytes of shared memory for steps on their way, and for the unpacked weights of one where these go there."""
     rows, weights = layout.block_m * layout.block_k * 2, layout.block_n * layout.block_k
-    return int(layout.stages * (rows + weights * width(problem.rhs))) + 2 * weights + 4096
+    steps = int(layout.stages * (rows + weights * width(problem.rhs)))
+    return steps + 4096 + (0 if card.hopper else 2 * weights)  # wgmma takes them from registers
 
 
 def estimated_time(problem: Problem, card: Card, layout: Layout) -> float:
     """The seconds that a kernel is expected to take, by the model of `choose` with the time to unpack weights."""
     steps, weights = math.ceil(problem.k / layout.block_k), layout.block_n * layout.block_k
-    products = 2 * layout.block_m * weights / (card.mma_rate * card.clock * RATE * SPEED)
-    pairs = layout.warps >= WARPGROUP and card.platform == "cuda" and card.arch.split(".")[0] in ("9", "10")
-    unpacked = weights * (UNPACK + PAIRS * pairs) / (LANES * card.clock)
-    loaded = (layout.block_m * layout.block_k * 2 + weights * width(problem.rhs)) / (L2 * card.clock)
-    busy = max(products + unpacked, loaded) + STEP_CYCLES / card.clock
+    products = 2 * layout.block_m * weights / (card.mma_rate * RATE)
+    unpacked = _instructions(problem, card, layout) / LANES
+    loaded = (layout.block_m * layout.block_k * 2 + weights * width(problem.rhs)) / L2
+    wait = WAIT if problem.epilogue.along_k or layout.block_k > OVERLAPPED else LEFT
+    alone = max((products + unpacked + wait) / card.clock, LATENCY / (layout.stages - 1))
+    shared = max(products, unpacked, loaded) + IN_TURN * min(products, unpacked) + STEP
     together = _programs_per_sm(problem, card, layout)
-    wave = max(LATENCY + steps * max(busy, LATENCY / (layout.stages - 1)), together * steps * busy)
+    wave = max(LATENCY + steps * alone, together * steps * shared / card.clock)
     count = tile_count(problem, layout) / (card.cores * together)
     waves = math.ceil(count) if count < FEW_WAVES else count + 0.5
     computed, moved = waves * wave, moved_bytes(problem) / (card.hbm * HBM)
     return max(computed, moved) + OVERLAP * min(computed, moved) + LAUNCH
 
 
+def _instructions(problem: Problem, card: Card, layout: Layout) -> float:
+    """The instructions of a step that unpack weights and scale sums."""
+    pairs = layout.warps >= WARPGROUP and card.platform == "cuda" and card.arch.split(".")[0] in ("9", "10")
+    each = UNPACK + PAIRS * pairs + SCALE * in_factors(problem) + FLOAT8 * problem.rhs.name.startswith("float8")
+    scaled = layout.block_m * layout.block_n * _promoted(problem) * (layout.block_k // at_once(problem, layout))
+    return layout.block_n * layout.block_k * each + PROMOTE * scaled
+
+
+def _promoted(problem: Problem) -> bool:
+    """Whether the sum of each block of k is scaled and added to other sums."""
+    return problem.epilogue.row_block > 0 or (problem.epilogue.along_k and not in_factors(problem))
+
+
 def _programs_per_sm(problem: Problem, card: Card, layout: Layout) -> int:
-    """The programs that an SM holds at a time, by their shared memory and threads."""
-    by_memory = card.shared // shared_memory(problem, layout)
-    return max(1, min(by_memory, MOST_WARPS // layout.warps))
+    """The programs of an SM that run side by side, by their shared memory, registers and threads.
+
+    More of them than have room for their unpacked weights, too, were seen to be no faster.
+    """
+    threads = 32 * layout.warps
+    sums = layout.block_m * layout.block_n // threads * (1 + _promoted(problem))
+    by_registers = REGISTERS // (threads * min(255, sums + OTHERS))
+    by_memory = card.shared // (
+        shared_memory(problem, card, layout) + 2 * layout.block_n * layout.block_k * card.hopper
+    )
+    return max(1, min(by_memory, by_registers, MOST_WARPS // layout.warps))
 
 
 def reason(problem: Problem, layout: Layout, card: Card) -> str:
@@ -175,7 +226,8 @@ def reason(problem: Problem, layout: Layout, card: Card) -> str:
     waves = tile_count(problem, layout) / (card.cores * _programs_per_sm(problem, card, layout))
     where = ""
     if problem.epilogue.along_k:
-        where = ", times their scales" if in_factors(problem) else "; scales multiply the sum of each block of k"
+        inside = in_factors(problem) and not problem.epilogue.row_block
+        where = ", times their scales" if inside else "; scales multiply the sum of each block of k"
     return (
         f"{layout.block_m} x {layout.block_n} tiles of {layout.warps} warps, {waves:.2f} waves over {card.cores} SMs, "
         f"{layout.stages} stages of {layout.block_k} along k, weights unpacked in registers{where}; "
@@ -192,13 +244,14 @@ def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, inter
     from trencadis.backends.triton import bridge, interpreter
 
     lhs, rhs, sizes, first, *extras = operands
+    lhs = lhs.astype(problem.lhs)
     listed = tiles(problem, layout, sizes, first)
     given = problem.epilogue.split(tuple(extras))
     if bits(problem.rhs) == 4:
-        lhs = even_odd(lhs, layout.block_k)
+        lhs = even_odd(lhs, at_once(problem, layout), layout.block_k)
     # a custom call takes packed values as they are; XLA would convert two of 4 bits to a byte in a pass over memory
     arrays: dict[str, Any] = {"lhs": lhs, "rhs": as_bytes(rhs) if interpret else rhs, **given._asdict()}
-    if problem.epilogue.along_k and given.by_column is not None:
+    if problem.epilogue.column_block[0] and given.by_column is not None:
         scales = given.by_column.mT  # as they are stored
         arrays["scales"] = as_bytes(scales) if scales.dtype.itemsize == 1 else scales
     names = [name for name, _ in pointers(problem)]
@@ -210,14 +263,14 @@ def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, inter
     return call(kernel, grid, [*listed, *(arrays[name] for name in names[4:-1])], out, alias=alias)
 
 
-def even_odd(x: Array, block_k: int) -> Array:
-    """Rows whose entries are in the order of the kernel: in each step the even ones, then the odd ones.
+def even_odd(x: Array, length: int, block_k: int) -> Array:
+    """Rows of whole steps, with entries in the order of the kernel: in each block the even ones, then the odd ones.
 
-    >>> even_odd(jnp.arange(6)[None], 4)
+    >>> even_odd(jnp.arange(6)[None], 4, 8)
     Array([[0, 2, 1, 3, 4, 0, 5, 0]], dtype=int32)
     """
     x = pad_to(x, (x.shape[0], round_up(x.shape[1], block_k)))
-    return x.reshape(x.shape[0], -1, block_k // 2, 2).swapaxes(-1, -2).reshape(x.shape)
+    return x.reshape(x.shape[0], -1, length // 2, 2).swapaxes(-1, -2).reshape(x.shape)
 
 
 def as_bytes(x: Array) -> Array:
@@ -265,7 +318,7 @@ def kernel_of(problem: Problem, layout: Layout, arch: str, *, interpret: bool = 
         "PRODUCT": product(problem.lhs.name) if ptx else None,
         "SCALES": epilogue.column_scales.name, "LENGTH": epilogue.column_block[0],
         "ACROSS": epilogue.column_block[1], "PER": max(layout.block_k // max(epilogue.column_block[0], 1), 1),
-        "IN_FACTORS": in_factors(problem),
+        "IN_FACTORS": in_factors(problem), "ROW_LENGTH": epilogue.row_block,
         "ACTIVATION": None if text is None else function(text, rewritten if interpret else triton.jit),
     }  # fmt: skip
     return Kernel(

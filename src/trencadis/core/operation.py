@@ -1,0 +1,89 @@
+"""Operations that are computed in another way on GPUs, by a small Triton kernel, or on TPUs: one primitive for all.
+
+Where they are differentiated or batched they are what they are composed of. A function that needs a kernel in its
+derivative as well gives it one with `core.linear`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import Effect, Primitive
+from jax.interpreters import ad
+from jaxtyping import Array
+
+from trencadis.backends.triton import card_of
+from trencadis.core.jax_compat import Rules, Value, register, replicated, result_type, vary_alike
+from trencadis.core.target import Target
+
+operation_p = Primitive("operation")
+operation_p.multiple_results = True
+
+
+class Operation:
+    """A function of arrays. It is hashable, and equal to another that computes the same."""
+
+    def composed(self, *operands: Any, **_: Any) -> Sequence[Array]:
+        """The results by operations of JAX."""
+        raise NotImplementedError
+
+    def on_gpu(self, arch: str, *operands: Any, **_: Any) -> Sequence[Array] | None:
+        """The results by Triton kernels for an architecture, or None where they do not take these operands."""
+        return None
+
+    def on_tpu(self, *operands: Any, **_: Any) -> Sequence[Array] | None:
+        """The results by other operations of JAX, which suit a TPU better, or None if there are none."""
+        return None
+
+
+def run(operation: Operation, *operands: Value) -> list[Array]:
+    """The results of an operation, in the way of the machine that it is lowered for."""
+    return operation_p.bind(*vary_alike(*map(replicated, operands)), operation=operation)
+
+
+def _abstract(*operands: ShapedArray, operation: Operation) -> tuple[list[ShapedArray], set[Effect]]:
+    plain = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+    found = jax.eval_shape(operation.composed, *plain)
+    return [result_type(operands, x.shape, x.dtype) for x in found], set()
+
+
+def _jvp(
+    primals: Sequence[Value], tangents: Sequence[Any], *, operation: Operation
+) -> tuple[list[Array], Sequence[Any]]:
+    """Values by the operation, and tangents of what it is composed of, in the operands that have tangents."""
+    varied = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def of_varied(*xs: Value) -> Sequence[Array]:
+        operands: list[Any] = list(primals)
+        for i, x in zip(varied, xs, strict=True):
+            operands[i] = x
+        return operation.composed(*operands)
+
+    _, found = jax.jvp(of_varied, [primals[i] for i in varied], [tangents[i] for i in varied])
+    return operation_p.bind(*primals, operation=operation), found
+
+
+def _batch(
+    operands: Sequence[Value], axes: Sequence[int | None], *, operation: Operation
+) -> tuple[Sequence[Array], list[int]]:
+    out = jax.vmap(operation.composed, in_axes=tuple(axes))(*operands)
+    return out, [0] * len(out)
+
+
+def _execute(*operands: Array, operation: Operation, target: Target) -> Sequence[Array]:
+    card = card_of(target)
+    found = None if card is None else operation.on_gpu(card.arch, *operands)
+    found = operation.on_tpu(*operands) if target.platform == "tpu" else found
+    return operation.composed(*operands) if found is None else found
+
+
+@functools.partial(jax.jit, static_argnames="operation")
+def _eager(*operands: Value, operation: Operation) -> list[Array]:
+    return operation_p.bind(*operands, operation=operation)
+
+
+register(operation_p, Rules(_eager, _abstract, _jvp, None, _batch, _execute))

@@ -1,0 +1,164 @@
+"""A whole MoE layer as two functions: `init` makes its parameters, a dict of arrays, and `apply` runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Bool, Float, Integer
+
+from trencadis.core.epilogue import Activation
+from trencadis.moe.activation import swiglu
+from trencadis.moe.layer import Save
+from trencadis.moe.mlp import moe_mlp
+from trencadis.moe.routing import Routing, route
+from trencadis.moe.selection import Score
+from trencadis.quant.recipe import Recipe
+
+Params: TypeAlias = dict[str, Any]  # arrays by name; those of the experts may be quantized
+
+ROUTER = ("router", "bias_router")  # computed in float32, whatever the dtype of x
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The static description of a whole layer: router, experts and an optional shared expert.
+
+    Attributes:
+      d: the width of a token.
+      f: the width of an expert.
+      experts: the number of experts.
+      k: the number of experts of a token.
+      score, normalize, scale, groups, group_k: as in `route`.
+      gated: whether experts have a gate; without one, activation is a function of one number.
+      activation, save, quantization: as in `moe_mlp`.
+      biases: whether router and experts have biases, as those of gpt-oss.
+      shared: the width of an expert that every token goes to with weight 1; 0 for none.
+
+    >>> Config(d=8, f=16, experts=4, k=2, shared=16).shapes["shared_up"]
+    (8, 16)
+    """
+
+    d: int
+    f: int
+    experts: int
+    k: int
+    score: Score = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int | None = None
+    group_k: int | None = None
+    gated: bool = True
+    activation: Activation = swiglu()
+    biases: bool = False
+    shared: int = 0
+    save: Save = "least"
+    quantization: Recipe | None = None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter by its name."""
+        e, d, f, s = self.experts, self.d, self.f, self.shared
+        shapes = {"router": (d, e), "w_gate": (e, d, f), "w_up": (e, d, f), "w_down": (e, f, d)}
+        if self.biases:
+            shapes |= {"bias_router": (e,), "bias_gate": (e, f), "bias_up": (e, f), "bias_down": (e, d)}
+        if s:
+            shapes |= {"shared_gate": (d, s), "shared_up": (d, s), "shared_down": (s, d)}
+        return {name: shape for name, shape in shapes.items() if self.gated or not name.endswith("_gate")}
+
+
+def init(key: Array, config: Config, dtype: DTypeLike = jnp.float32) -> Params:
+    """The parameters of a layer: normal weights with variance 1 / (number of inputs), and biases that are 0.
+
+    >>> params = init(jax.random.key(0), Config(d=8, f=16, experts=4, k=2))
+    >>> {name: p.shape for name, p in params.items()}
+    {'router': (8, 4), 'w_gate': (4, 8, 16), 'w_up': (4, 8, 16), 'w_down': (4, 16, 8)}
+    """
+    params: Params = {}
+    for (name, shape), each in zip(config.shapes.items(), jax.random.split(key, len(config.shapes)), strict=True):
+        if name.startswith("bias"):
+            params[name] = jnp.zeros(shape, dtype)
+        else:
+            params[name] = jax.random.normal(each, shape, dtype) * jnp.asarray(shape[-2] ** -0.5, dtype)
+    return params
+
+
+def apply(
+    params: Params,
+    x: Float[Array, "*batch d"],
+    config: Config,
+    *,
+    bias: Float[Array, " e"] | None = None,
+    mask: Bool[Array, "*batch"] | None = None,
+    experts: Integer[Array, "*batch k"] | None = None,
+) -> tuple[Float[Array, "*batch d"], Routing]:
+    """The result of a layer, of the shape and dtype of x, and the routing, for losses, load and `update_bias`.
+
+    The router is computed in float32. Parameters of experts are converted to the dtype of x, unless they are quantized.
+
+    Args:
+      params: what `init` returns. Weights of experts may be `quant.Scaled`.
+      x: `[..., d]`, tokens in any arrangement. The routing has them in one axis.
+      config: the static description of the layer.
+      bias: `[e]`, added to scores for the choice of experts. It is not among the parameters because no gradient
+        changes it, and no optimizer should.
+      mask: `[...]`; where it is False, a token goes to no expert, and its result is 0.
+      experts: `[..., k]`, given ids instead of the choice by score.
+
+    >>> config = Config(d=8, f=16, experts=4, k=2)
+    >>> y, routing = apply(init(jax.random.key(0), config), jnp.ones((2, 3, 8)), config)
+    >>> y.shape, int(routing.sizes.sum())
+    ((2, 3, 8), 12)
+    """
+    x = jnp.asarray(x)
+    if x.ndim < 1 or x.shape[-1] != config.d:
+        raise ValueError(f"x: want [..., d] with d = {config.d}; got {x.shape}")
+    tokens, mask = x.reshape(-1, config.d), _flat("mask", mask, x.shape[:-1])
+    if mask is not None:  # NaN of a masked token reaches no gradient of the router or of the shared expert
+        tokens = jnp.where(mask[:, None], tokens, 0)
+    routing = route(
+        _logits(params, tokens), config.k, score=config.score, normalize=config.normalize, scale=config.scale,
+        bias=bias, groups=config.groups, group_k=config.group_k, mask=mask,
+        experts=_flat("experts", experts, (*x.shape[:-1], config.k)),
+    )  # fmt: skip
+    own = {name: _as(p, x.dtype) for name, p in params.items() if name not in ROUTER}
+    biases = {name: own.get(name) for name in ("bias_gate", "bias_up", "bias_down")}
+    y = moe_mlp(
+        tokens, routing, own.get("w_gate"), own["w_up"], own["w_down"], **biases,
+        activation=config.activation, save=config.save, quantization=config.quantization,
+    )  # fmt: skip
+    if config.shared:
+        shared = _shared(own, tokens, config.activation)
+        y = y + (shared if mask is None else jnp.where(mask[:, None], shared, 0))
+    return y.reshape(x.shape), routing
+
+
+def _logits(params: Params, tokens: Array) -> Array:
+    """The logits [t, e] of the router in float32."""
+    logits = tokens.astype(jnp.float32) @ params["router"].astype(jnp.float32)
+    return logits + params["bias_router"].astype(jnp.float32) if "bias_router" in params else logits
+
+
+def _shared(params: Params, tokens: Array, activation: Activation) -> Array:
+    """The result [t, d] of the expert that every token goes to."""
+    inputs = (params[name] for name in ("shared_gate", "shared_up") if name in params)
+    return activation(*(tokens @ w for w in inputs)) @ params["shared_down"]
+
+
+def _flat(name: str, x: ArrayLike | None, shape: tuple[int, ...]) -> Array | None:
+    """An argument with the leading axes of x, which become one."""
+    if x is None:
+        return None
+    if jnp.shape(x) != shape:
+        raise ValueError(f"{name}: want shape {shape}; got {jnp.shape(x)}")
+    kept = shape[-1:] if name == "experts" else ()
+    return jnp.asarray(x).reshape(-1, *kept)
+
+
+def _as(p: Any, dtype: DTypeLike) -> Any:
+    """A parameter in the dtype of the tokens; quantized ones stay as they are."""
+    return p.astype(dtype) if isinstance(p, jax.Array | np.ndarray) else p

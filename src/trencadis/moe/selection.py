@@ -1,0 +1,131 @@
+"""The choice of experts by score and the weights of the chosen ones, with kernels on GPUs and a gradient of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from trencadis.backends.triton import moe as kernels
+from trencadis.core import operation
+from trencadis.core.linear import linear
+
+Score: TypeAlias = Literal["softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"] | Callable[[Array], Array]
+
+SCORES: dict[str, Callable[[Array], Array]] = {
+    "softmax": lambda logits: jax.nn.softmax(logits, axis=-1),
+    "softmax_topk": lambda logits: jax.nn.softmax(logits, axis=-1),
+    "sigmoid": jax.nn.sigmoid,
+    "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How logits [t, e] become scores, and the scores of chosen experts weights."""
+
+    score: Score
+    normalize: bool
+
+    def scores(self, logits: Array) -> Array:
+        """The scores of all experts, in float32."""
+        function = SCORES[self.score] if isinstance(self.score, str) else self.score
+        return function(logits.astype(jnp.float32))
+
+    def keys(self, logits: Array) -> Array:
+        """What experts are chosen by, if nothing is added to it."""
+        return logits.astype(jnp.float32) if self.score == "softmax_topk" else self.scores(logits)
+
+    def weights(self, experts: Array, logits: Array) -> tuple[Array, Array]:
+        """The weights [t, k] of given experts, and the scores of all experts, which sum to 1."""
+        scores = self.scores(logits)
+        # a comparison with every id instead of a gather, whose gradient would be a scatter
+        hot = experts[:, :, None] == jnp.arange(logits.shape[1], dtype=jnp.int32)  # [t, k, e]
+        return self._chosen(logits, scores, hot), scores / jnp.sum(scores, axis=-1, keepdims=True)
+
+    def _chosen(self, logits: Array, scores: Array, hot: Array) -> Array:
+        if self.score == "softmax_topk":  # normalized exponentials of the chosen logits, shifted by their maximum
+            there = hot.any(axis=-1)
+            chosen = jnp.where(there, picked(hot, logits.astype(jnp.float32)), -jnp.inf)
+            top = lax.stop_gradient(jnp.max(chosen, axis=-1, keepdims=True))
+            weights = jnp.exp(chosen - jnp.where(jnp.isfinite(top), top, 0))
+        else:
+            weights = picked(hot, scores)
+            if not self.normalize:
+                return weights
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        return jnp.where(total == 0, 0, weights / jnp.where(total == 0, 1, total))
+
+
+def picked(hot: Array, x: Array) -> Array:
+    """The entries [t, k] of x [t, e] where hot [t, k, e] is set, and 0 where it is not set at all."""
+    return jnp.sum(jnp.where(hot, x[:, None, :], 0), axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChooseExperts(operation.Operation):
+    """The k experts of each token, their weights, and all scores: of logits, and of keys unless they are the rule's."""
+
+    rule: Rule
+    k: int
+
+    def composed(self, logits: Array, *keys: Array) -> list[Array]:
+        """The results by XLA's top_k."""
+        experts = lax.top_k(keys[0] if keys else self.rule.keys(logits), self.k)[1]
+        return [experts, *self.rule.weights(experts, logits)]
+
+    def on_gpu(self, arch: str, logits: Array, *keys: Array) -> Sequence[Array] | None:
+        """The results by one kernel."""
+        assert isinstance(self.rule.score, str)
+        given = keys[0] if keys else None
+        return kernels.route(logits, given, self.k, self.rule.score, self.rule.normalize, arch)
+
+
+@dataclasses.dataclass(frozen=True)
+class PullBackWeights(operation.Operation):
+    """The gradient of the logits: of logits, experts, and the gradients of their weights and of all scores."""
+
+    rule: Rule
+
+    def composed(self, logits: Array, experts: Array, d_weights: Array, d_probs: Array) -> list[Array]:
+        """The result by JAX's own derivative."""
+        return list(jax.vjp(functools.partial(self.rule.weights, experts), logits)[1]((d_weights, d_probs)))
+
+    def on_gpu(self, arch: str, logits: Array, experts: Array, d_weights: Array, d_probs: Array) -> list[Array] | None:
+        """The result by one kernel."""
+        assert isinstance(self.rule.score, str)
+        found = kernels.route_backward(logits, experts, d_weights, d_probs, self.rule.score, self.rule.normalize, arch)
+        return None if found is None else [found]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def choose(rule: Rule, k: int, logits: Array, keys: Array | None) -> tuple[Array, Array, Array]:
+    """The k experts of each token with the best keys, by default the rule's, their weights, and all scores.
+
+    The rule's score is one with a name: a function may close over values that have gradients of their own. Weights and
+    scores are differentiable in logits; the backward pass keeps the logits and the experts.
+    """
+    experts, weights, probs = operation.run(ChooseExperts(rule, k), logits, *(() if keys is None else (keys,)))
+    return experts, weights, probs
+
+
+@choose.defjvp
+def _(rule: Rule, k: int, primals: tuple[Array, Any], tangents: tuple[Array, Any]) -> tuple[Any, Any]:
+    experts, weights, probs = choose(rule, k, *primals)
+
+    def tangent(known: tuple[Array, Array], d_logits: Array) -> Any:
+        logits, experts = known
+        return jax.jvp(functools.partial(rule.weights, experts), (logits,), (d_logits,))[1]
+
+    def cotangent(known: tuple[Array, Array], ct: tuple[Array, Array]) -> Array:
+        return operation.run(PullBackWeights(rule), *known, *ct)[0]
+
+    found = linear(tangent, cotangent, (primals[0], experts), tangents[0])
+    return (experts, weights, probs), (np.zeros(experts.shape, jax.dtypes.float0), *found)

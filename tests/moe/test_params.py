@@ -1,0 +1,94 @@
+"""`init` and `apply` are `route`, `moe_mlp` and a shared expert, for tokens in any arrangement."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trencadis import moe, quant
+
+pytestmark = pytest.mark.core
+
+SMALL = moe.Config(d=6, f=5, experts=4, k=2, score="sigmoid", scale=2.5, biases=True, shared=3)
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 6)), jnp.float32)
+BIAS = jnp.array([0.0, 0.3, -0.2, 0.1])
+
+
+def gradients(layer):
+    """A compiled function of params, x, bias and mask: gradients in the first three, and the results."""
+
+    def loss(params, x, bias, mask):
+        y, routing = layer(params, x, bias, mask)
+        return jnp.sum(jnp.sin(y)), (y, routing)
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+
+
+@gradients
+def ours(params, x, bias, mask):
+    return moe.apply(params, x, SMALL, bias=bias, mask=mask)
+
+
+@gradients
+def written_out(params, x, bias, mask):
+    """The layer from its parts."""
+    mask, tokens = mask.ravel(), x.reshape(-1, 6)
+    logits = tokens @ params["router"] + params["bias_router"]
+    routing = moe.route(logits, 2, score="sigmoid", scale=2.5, bias=bias, mask=mask)
+    biases = {name: params[name] for name in ("bias_gate", "bias_up", "bias_down")}
+    y = moe.moe_mlp(tokens, routing, params["w_gate"], params["w_up"], params["w_down"], **biases, backend="reference")
+    shared = (jax.nn.silu(tokens @ params["shared_gate"]) * (tokens @ params["shared_up"])) @ params["shared_down"]
+    return (y + jnp.where(mask[:, None], shared, 0)).reshape(x.shape), routing
+
+
+def test_equals_its_parts():
+    """The value, the routing and all gradients; those of the balance bias are 0."""
+    params = moe.init(jax.random.key(0), SMALL)
+    assert {name: p.shape for name, p in params.items()} == SMALL.shapes
+    params["bias_down"] = jnp.ones_like(params["bias_down"])
+    for mask in (jnp.ones((2, 2), bool), jnp.array([[True, False], [True, True]])):
+        found, want = (f(params, X, BIAS, mask) for f in (ours, written_out))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, want)
+        assert not np.any(found[0][2])
+
+
+def test_masked_tokens_are_zero_and_their_nan_reaches_no_gradient():
+    params, mask = moe.init(jax.random.key(0), SMALL), jnp.array([[True, False], [True, True]])
+    clean = ours(params, X, BIAS, mask)
+    jax.tree.map(np.testing.assert_array_equal, clean, ours(params, X.at[~mask].set(jnp.nan), BIAS, mask))
+    assert not np.any(clean[1][0][~mask]) and not np.any(clean[0][1][~mask])
+
+
+def test_experts_may_be_given():
+    params = moe.init(jax.random.key(0), SMALL)
+    ids = jnp.tile(jnp.array([3, 1]), (2, 2, 1))
+    routing = jax.jit(lambda: moe.apply(params, X, SMALL, experts=ids)[1])()
+    np.testing.assert_array_equal(routing.sizes, [0, 4, 0, 4])
+
+
+def test_dtypes():
+    """The result has the dtype of x, the router is computed in float32, and quantized weights stay as they are."""
+    config = moe.Config(d=6, f=5, experts=4, k=2, gated=False, activation=jax.nn.relu)
+    params = moe.init(jax.random.key(0), config, jnp.bfloat16)
+    assert "w_gate" not in params and all(p.dtype == jnp.bfloat16 for p in params.values())
+    y, routing = jax.eval_shape(lambda x: moe.apply(params, x, config), X.astype(jnp.bfloat16))
+    assert y.dtype == jnp.bfloat16 and routing.probs.dtype == jnp.float32
+    stored = params | {name: quant.quantize(params[name], "int8", "column") for name in ("w_up", "w_down")}
+    full = params | {name: stored[name].dequantize() for name in ("w_up", "w_down")}
+    run = jax.jit(lambda params: moe.apply(params, X, config)[0])
+    np.testing.assert_allclose(run(stored), run(full), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        (["x", "d = 6", "(2, 5)"], {"x": jnp.ones((2, 5))}),
+        (["mask", "(2, 2)", "(4,)"], {"mask": jnp.ones(4, bool)}),
+        (["experts", "(2, 2, 2)"], {"experts": jnp.ones((2, 2), jnp.int32)}),
+    ],
+)
+def test_errors_name_the_argument(words, change):
+    params = moe.init(jax.random.key(0), SMALL)
+    with pytest.raises(ValueError) as error:
+        moe.apply(**({"params": params, "x": X, "config": SMALL} | change))
+    assert all(word in str(error.value) for word in words)
