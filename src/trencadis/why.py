@@ -16,14 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis.api.matmul import grouped_matmul, transposed_grouped_matmul
-from trencadis.backends import KERNELS
+from trencadis.backends import BACKENDS, KERNELS
 from trencadis.core import arguments
 from trencadis.core.autodiff import grouped_p
 from trencadis.core.cost import Cost, cost
 from trencadis.core.devices import target_of
 from trencadis.core.execute import execute
+from trencadis.core.gated import gated_p
 from trencadis.core.jax_compat import current_target, newly_manual_axes
-from trencadis.core.plan import Plan, Refusal, answers, plan
+from trencadis.core.plan import Plan, Refusal, answers, gated_answers, gated_plan, plan
 from trencadis.core.problem import Problem
 from trencadis.core.split import part_of
 from trencadis.core.target import Target
@@ -266,7 +267,7 @@ def _products(jaxpr: Any, partitioned: bool, manual: frozenset[Any] = frozenset(
     """The grouped products of a traced program, in order; inside `shard_map`, over which axes the program is manual."""
     for equation in jaxpr.eqns:
         params = equation.params
-        if equation.primitive in (grouped_p, gemm_p):
+        if equation.primitive in (grouped_p, gated_p, gemm_p):
             yield _Found(params["problem"], params["overrides"], partitioned)
         inside, axes = partitioned, manual
         if equation.primitive.name == "shard_map":
@@ -306,8 +307,10 @@ def _pass(name: str, found: _Found, target: Target, sizes: list[int] | None = No
         return Pass(
             name=name, plan=gemm_plan.plan(found.problem, target, found.overrides), backends=tuple(general.values())
         )
-    chosen = plan(found.problem, target, found.overrides)
-    if chosen.split:
+    chosen = _plan(found.problem, target, found.overrides)
+    if found.problem.gate is not None:
+        said = gated_answers(found.problem, target, found.overrides)
+    elif chosen.split:
         said = answers(part_of(found.problem), target, found.overrides.untiled)
     else:
         said = answers(found.problem, target, found.overrides)
@@ -316,12 +319,26 @@ def _pass(name: str, found: _Found, target: Target, sizes: list[int] | None = No
     return Pass(name=name, plan=chosen, backends=tuple(said.values()), copies=copies, cost=price)
 
 
+def _plan(problem: Problem, target: Target, overrides: Overrides) -> Plan:
+    """The plan of a problem; that of its products where no kernel applies its gated activation."""
+    if problem.gate is None:
+        return plan(problem, target, overrides)
+    products = dataclasses.replace(plan(problem.replace(gate=None), target, overrides), asked=problem)
+    return gated_plan(problem, target, overrides) or products
+
+
 def _copies(chosen: Plan) -> Iterator[str]:
     """The large arrays that are made before a kernel and after it."""
     if chosen.backend not in {name for names in KERNELS.values() for name in names}:
         return
-    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in chosen.asked.operands]
-    for equation in _plain(jax.make_jaxpr(functools.partial(execute, chosen))(*operands).jaxpr):
+    if chosen.problem.gate is None:
+        shapes = chosen.asked.operands
+        run = functools.partial(execute, dataclasses.replace(chosen, asked=chosen.asked.replace(gate=None)))
+    else:
+        shapes = chosen.asked.operands + chosen.asked.gate_operands
+        run = functools.partial(BACKENDS[chosen.backend].run, chosen)
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    for equation in _plain(jax.make_jaxpr(run)(*operands).jaxpr):
         source, made = equation.invars[0].aval, equation.outvars[0].aval
         size = made.size * made.dtype.itemsize
         if size >= SMALL:

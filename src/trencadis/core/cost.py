@@ -64,7 +64,18 @@ def cost(
         rhs, out = _share(stored[1], used, problem.weights), rows * problem.n
     else:
         rhs, out = _share(stored[1], rows, problem.rows), problem.spans * problem.k * problem.n
-    return Cost(flops=flops, bytes=lhs + rhs + out * problem.out.itemsize)
+    products, matrices, vectors = _gated(problem)
+    moved = lhs + products * rhs + matrices * out * problem.out.itemsize + vectors * rows * np.float32().itemsize
+    return Cost(flops=products * flops, bytes=moved)
+
+
+def _gated(problem: Problem) -> tuple[int, int, int]:
+    """The products of a problem, its operands and results [m, n], and those [m]; a gated activation has several."""
+    if problem.gate is None:
+        return 1, 1, 0
+    if problem.gate.pullback:  # gate, up, d gate, d up and weight * h; weight and d weight
+        return 1, 5, 2
+    return 2, 3 if problem.gate.keep else 1, 0
 
 
 def _share(whole: int, part: int, of: int) -> int:

@@ -47,14 +47,15 @@ class Plan:
 
     @property
     def peeled(self) -> tuple[str, ...]:
-        """The steps of the epilogue that XLA applies after the kernel."""
+        """The steps of the epilogue that XLA applies after the kernel, a gated activation included."""
         asked, kept = self.asked.epilogue, self.problem.epilogue
+        gate = (str(self.asked.gate),) if self.asked.gate is not None and self.problem.gate is None else ()
         rest = Epilogue(
             bias=asked.bias if kept.bias is None else None,
             activation=asked.activation if kept.activation is None else None,
             accumulate=asked.accumulate and not kept.accumulate,
         )
-        return rest.steps
+        return rest.steps + gate
 
     def __str__(self) -> str:
         split = f", split along k into parts of {self.split}" if self.split else ""

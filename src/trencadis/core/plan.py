@@ -18,6 +18,7 @@ __all__ = [
     "Refusal",
     "answers",
     "check_backend",
+    "gated_answers",
     "gated_plan",
     "plan",
     "warn_if_slow",
@@ -52,13 +53,15 @@ def gated_plan(problem: Problem, target: Target, overrides: Overrides) -> Plan |
 
     Without one the products run by themselves, each by its own plan, and the activation as XLA operations.
     """
-    target, name = _seen(target, overrides), _wanted(overrides)
-    for backend in GATED:
-        if name in (None, backend):
-            answer = BACKENDS[backend].plan(problem, target, overrides)
-            if isinstance(answer, Plan):
-                return answer
-    return None
+    name = _wanted(overrides)
+    given = gated_answers(problem, target, overrides).values()
+    return next((each for each in given if isinstance(each, Plan) and name in (None, each.backend)), None)
+
+
+def gated_answers(problem: Problem, target: Target, overrides: Overrides) -> dict[str, Plan | Refusal]:
+    """What each backend with kernels for gated activations says of a problem with one."""
+    target = _seen(target, overrides)
+    return {name: BACKENDS[name].plan(problem, target, overrides) for name in GATED}
 
 
 def _first(problem: Problem, target: Target, overrides: Overrides) -> Plan | None:

@@ -4,6 +4,7 @@ choose             the layout for a problem: the fastest by the cost `model` of 
 layout             what a layout holds: block sizes, heights of row tiles, numbers of buffers
 kernel             the Pallas call, and the loop over tiles of both forms
 rows               the body of the rows form; contraction: that of the other form
+row_results        results of the rows form on their way to HBM; gating: gated activations and their pullback
 tile_scheduler     the order of tiles, computed from group sizes in SMEM; indexing: blocks and chunks of an axis
 pipeline           prefetched operands, and results that are written back asynchronously
 products           the product of two tiles and its dtypes; nans: NaNs of float8_e4m3fn, which some MXUs drop
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,20 +24,23 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from trencadis.backends.prepare import flat_sizes, pad_to, round_up
+from trencadis.backends.tpu import gating
 from trencadis.backends.tpu.choose import chip_for, choose, choose_for_tile, padded, reason
 from trencadis.backends.tpu.epilogue_vectors import as_lane_vectors
-from trencadis.backends.tpu.indexing import Ref
+from trencadis.backends.tpu.indexing import LANES, Ref
 from trencadis.backends.tpu.kernel import call
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.products import conversion_note
 from trencadis.core.decision import Dtypes, Plan, Refusal, unknown_dtype
 from trencadis.core.devices import CHIPS, Chip
 from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import ALONG_K, Activation, elementwise
+from trencadis.core.epilogue import ALONG_K, Activation, Gate, elementwise
 from trencadis.core.jax_compat import apart
 from trencadis.core.problem import Form, Problem
+from trencadis.core.spans import owned
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides, Tiling
 
@@ -43,6 +48,7 @@ Array = jax.Array
 
 OPERANDS = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 RESULTS = ("bfloat16", "float32", "int8", "int32")
+GATED_DTYPES = ("bfloat16", "float32")  # of all operands and results of a gated activation
 MAX_GROUP_SIZES = 2**16  # group sizes that fit into SMEM
 
 _refusal = functools.partial(Refusal, "tpu")
@@ -54,14 +60,14 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     if elsewhere is not None:
         return elsewhere
     chip, inner = chip_for(target), _peeled(problem)
-    refusal = _arithmetic(inner) or _size(inner, chip)
+    refusal = _arithmetic(inner) or _gated(inner) or _size(inner, chip)
     if refusal is not None:
         return refusal
     seen, tile = padded(inner), overrides.tilings.forward
     try:
         layout = choose(seen, chip) if tile is None else choose_for_tile(seen, chip, tile)
     except ValueError as error:  # the caller's tile does not fit; an error only if this backend was asked for
-        if overrides.backend == "tpu":
+        if overrides.backend == "tpu" and problem.gate is None:
             raise
         return _refusal(str(error))
     assert layout is not None  # otherwise `_size` had refused
@@ -73,8 +79,8 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     )  # fmt: skip
 
 
-def run(plan: Plan, *operands: Array) -> Array:
-    """The result of a plan's problem, computed by one kernel."""
+def run(plan: Plan, *operands: Array) -> Any:
+    """The result of a plan's problem, computed by one kernel; with a gated activation a list of its results."""
     options: dict[str, Any] = {
         "compiler_params": pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=chip_for(plan.target).vmem - (1 << 19)
@@ -82,7 +88,8 @@ def run(plan: Plan, *operands: Array) -> Array:
     }
     if plan.interpret:
         options = {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")}
-    return execute(plan.problem, padded(plan.problem), plan.layout, *operands, **options)
+    outs = execute(plan.problem, padded(plan.problem), plan.layout, *operands, **options)
+    return outs[0] if plan.problem.gate is None else outs
 
 
 def _elsewhere(target: Target) -> Refusal | None:
@@ -119,6 +126,21 @@ def _arithmetic(problem: Problem) -> Refusal | None:
     return None
 
 
+def _gated(problem: Problem) -> Refusal | None:
+    """The refusal of a gated activation that the kernel does not apply; None if it does, or if there is none."""
+    gate, epilogue = problem.gate, problem.epilogue
+    if gate is None:
+        return None
+    unknown = unknown_dtype("tpu", problem, Dtypes(*(GATED_DTYPES,) * 4))
+    if unknown is not None:
+        return unknown
+    if problem.batch > 1 or epilogue.scaled or epilogue.activation is not None or epilogue.accumulate:
+        return _refusal("a gated activation in the kernel goes with a bias and no batch, scales or existing_out")
+    if not _gate_lowers(gate, problem.out):
+        return _refusal(f"{gate} does not lower inside a kernel", "use operations that Pallas has on TPU")
+    return None
+
+
 def _size(problem: Problem, chip: Chip) -> Refusal | None:
     """The refusal of a problem that is empty, or too large for SMEM or VMEM; None if it fits."""
     if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
@@ -134,37 +156,53 @@ def _size(problem: Problem, chip: Chip) -> Refusal | None:
     return None
 
 
-def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, **options: Any) -> Array:
-    """The result of a problem by a kernel of this layout; `inner` is the problem with padded k and n.
+def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, **options: Any) -> list[Array]:
+    """The results of a problem by a kernel of this layout; `inner` is the problem with padded k and n.
 
-    Operands are padded to what the kernel reads, and its result is sliced to the shape of the problem.
+    Operands are padded to what the kernel reads, and its results are sliced to the shape of the problem.
     """
-    lhs, rhs, sizes, first, *extras = operands
-    by_row, by_column, bias, existing = problem.epilogue.split(tuple(extras))
-    rows = round_up(problem.rows, layout.sublane_tile)
-    k, n = inner.k, inner.n
-    out_shape = (rows, n) if problem.form is Form.ROWS else (problem.spans, k, n)
-    lhs = pad_to(lhs, (k, rows) if problem.transpose_lhs else (rows, k))
-    if problem.form is Form.CONTRACTION:
-        rhs = pad_to(rhs, (rows, n))
-    else:
-        rhs = pad_to(rhs, (problem.weights, n, k) if problem.transpose_rhs else (problem.weights, k, n))
+    layout = dataclasses.replace(layout, columns=problem.n)
+    _, _, sizes, first, *_ = operands
     named = {
         "sizes": flat_sizes(sizes, problem.m),
         "first": first,
         "height_table": jnp.asarray(layout.height_table, jnp.int32),
-        "lhs": lhs,
-        "rhs": rhs,
+        **_padded_operands(problem, inner, layout, *operands),
     }
+    found = call(inner.replace(precision=_precision(problem)), layout, named, **options)
+    sums = found.pop("row_sums", None)
+    outs = [
+        x if x.shape == problem.out_shape else lax.slice(x, (0,) * x.ndim, problem.out_shape) for x in found.values()
+    ]
+    if sums is not None:
+        mine = owned(problem, sizes, first)
+        outs.append(jnp.where(mine, jnp.sum(sums[: problem.rows], axis=1), 0))
+    return outs
+
+
+def _padded_operands(problem: Problem, inner: Problem, layout: Layout, *operands: Array) -> dict[str, Array]:
+    """The operands that the kernel copies to VMEM, by name, in the shapes that it reads."""
+    lhs, rhs, _, _, *rest = operands
+    extras = problem.epilogue.split(tuple(rest))
+    rows, k, n = round_up(problem.rows, layout.sublane_tile), inner.k, inner.n
+    if problem.form is Form.CONTRACTION:
+        rhs_shape: tuple[int, ...] = (rows, n)
+    else:
+        rhs_shape = (problem.weights, n, k) if problem.transpose_rhs else (problem.weights, k, n)
+    named = {"lhs": pad_to(lhs, (k, rows) if problem.transpose_lhs else (rows, k)), "rhs": pad_to(rhs, rhs_shape)}
+    vectors, by_row = {"by_column": extras.by_column, "bias": extras.bias}, extras.by_row
+    matrices = {"existing": extras.existing}
+    own = rest[len(extras.given) :]
+    if gating.is_pullback(problem):
+        matrices["z_gate"], matrices["z_up"], by_row = own
+    elif own:
+        named["rhs_up"] = pad_to(own[0], rhs_shape)
+        vectors["bias_up"] = own[1] if len(own) > 1 else None
     if by_row is not None:
         named["by_row"] = as_lane_vectors(inner, layout, by_row)
-    for name, vector in (("by_column", by_column), ("bias", bias)):
-        if vector is not None:
-            named[name] = pad_to(vector, (problem.local_groups, n))[:, None, :]  # [g, 1, n]
-    if existing is not None:
-        named["existing"] = pad_to(existing, out_shape)
-    out = call(inner.replace(precision=_precision(problem)), layout, named, out_shape, **options)
-    return out if out_shape == problem.out_shape else lax.slice(out, (0,) * out.ndim, problem.out_shape)
+    out_shape = (rows, n) if problem.form is Form.ROWS else (problem.spans, k, n)
+    named |= {name: pad_to(x, (problem.local_groups, n))[:, None, :] for name, x in vectors.items() if x is not None}
+    return named | {name: pad_to(x, out_shape) for name, x in matrices.items() if x is not None}
 
 
 def _precision(problem: Problem) -> lax.Precision | None:
@@ -182,14 +220,34 @@ def _precision(problem: Problem) -> lax.Precision | None:
 @functools.lru_cache(maxsize=256)
 def _lowers(activation: Activation, dtype: np.dtype[Any]) -> bool:
     """Whether Mosaic can lower the activation of a tile of this dtype inside a kernel."""
+    return _kernel_lowers(lambda x: [elementwise(activation)(x)], (dtype,))
 
-    def body(x: Ref, out: Ref) -> None:
-        out[...] = elementwise(activation)(x[...]).astype(jnp.float32)
 
-    tile = jax.ShapeDtypeStruct((8, 128), dtype)
-    apply = pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32))
+@functools.lru_cache(maxsize=256)
+def _gate_lowers(gate: Gate, out: np.dtype[Any]) -> bool:
+    """Whether Mosaic can lower a gated activation, or its pullback, inside a kernel."""
+
+    def apply(*tiles: Array) -> list[Array]:
+        if not gate.pullback:
+            return gating.activated(gate, out, tiles)
+        d_h, z_gate, z_up, weight = tiles
+        return gating.pulled_back(gate, d_h, (z_gate, z_up), weight[:, :1], None)
+
+    dtypes = (np.float32, out, out, np.float32) if gate.pullback else (np.float32, np.float32)
+    return _kernel_lowers(apply, dtypes)
+
+
+def _kernel_lowers(fn: Callable[..., list[Array]], dtypes: Sequence[DTypeLike]) -> bool:
+    """Whether Mosaic can lower a function of native tiles of these dtypes inside a kernel."""
+
+    def body(*refs: Ref) -> None:
+        *given, out = refs
+        out[...] = sum(each.astype(jnp.float32) for each in fn(*(ref[...] for ref in given)))
+
+    tiles = [jax.ShapeDtypeStruct((16, LANES), dtype) for dtype in dtypes]
+    apply = pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct((16, LANES), jnp.float32))
     try:
-        apart(lambda: jax.jit(apply).trace(tile).lower(lowering_platforms=("tpu",)))
+        apart(lambda: jax.jit(apply).trace(*tiles).lower(lowering_platforms=("tpu",)))
     except Exception:
         return False
     return True

@@ -9,10 +9,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from trencadis.backends.prepare import round_up
-from trencadis.backends.tpu import contraction, rows
+from trencadis.backends.tpu import contraction, gating, rows
 from trencadis.backends.tpu.indexing import LANES
 from trencadis.backends.tpu.layout import Layout, cheapest_heights
 from trencadis.backends.tpu.model import MxuModel, code_cycles, longest_block_cycles, predict
@@ -49,7 +50,8 @@ def padded(problem: Problem) -> Problem:
 
     if problem.form is Form.CONTRACTION:
         return problem.replace(n=pad(problem.n), k=pad(problem.k))
-    return problem.replace(n=pad(problem.n, large=2 * problem.k * problem.n * width(problem.rhs) > WHOLE_WEIGHTS))
+    held = 2 * len(gating.weights(problem)) * problem.k * problem.n * width(problem.rhs)
+    return problem.replace(n=pad(problem.n, large=held > WHOLE_WEIGHTS))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -105,10 +107,13 @@ def vmem(problem: Problem, layout: Layout) -> int:
     form = rows if problem.form is Form.ROWS else contraction
     buffers = sum(_bytes(shape) for shape in form.scratch(problem, layout).values())
     itemsize = max(dtype.itemsize for dtype in mxu_dtypes(problem, layout.chip))
-    # the compiler keeps the streamed operand of a basic block in VMEM, converted
+    # the compiler keeps the streamed operand of a basic block in VMEM, converted; on v7x not if it is bfloat16 already
     if problem.form is Form.CONTRACTION:
         return buffers + int(1.3 * layout.block_k * 2 * layout.step_m * itemsize) + (1 << 20)
-    return buffers + layout.block_m * problem.k * itemsize + (1 << 20)
+    # beside it, with a gated activation, sums that have to wait for one another
+    sums = 0 if problem.gate is None else len(gating.weights(problem)) * layout.block_m * layout.chunk * 4
+    kept = layout.chip.name != "v7x" or problem.lhs != jnp.bfloat16
+    return buffers + kept * layout.block_m * problem.k * itemsize + sums + (1 << 20)
 
 
 def _bytes(shape: Any) -> int:
@@ -153,7 +158,7 @@ def _rows_layouts(
         tallest = min(round_up(tiling.m, sublane_tile), most)
         sets = {tuple(sorted({h for heights in sets for h in heights if h < tallest} | {tallest}))[-5:]}
     for chunk, block_n in _n_blocks(problem.n, None if tiling is None else tiling.n):
-        price = functools.partial(model.rows_cycles, k=problem.k, chunk=chunk)
+        price = functools.partial(model.rows_cycles, k=problem.k, chunk=chunk * len(gating.weights(problem)))
         for heights in sorted(sets):
             table = cheapest_heights(heights, sublane_tile, price)
             cores = model.chip.cores if block_n < problem.n else 1

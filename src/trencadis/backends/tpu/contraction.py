@@ -9,8 +9,10 @@ the epilogue and rounds, so that the finished sum does not go through VMEM once 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -38,13 +40,20 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
         "rhs": pltpu.VMEM((2, chunks, rows, chunk), problem.rhs),
         "rhs_sem": pltpu.SemaphoreType.DMA((2, chunks)),
         "acc": pltpu.VMEM((chunks, block_k, chunk), problem.acc),
-        **OutputRing.scratch(layout.out_buffers, block_k, chunk, problem.out),
+        "out": pltpu.VMEM((layout.out_buffers, block_k, chunk), problem.out),
+        **OutputRing.scratch(layout.out_buffers),
         **epilogue_vectors.scratch(problem, layout),
     }
     if problem.epilogue.accumulate:
         buffers["existing"] = pltpu.VMEM((2, chunks, block_k, chunk), problem.out)
         buffers["existing_sem"] = pltpu.SemaphoreType.DMA((2, chunks))
     return buffers
+
+
+def results(problem: Problem, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shape and dtype of the result that the kernel writes."""
+    del layout
+    return {"out": jax.ShapeDtypeStruct(problem.out_shape, problem.out)}
 
 
 class ContractionBody:
@@ -57,8 +66,13 @@ class ContractionBody:
         self.k = BlockedAxis(problem.k, layout.block_k, layout.block_k)
         self.n = BlockedAxis(problem.n, layout.block_n, layout.chunk)
         self.vectors = EpilogueVectors(problem, layout, self.n, hbm, vmem)
-        sizes = self.k.uniform_chunk, self.n.uniform_chunk
-        self.ring = OutputRing(vmem, sizes, lambda where, *size: self._out(*(where or (0, 0, 0)), *size))
+        self.ring = OutputRing(vmem, (self.k.uniform_chunk, self.n.uniform_chunk), self._copies)
+
+    def _copies(self, slot: Index, where: tuple[Index, Index, Index] | None, rows: Index, columns: Index) -> list[Dma]:
+        source = self.vmem["out"].at[slot, aligned_ds(0, rows, LANES), aligned_ds(0, columns, LANES)]
+        which, row, column = where or (0, 0, 0)
+        target = self._out(which, row, column, rows, columns)
+        return [pltpu.make_async_copy(source, target, self.vmem["ring_sem"].at[slot])]
 
     def _out(self, which: Index, row: Index, column: Index, rows: Index, columns: Index) -> Ref:
         return self.hbm["out"].at[which, aligned_ds(row, rows, LANES), aligned_ds(column, columns, LANES)]
@@ -82,18 +96,21 @@ class ContractionBody:
         def unless_empty(tile: Tile, chunks: Index) -> Index:  # an empty span has nothing to fetch
             return jnp.where(scheduler.rows_left(tile) > 0, chunks, i32(0))
 
+        def one(dma: Callable[[Tile, Index, Index], Dma]) -> Callable[[Tile, Index, Index], list[Dma]]:
+            return lambda *where: [dma(*where)]
+
         found = {
             "lhs": Prefetcher(
                 scheduler,
                 lambda tile: (tile.span, tile.row, self._block_ids(tile)[0]),
-                self._dma_lhs,
+                one(self._dma_lhs),
                 lambda tile: unless_empty(tile, i32(1)),
                 self.layout.lhs_buffers,
             ),
             "rhs": Prefetcher(
                 scheduler,
                 lambda tile: (tile.span, tile.row, self._block_ids(tile)[1]),
-                self._dma_rhs,
+                one(self._dma_rhs),
                 lambda tile: unless_empty(tile, self.n.chunks_in(self._block_ids(tile)[1])),
             ),
         }
@@ -101,7 +118,7 @@ class ContractionBody:
             found["by_row"] = Prefetcher(
                 scheduler,
                 lambda tile: (tile.span, self._block_ids(tile)[0]),
-                self._dma_row_scales,
+                one(self._dma_row_scales),
                 lambda tile: unless_empty(tile, i32(1)),
                 self.layout.lhs_buffers,
             )
@@ -109,14 +126,14 @@ class ContractionBody:
             found[name] = Prefetcher(
                 scheduler,
                 lambda tile: (tile.span, self._block_ids(tile)[1]),
-                functools.partial(self._dma_columns, name),
+                one(functools.partial(self._dma_columns, name)),
                 lambda tile: unless_empty(tile, self.n.chunks_in(self._block_ids(tile)[1])),
             )
         if self.problem.epilogue.accumulate:
             found["existing"] = Prefetcher(
                 scheduler,
                 lambda tile: (tile.span, tile.block),
-                self._dma_existing,
+                one(self._dma_existing),
                 lambda tile: self.n.chunks_in(self._block_ids(tile)[1]),
             )
         return found
@@ -279,7 +296,8 @@ class ContractionBody:
 
         def scaled(total: Value) -> Value:
             by_row = self.vectors.rows(0, self.layout.block_k, LANES)
-            by_column = self.vectors.columns("by_column", cursors, chunk)
+            slot = cursors["by_column"].slot if "by_column" in cursors else None
+            by_column = self.vectors.columns("by_column", slot, chunk)
             return problem.epilogue.finish(total, Extras(by_row, by_column), problem.out)
 
         def store(result: Value) -> None:

@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from trencadis.backends.prepare import pad_to, round_up
+from trencadis.backends.tpu import gating
 from trencadis.backends.tpu.indexing import LANES, BlockedAxis, Dma, Index, Ref, Value, aligned_ds, i32
 from trencadis.backends.tpu.layout import Layout
-from trencadis.backends.tpu.pipeline import Cursor
 from trencadis.core.problem import Form, Problem
 
 FLOAT32 = np.dtype(np.float32)
@@ -26,7 +26,8 @@ FLOAT32 = np.dtype(np.float32)
 def column_vectors(problem: Problem) -> dict[str, np.dtype[Any]]:
     """The epilogue's vectors along columns, `[g, n]`: their dtypes by name."""
     steps = problem.epilogue
-    given = {"by_column": FLOAT32 if steps.by_column else None, "bias": steps.bias}
+    up = steps.bias if len(gating.weights(problem)) > 1 else None
+    given = {"by_column": FLOAT32 if steps.by_column else None, "bias": steps.bias, "bias_up": up}
     return {name: dtype for name, dtype in given.items() if dtype is not None}
 
 
@@ -36,7 +37,7 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
     for name, dtype in column_vectors(problem).items():
         buffers[name] = pltpu.VMEM((2, layout.chunks, 1, layout.chunk), dtype)
         buffers[f"{name}_sem"] = pltpu.SemaphoreType.DMA((2, layout.chunks))
-    if problem.epilogue.by_row:
+    if problem.epilogue.by_row or gating.is_pullback(problem):  # the weights of rows in a pullback are used like scales
         count = _lane_vectors(problem, layout)
         buffers["by_row"] = pltpu.VMEM((layout.lhs_buffers, count, 1, LANES), FLOAT32)
         buffers["by_row_sem"] = pltpu.SemaphoreType.DMA((layout.lhs_buffers,))
@@ -96,9 +97,9 @@ class EpilogueVectors:
             return None
         return self.vmem["by_row_transposed"][aligned_ds(first, size, unit), :1]
 
-    def columns(self, name: str, cursors: dict[str, Cursor], chunk: Index) -> Value | None:
-        """A chunk of a column vector, `[1, chunk]`; None if the epilogue has no such vector."""
-        return self.vmem[name][cursors[name].slot, chunk] if name in self.vmem else None
+    def columns(self, name: str, slot: Index, chunk: Index) -> Value | None:
+        """A chunk of a column vector in a buffer, `[1, chunk]`; None if the epilogue has no such vector."""
+        return self.vmem[name][slot, chunk] if name in self.vmem else None
 
 
 def lane_vector_of(row: Index) -> Index:

@@ -43,33 +43,44 @@ class Body(Protocol):
         """Complete the result after the last tile, and wait for all copies in flight."""
 
 
-def call(
-    problem: Problem, layout: Layout, operands: dict[str, jax.Array], out_shape: tuple[int, ...], **options: Any
-) -> jax.Array:
+def results(problem: Problem, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of the results that the kernel writes, by name."""
+    return (rows if problem.form is Form.ROWS else contraction).results(problem, layout)
+
+
+def call(problem: Problem, layout: Layout, operands: dict[str, jax.Array], **options: Any) -> dict[str, jax.Array]:
     """Run the kernel; operands are, by name, sizes, first and height_table, then lhs, rhs and those of the epilogue."""
     form = rows if problem.form is Form.ROWS else contraction
     shapes = form.scratch(problem, layout)
-    names = list(operands)
+    names, found = list(operands), results(problem, layout)
     aliases = {names.index("existing"): 0} if "existing" in operands else {}
     work = cost(problem)
 
     def kernel(*refs: Ref) -> None:
-        outside = [*names, "out"]
+        outside = [*names, *found]
         hbm, vmem = dict(zip(outside, refs, strict=False)), dict(zip(shapes, refs[len(outside) :], strict=True))
         _kernel(problem, layout, hbm, vmem)
 
-    return pl.pallas_call(
+    outs = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct(out_shape, problem.out),
+        out_shape=list(found.values()),
         grid=(layout.cores,),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM if name in IN_SMEM else pltpu.HBM) for name in names],
-        out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
+        out_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * len(found),
         scratch_shapes=list(shapes.values()),
         input_output_aliases=aliases,
         cost_estimate=pl.CostEstimate(flops=work.flops, bytes_accessed=work.bytes, transcendentals=0),
-        name=f"trencadis_{problem.form.value}",
+        name=_name(problem),
         **options,
     )(*operands.values())
+    return dict(zip(found, outs, strict=True))
+
+
+def _name(problem: Problem) -> str:
+    """The name of the kernel, by which it is found in a profile."""
+    if problem.gate is None:
+        return f"trencadis_{problem.form.value}"
+    return "trencadis_gated_pullback" if problem.gate.pullback else "trencadis_gated"
 
 
 def _kernel(problem: Problem, layout: Layout, hbm: dict[str, Ref], vmem: dict[str, Ref]) -> None:

@@ -26,6 +26,7 @@ class Layout:
     out_buffers: int = 4  # VMEM buffers for chunks of the result, which are written back asynchronously
     chip: Chip = CHIPS["v6e"]  # decides in which dtypes tiles are multiplied
     cores: int = 1  # TensorCores over which the column blocks are split
+    columns: int = 0  # columns of n that are not padding; 0: all of them
 
     @property
     def block_m(self) -> int:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis.backends.prepare import round_up
+from trencadis.backends.tpu import gating
 from trencadis.backends.tpu.layout import Layout
 from trencadis.core.devices import Chip
 from trencadis.core.dtypes import width
@@ -24,6 +25,8 @@ from trencadis.core.problem import Form, Problem
 HBM_EFFICIENCY = 0.9  # share of the HBM bandwidth that copies reach
 CHUNK_OVERHEAD = 260  # cycles around each chunk: waits, and the copy of its result
 TILE_OVERHEAD = 420  # cycles around each row tile: its scalar code, and the copies of its operands
+ACTIVATION = 1.5 / 1024  # cycles to apply a gated activation to a number; SwiGLU stands for all
+PULLBACK = 4 / 1024  # cycles for the pullback of one
 CONVERT_E4M3 = 1 / 480  # cycles to convert a float8_e4m3fn to bfloat16 so that its NaN is kept
 
 DtypePair = tuple[np.dtype[Any], np.dtype[Any]]
@@ -94,8 +97,8 @@ def predict(
 def _prologue(problem: Problem, layout: Layout, model: MxuModel) -> float:
     """The seconds that overlap with nothing: the first copies, and the last product."""
     if problem.form is Form.ROWS:
-        cycles = model.rows_cycles(layout.block_m, problem.k, layout.chunk)
-        moved = problem.k * (layout.block_m * width(problem.lhs) + layout.chunk * width(problem.rhs))
+        cycles = _products(problem, layout, model, layout.block_m)
+        moved = problem.k * (layout.block_m * width(problem.lhs) + _columns(problem, layout) * width(problem.rhs))
     else:
         cycles = model.step_cycles(layout.block_k, 2 * layout.step_m, layout.chunk)
         moved = layout.block_m * (layout.block_k * width(problem.lhs) + layout.chunk * width(problem.rhs))
@@ -106,15 +109,26 @@ def _prologue(problem: Problem, layout: Layout, model: MxuModel) -> float:
 def code_cycles(problem: Problem, layout: Layout, model: MxuModel) -> float:
     """The cycles of all basic blocks of the kernel, each run once: a measure of its code size."""
     if problem.form is Form.ROWS:
-        return sum(model.rows_cycles(h, problem.k, layout.chunk) for h in layout.heights)
+        return sum(_products(problem, layout, model, h) for h in layout.heights)
     return 3 * sum(model.step_cycles(layout.block_k, i * layout.step_m, layout.chunk) for i in (1, 2))
 
 
 def longest_block_cycles(problem: Problem, layout: Layout, model: MxuModel) -> float:
     """The cycles of the longest basic block of the kernel."""
     if problem.form is Form.ROWS:
-        return model.rows_cycles(layout.block_m, problem.k, layout.chunk)
+        return _products(problem, layout, model, layout.block_m)
     return model.step_cycles(layout.block_k, 2 * layout.step_m, layout.chunk)
+
+
+def _columns(problem: Problem, layout: Layout) -> int:
+    """The columns of a chunk, of all weights together."""
+    return layout.chunk * len(gating.weights(problem))
+
+
+def _products(problem: Problem, layout: Layout, model: MxuModel, height: int) -> float:
+    """The cycles of the products of one chunk of a row tile, and of a gated activation, which follows them."""
+    gate = 0.0 if problem.gate is None else PULLBACK if problem.gate.pullback else ACTIVATION
+    return model.rows_cycles(height, problem.k, _columns(problem, layout)) + height * layout.chunk * gate
 
 
 def _rows(problem: Problem, layout: Layout, model: MxuModel, size: float) -> float:
@@ -124,7 +138,7 @@ def _rows(problem: Problem, layout: Layout, model: MxuModel, size: float) -> flo
     blocks, chunks = layout.num_blocks(problem), -(-problem.n // layout.chunk)
 
     def tile_cycles(height: int) -> float:
-        product = model.rows_cycles(height, problem.k, layout.chunk)
+        product = _products(problem, layout, model, height)
         return (product + CHUNK_OVERHEAD) * chunks + TILE_OVERHEAD * blocks
 
     tiles = max(0, units - len(table)) * unit // layout.block_m  # of the tallest, beyond the table
@@ -134,9 +148,10 @@ def _rows(problem: Problem, layout: Layout, model: MxuModel, size: float) -> flo
         cycles += tile_cycles(height)
         tiles, left = tiles + 1, left - height // unit
     lhs_reads = blocks if tiles > 1 else layout.cores
-    moved = problem.k * problem.n * width(problem.rhs)
+    moved = len(gating.weights(problem)) * problem.k * problem.n * width(problem.rhs)
     moved += lhs_reads * (size + layout.dma_align) * problem.k * width(problem.lhs)
-    moved += size * problem.n * width(problem.out) * (2 if problem.epilogue.accumulate else 1)
+    written = sum(result.axis.total * width(result.dtype) for result in gating.results(problem, layout).values())
+    moved += size * (written + len(gating.matrices(problem)) * problem.n * width(problem.out))
     return model.seconds(cycles * _busiest_share(blocks, layout), moved, tiles, layout.lhs_buffers)
 
 

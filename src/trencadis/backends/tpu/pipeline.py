@@ -2,13 +2,13 @@
 
 `Prefetcher` does for an operand what `pltpu.emit_pipeline` does for a block spec, over the tiles of a `TileScheduler`
 instead of a grid. Each prefetcher has a cursor of its own, ahead of the arithmetic by as many operand blocks as it has
-buffers. `OutputRing` is the way back: a ring of buffers for chunks of the result.
+buffers. `OutputRing` is the way back: a ring of buffers for chunks of the results.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,8 +16,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.tpu.indexing import LANES, Condition, Dma, Index, Ref, aligned_ds, i32
+from trencadis.backends.tpu.indexing import Condition, Dma, Index, Ref, i32
 from trencadis.backends.tpu.tile_scheduler import Tile, TileScheduler
+
+
+def start_all(copies: Iterable[Dma]) -> None:
+    """Start copies, in order."""
+    for copy in copies:
+        copy.start()
+
+
+def wait_for_all(copies: Iterable[Dma]) -> None:
+    """Wait for copies that were started."""
+    for copy in copies:
+        copy.wait()
 
 
 class Cursor(NamedTuple):
@@ -31,29 +43,30 @@ class Cursor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Prefetcher:
-    """An operand with several VMEM buffers. A block of it is fetched once and stays while its key stays the same.
+    """Operands with several VMEM buffers. A block of them is fetched once and stays while its key stays the same.
 
     An operand block may come in chunks, which are waited for and released one by one: the arithmetic need not wait for
-    the whole block, nor the next copies for all of the arithmetic.
+    the whole block, nor the next copies for all of the arithmetic. Operands with the same key, chunks and number of
+    buffers share a prefetcher, since the scalar code of each costs time.
     """
 
     scheduler: TileScheduler
     key: Callable[[Tile], tuple[Index, ...]]  # what identifies the operand block of a tile
-    dma: Callable[[Tile, Index, Index], Dma]  # (tile, slot, chunk) -> the copy of one chunk of its operand block
+    copies: Callable[[Tile, Index, Index], Sequence[Dma]]  # (tile, slot, chunk) -> those of one chunk of its block
     num_chunks: Callable[[Tile], Index]  # chunks of the operand block of a tile; 0 if there is nothing to fetch
     buffers: int = 2
 
     def start(self, tile: Tile, slot: Index, first: Index = 0) -> None:
         """Start the copies of a tile's operand block, from the chunk `first` on; none past the last tile."""
         count = jnp.where(self.scheduler.past_end(tile), i32(0), self.num_chunks(tile))
-        lax.fori_loop(i32(first), count, lambda chunk, none: self.dma(tile, slot, chunk).start(), None)
+        lax.fori_loop(i32(first), count, lambda chunk, none: start_all(self.copies(tile, slot, chunk)), None)
 
     def wait(self, tile: Tile, cursor: Cursor, chunk: Index = 0) -> None:
         """Wait for one chunk of the operand block of a tile, unless an earlier tile has waited for it."""
 
         @pl.when(cursor.is_new & (i32(chunk) < self.num_chunks(tile)))
         def _() -> None:
-            self.dma(tile, cursor.slot, i32(chunk)).wait()
+            wait_for_all(self.copies(tile, cursor.slot, i32(chunk)))
 
     def release(self, cursor: Cursor, chunk: Index, now: Condition = True) -> None:
         """Refill one chunk of the buffer with that of the next operand block, if this was its last use."""
@@ -62,7 +75,7 @@ class Prefetcher:
         def _() -> None:
             @pl.when(i32(chunk) < self.num_chunks(cursor.tile))
             def _() -> None:
-                self.dma(cursor.tile, cursor.slot, i32(chunk)).start()
+                start_all(self.copies(cursor.tile, cursor.slot, i32(chunk)))
 
     def advance(self, cursor: Cursor, released: Index = 0) -> Cursor:
         """The cursor for the next tile; after the last use of a buffer, refill its chunks from `released` on."""
@@ -104,26 +117,27 @@ def prologue(prefetchers: Iterable[Prefetcher], tile: Tile) -> tuple[Cursor, ...
 
 
 class OutputRing:
-    """A ring of VMEM buffers for chunks of the result: some are copied to HBM while another is filled.
+    """A ring of VMEM buffers for chunks of the results: some are copied to HBM while another is filled.
 
-    `target(where, rows, columns)` gives the reference in HBM; `where` is None to wait for a copy, for which only its
-    size matters. `sizes` are the rows and columns of a copy if these are static. If not, they are None, and the sizes
-    of the copies in flight are kept in SMEM.
+    `copies(slot, where, rows, columns)` gives the copies of one buffer to HBM, one for each result, which share the
+    semaphore of the buffer; `where` is None to wait for them, for which only their sizes matter. `sizes` are the rows
+    and columns of a chunk if these are static. If not, they are None, and the sizes of the copies in flight are kept in
+    SMEM.
     """
 
-    def __init__(self, vmem: dict[str, Ref], sizes: tuple[int | None, int | None], target: Callable[..., Ref]) -> None:
-        self.buffer, self.semaphores, self.state = vmem["out"], vmem["out_sem"], vmem["out_state"]
-        self.sizes, self.target = sizes, target
-        self.buffers = self.buffer.shape[0]
+    def __init__(
+        self, vmem: dict[str, Ref], sizes: tuple[int | None, int | None], copies: Callable[..., Sequence[Dma]]
+    ) -> None:
+        self.state, self.sizes, self.copies = vmem["ring_state"], sizes, copies
+        self.buffers = vmem["ring_sem"].shape[0]
 
     @staticmethod
-    def scratch(buffers: int, rows: int, columns: int, dtype: Any) -> dict[str, Any]:
-        """The scratch shapes of the ring, by name."""
+    def scratch(buffers: int) -> dict[str, Any]:
+        """The scratch shapes of the ring, by name, beside the buffers themselves."""
         return {
-            "out": pltpu.VMEM((buffers, rows, columns), dtype),
-            "out_sem": pltpu.SemaphoreType.DMA((buffers,)),
-            # rows of the copy in flight from each buffer, then its columns, then the buffer to fill next
-            "out_state": pltpu.SMEM((2 * buffers + 1,), jnp.int32),
+            "ring_sem": pltpu.SemaphoreType.DMA((buffers,)),
+            # rows of the copies in flight from each buffer, then their columns, then the buffer to fill next
+            "ring_state": pltpu.SMEM((2 * buffers + 1,), jnp.int32),
         }
 
     def reset(self) -> None:
@@ -132,7 +146,7 @@ class OutputRing:
             self.state[i] = i32(0)
 
     def acquire(self) -> Index:
-        """The buffer to fill next, after a wait for the copy that was started from it."""
+        """The buffer to fill next, after a wait for the copies that were started from it."""
         slot = self.state[2 * self.buffers]
         self._wait(slot)
         return slot
@@ -143,7 +157,7 @@ class OutputRing:
 
         @pl.when(rows > 0)
         def _() -> None:
-            self._dma(slot, where, rows, columns).start()
+            start_all(self.copies(slot, where, rows, columns))
 
         self.state[slot] = jnp.asarray(rows, jnp.int32)
         self.state[slot + i32(self.buffers)] = jnp.asarray(columns, jnp.int32)
@@ -159,8 +173,4 @@ class OutputRing:
 
         @pl.when(rows > 0)
         def _() -> None:
-            self._dma(slot, None, self.sizes[0] or rows, self.sizes[1] or columns).wait()
-
-    def _dma(self, slot: Index, where: Any, rows: Index, columns: Index) -> Dma:
-        source = self.buffer.at[slot, aligned_ds(0, rows, 8), aligned_ds(0, columns, LANES)]
-        return pltpu.make_async_copy(source, self.target(where, rows, columns), self.semaphores.at[slot])
+            wait_for_all(self.copies(slot, None, self.sizes[0] or rows, self.sizes[1] or columns))

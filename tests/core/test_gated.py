@@ -1,0 +1,79 @@
+"""Gated activations as a composition: their meaning, transforms, cost, and how they are planned."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gated_cases import BIAS, check, forward, numbers, pullback, spoil
+from jax.test_util import check_grads
+
+from trencadis.core import gated
+from trencadis.core.cost import cost
+from trencadis.core.plan import gated_plan, plan
+from trencadis.core.target import Target
+from trencadis.core.tiling import Overrides
+from trencadis.why import why
+
+pytestmark = pytest.mark.core
+
+FIRST = np.array([1], np.int32)  # a window that leaves out the first group
+SIZES = np.array([[2, 3, 0, 5]], np.int32)
+CASES = {
+    "forward": forward(12, 5, 6, 4, keep=False),
+    "both kept": forward(12, 5, 6, 4, local=3, epilogue=BIAS),
+    "bf16": forward(12, 5, 6, 4, "bf16 bf16 bf16", local=3),
+    "pullback": pullback(12, 5, 6, 4, local=3),
+}
+
+
+def run(problem, operands, sizes=SIZES, first=FIRST):
+    lhs, rhs, *rest = operands
+    return gated.run(problem, Overrides(), lhs, rhs, sizes, first, *rest)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_float64_with_poison_in_another_group(name):
+    problem = CASES[name]
+    operands = spoil(problem, SIZES, FIRST, numbers(problem, 0), 2, np.nan)
+    check(problem, SIZES, FIRST, operands, run(problem, operands))
+
+
+@pytest.mark.parametrize("name", ["both kept", "pullback"])
+def test_derivatives_and_batches(name):
+    problem = CASES[name]
+    operands = [jnp.asarray(each) for each in numbers(problem, 1)]
+    check_grads(lambda *xs: run(problem, xs), operands, order=1, modes=("fwd", "rev"), atol=2e-2, rtol=2e-2)
+    shifted = [jnp.stack([each, each[::-1]]) for each in operands]
+    together = jax.vmap(lambda *xs: run(problem, xs))(*shifted)
+    apart = [run(problem, [each[i] for each in shifted]) for i in range(2)]
+    for got, *want in zip(together, *apart, strict=True):
+        np.testing.assert_allclose(got, np.stack(want), rtol=1e-5, atol=1e-5)
+
+
+def test_cost_counts_all_operands_and_results():
+    for problem, products in ((CASES["forward"], 2), (CASES["both kept"].replace(epilogue=BIAS), 2)):
+        assert cost(problem).flops == products * cost(problem.replace(gate=None)).flops
+    for name in ("forward", "bf16", "pullback"):
+        problem = CASES[name]
+        arrays = [*problem.operands[:2], *problem.gate_operands, *problem.results]
+        assert cost(problem).bytes == sum(np.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
+
+
+def test_the_plan_where_no_kernel_applies_it_is_that_of_the_products():
+    problem, target = CASES["forward"], Target(platform="cpu")
+    assert gated_plan(problem, target, Overrides()) is None
+    operands = [jax.ShapeDtypeStruct(*each) for each in (*problem.operands, *problem.gate_operands)]
+    (found, *_) = why(lambda *xs: gated.run(problem, Overrides(), *xs), *operands, target="cpu").passes
+    assert found.plan == dataclasses.replace(plan(problem.replace(gate=None), target), asked=problem)
+    assert "then swiglu of gate and up in XLA" in str(found)
+    assert list(found.refusals) == ["tpu"]
+
+
+def test_the_plan_of_a_kernel_is_shown():
+    problem, target = CASES["both kept"], Target(platform="tpu")
+    operands = [jax.ShapeDtypeStruct(*each) for each in (*problem.operands, *problem.gate_operands)]
+    (found, *_) = why(lambda *xs: gated.run(problem, Overrides(), *xs), *operands, target="tpu").passes
+    assert found.plan == gated_plan(problem, target, Overrides()) and found.plan.backend == "tpu"
+    assert found.problem == problem and not found.plan.peeled
