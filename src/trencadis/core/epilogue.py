@@ -115,19 +115,22 @@ class Epilogue:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """A gated activation in the epilogue of a rows product, or its pullback.
+    """A gated activation in the epilogue of a rows product, its pullback, or the gradient of the rows.
 
         forward     lhs @ gate, lhs @ up -> activation of both    a second rhs follows; `keep`: both sums are results
         pullback    the product is d h                            both sums follow, and the weight of each row [m]
+        sum         lhs @ gate + lhs_up @ up                      a second lhs and rhs follow; there is no activation
 
     The pullback gives the cotangents of both sums, of `weight * d h`; then `weight * h`, and the sum over n of d h * h.
     """
 
-    activation: Activation  # of gate and up
+    activation: Activation | None  # of gate and up; None: the sum of two products
     keep: bool = False
     pullback: bool = False
 
     def __str__(self) -> str:
+        if self.activation is None:
+            return "sum of two products"
         name = getattr(self.activation, "__name__", type(self.activation).__name__)
         return f"pullback of {name}" if self.pullback else f"{name} of gate and up" + ", both kept" * self.keep
 

@@ -196,7 +196,7 @@ def _gated(problem: Problem) -> Refusal | None:
         return _refusal("operands and results of a gated activation are not of 16 bits, or operands of two dtypes")
     if gate.pullback and (problem.out != problem.lhs or not problem.transpose_rhs):
         return _refusal("a pullback has weights that are not stored [g, n, k], or results of another dtype")
-    if not _gate_lowers(gate):
+    if gate.activation is not None and not _gate_lowers(gate):
         return _refusal(f"{gate} does not lower inside a kernel", "use operations that Pallas has on GPUs")
     return None
 
@@ -239,23 +239,27 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
         named["bias"] = pad_to(given.bias, (problem.local_groups, inner.n))
     if given.existing is not None:
         named["existing"] = pad_to(given.existing, out_shape)
-    named |= _gate_operands(problem, named["rhs"].shape, inner.n, *extras[len(given.given) :])
+    named |= _gate_operands(problem, named, inner.n, *extras[len(given.given) :])
     outs = call(inner, layout.replace(columns=problem.n), named, interpret)
     sums = [jnp.sum(outs.pop(), axis=0)] if problem.gate is not None and problem.gate.pullback else []
     outs = [x if out_shape == problem.out_shape else lax.slice(x, (0,) * x.ndim, problem.out_shape) for x in outs]
     return outs[0] if problem.gate is None else outs + sums
 
 
-def _gate_operands(problem: Problem, weights: tuple[int, ...], n: int, *operands: Array) -> dict[str, Array]:
+def _gate_operands(problem: Problem, product: dict[str, Array], n: int, *operands: Array) -> dict[str, Array]:
     """The operands of a gated activation by name, padded like those of the product."""
+    shapes = [product[name].shape for name in ("lhs", "rhs")]
     if not operands:
         return {}
     if problem.gate is not None and problem.gate.pullback:
         z_gate, z_up, weight = operands
         named = {name: pad_to(z, (problem.rows, n)) for name, z in (("z_gate", z_gate), ("z_up", z_up))}
         return {**named, "weight": pad_to(weight, (round_up(problem.rows, 4),))}
+    if problem.gate is not None and problem.gate.activation is None:
+        return {name: pad_to(x, shape) for name, x, shape in zip(("lhs_up", "up"), operands, shapes, strict=True)}
     up, *bias = operands
-    return {"up": pad_to(up, weights)} | {"bias_up": pad_to(each, (problem.local_groups, n)) for each in bias}
+    named = {"up": pad_to(up, shapes[1])}
+    return named if not bias else {**named, "bias_up": pad_to(bias[0], (problem.local_groups, n))}
 
 
 def _interpreted(problem: Problem, layout: Layout, rhs: Array) -> tuple[Problem, Layout, Array]:

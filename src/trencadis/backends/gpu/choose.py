@@ -69,11 +69,15 @@ RELATIVE_TIME: dict[Form, dict[tuple[int, int], float]] = {
 @functools.lru_cache(maxsize=1024)
 def choose(problem: Problem, card: Card) -> Layout:
     """The layout that is expected to be the fastest for a problem on a GPU."""
+    if problem.gate is not None and problem.gate.activation is None:
+        return choose(problem.replace(gate=None, k=2 * problem.k), card).replace(pairs=True)
     return _layout(problem, card, *_tile(problem, card.cores))
 
 
 def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
     """The layout nearest to a tile that the caller asks for: no larger than it, unless the smallest one is."""
+    if problem.gate is not None and problem.gate.activation is None:
+        return choose_for_tile(problem.replace(gate=None, k=2 * problem.k), card, tiling).replace(pairs=True)
     max_n = MAX_N[problem.form]
     block_m, block_n = (tiling.m if problem.form is Form.ROWS else tiling.k), tiling.n
     if needs_upcast(problem):

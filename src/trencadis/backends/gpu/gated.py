@@ -1,18 +1,19 @@
 """Gated activations and their pullback: an epilogue with several results, and what it reads.
 
-    forward     A consumer multiplies 64 columns of gate, and the same of up, into two sets of accumulators, so that both
-                sums of a column are in the same thread.
+    forward     A consumer multiplies 64 columns of gate, and the same of up, into two sets of accumulators: both sums of
+                a column are in the same thread.
+    sum         The sum over k of one pair of operands goes on over that of another.
     pullback    The sums are d h. Blocks of z_gate and z_up come through the stages of the operands, as further steps
                 behind those of the sum, so that they are there when the sum is.
 
-Both are for swap-AB tiles: a block of sums is [64 columns, rows].
+Forward and pullback are for swap-AB tiles: a block of sums is [64 columns, rows].
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -43,7 +44,7 @@ UNIT = (WGMMA_M, SWAP_AB_UNIT)  # the shape of one
 def results(problem: Problem) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shapes and dtypes of the kernel's results by name, in order."""
     out = problem.out_shape, problem.out
-    if problem.gate is None:
+    if problem.gate is None or problem.gate.activation is None:
         return {"out": out}
     if not problem.gate.pullback:
         return {name: out for name in ("out", "out_gate", "out_up")[: 3 if problem.gate.keep else 1]}
@@ -57,17 +58,21 @@ def results(problem: Problem) -> dict[str, tuple[tuple[int, ...], Any]]:
 
 def activated(gate: Gate, *z: jax.Array) -> jax.Array:
     """The activation of two blocks of pre-activations."""
+    assert gate.activation is not None
     return elementwise(inlined(gate.activation, RULES))(*z)
 
 
 def pulled_back(gate: Gate, d_h: jax.Array, z_gate: jax.Array, z_up: jax.Array, weight: jax.Array) -> list[jax.Array]:
     """Blocks of d gate, d up, weight * h and d h * h."""
+    activation = gate.activation
+    assert activation is not None
 
     def of_numbers(d_h: jax.Array, z_gate: jax.Array, z_up: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
-        h, pullback = jax.vjp(gate.activation, z_gate, z_up)
+        h, pullback = jax.vjp(activation, z_gate, z_up)
         return (*pullback(weight * d_h), weight * h, d_h * h)
 
-    return elementwise(inlined(of_numbers, RULES))(d_h, z_gate, z_up, weight)
+    found: Any = elementwise(inlined(of_numbers, RULES))(d_h, z_gate, z_up, weight)
+    return list(found)
 
 
 def _logistic(x: jax.Array, **_: Any) -> jax.Array:
@@ -82,6 +87,8 @@ RULES: dict[str, Callable[..., jax.Array]] = {"logistic": _logistic, "add_any": 
 @functools.lru_cache(maxsize=256)
 def approximates(gate: Gate) -> bool:
     """Whether the approximate instructions of the GPU are exact enough: that of exp is, for one."""
+    if gate.activation is None:
+        return False
     number = jnp.zeros((), jnp.float32)
     function = functools.partial(pulled_back if gate.pullback else activated, gate)
     tile = number[None, None]
@@ -90,7 +97,21 @@ def approximates(gate: Gate) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The mainloop of the pullback
+# Mainloops
+
+
+@dataclasses.dataclass(frozen=True)
+class PairsMainloop(RowsMainloop):
+    """The mainloop of the rows form over k of lhs and rhs, and then of lhs_up and up."""
+
+    def load(self, refs: Refs, scheduler: TileScheduler, tile: Tile, step: Scalar, stage: Scalar) -> None:
+        """Start the TMA copies of one step, of either pair."""
+        half = lax.div(tile.steps, i32(2))
+        second = {**refs, "lhs": refs["lhs_up"], "rhs": refs["up"]}
+        load = functools.partial(functools.partial, super().load)
+        lax.cond(
+            step < half, load(refs, scheduler, tile, step, stage), load(second, scheduler, tile, step - half, stage)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +173,8 @@ class GatedStore(Store):
 class PullbackStore(Store):
     """The epilogue of d h: the gradients of gate and up, the weighted activation, and sums over columns.
 
-    It goes through a block in slices of 32 rows, in a loop: the pullback of an activation is long, and each of its copies
-    would take time to compile. The three results of a slice are below each other in the buffer, which holds some slices.
+    It goes through a block in slices of 32 rows, in a loop: the pullback of an activation is long, and more copies of it
+    would take more time to compile. The three results of a slice are below each other in a buffer for two slices.
     """
 
     done: Scalar  # steps of all tiles before this one
@@ -222,7 +243,8 @@ class PullbackStore(Store):
         staged = (self.refs[name].at[stage, rows] for name in ("smem_lhs", "smem_rhs"))
         z = [for_transposed_store(transpose_ref(ref)[...]).astype(jnp.float32) for ref in staged]
         weight = lax.broadcast_in_dim(self.refs["smem_weight"][self.warpgroup, rows], UNIT, (1,))
-        *found, products = pulled_back(gate, for_transposed_store(d_h), *z, for_transposed_store(weight))
+        z_gate, z_up = z
+        *found, products = pulled_back(gate, for_transposed_store(d_h), z_gate, z_up, for_transposed_store(weight))
         return [*(each.astype(self.problem.out) for each in found), products]
 
     def _buffer(self, subtile: Subtile, row: Any, rows: int) -> Ref:
@@ -280,7 +302,7 @@ def _store_matrix(
 
 def store_for(problem: Problem, layout: Layout, refs: Refs, warpgroup: Scalar, done: Scalar) -> Store:
     """The epilogue of a problem for one consumer; `done` steps came before its tile."""
-    if problem.gate is None:
+    if problem.gate is None or problem.gate.activation is None:
         return Store(problem, layout, refs, warpgroup)
     if problem.gate.pullback:
         return PullbackStore(problem, layout, refs, warpgroup, done)

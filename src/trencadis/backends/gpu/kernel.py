@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from trencadis.backends.gpu import store, tile_queue
 from trencadis.backends.gpu.consumer import Consumer, Mainloop
 from trencadis.backends.gpu.contraction import ContractionMainloop
-from trencadis.backends.gpu.gated import PullbackMainloop, approximates, results
+from trencadis.backends.gpu.gated import PairsMainloop, PullbackMainloop, approximates, results
 from trencadis.backends.gpu.layout import CONSUMERS, REWRITE_STAGES, Layout
 from trencadis.backends.gpu.rows import RowsMainloop
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
@@ -85,18 +85,31 @@ def call(problem: Problem, layout: Layout, operands: dict[str, Any], interpret: 
             PARAMS, approx_math=problem.gate is not None and approximates(problem.gate)
         ),
         interpret=interpret,
-        name=f"trencadis_{problem.form.value}",
+        name=f"trencadis_{_name(problem)}",
     )
     refs = {name: jax.new_ref(x, memory_space=mgpu.GMEM) for name, x in inout.items()}
     found = kernel(*operands.values(), *refs.values())
     return list(found) if existing is None else [jax.freeze(refs["out"])]
 
 
+def _name(problem: Problem) -> str:
+    """What a kernel is called in a profile: rows, contraction, sum, gated, or gated_pullback."""
+    if problem.gate is None:
+        return problem.form.value
+    if problem.gate.activation is None:
+        return "sum"
+    return "gated_pullback" if problem.gate.pullback else "gated"
+
+
 def _mainloop(problem: Problem) -> Callable[[Problem, Layout], Mainloop]:
     """The class of the mainloop of a problem."""
     if problem.form is Form.CONTRACTION:
         return ContractionMainloop
-    return PullbackMainloop if problem.gate is not None and problem.gate.pullback else RowsMainloop
+    if problem.gate is None:
+        return RowsMainloop
+    if problem.gate.activation is None:
+        return PairsMainloop
+    return PullbackMainloop if problem.gate.pullback else RowsMainloop
 
 
 def _between(mainloop: Mainloop) -> str:

@@ -3,9 +3,9 @@
 packed            16-bit numbers in pairs, so that the compiler converts two at a time
 store_row_sums    sums over the 64 columns of a block of a swap-AB tile
 
-A warp holds 16 columns of such a block. A thread has two of them, for the same pairs of rows as seven other threads: they
-exchange halves of what they have until each holds the sums of other rows. Each warp stores its sums, and XLA adds up
-those of all warps. Nothing is added in global memory, so that the order of all sums is fixed.
+A warp holds 16 columns of such a block. A thread has two of them, for the same pairs of rows as seven other threads:
+they exchange halves of what they have until each holds the sums of other rows. Each warp stores its sums, and XLA adds
+up those of all warps. Nothing is added in global memory, so that the order of all sums is fixed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from trencadis.backends.gpu.layout import WGMMA_M
 from trencadis.backends.gpu.tile_scheduler import Ref, Scalar, i32
@@ -32,7 +32,7 @@ QUAD = 4  # lanes that hold other rows; lanes that are a multiple of this apart 
 
 
 def packed(x: jax.Array, interpreted: bool) -> jax.Array:
-    """The same 16-bit numbers; what follows unpacks them from words, instead of converting the numbers they came from."""
+    """The same 16-bit numbers. What follows unpacks them, instead of converting the numbers that they came from."""
     if interpreted:
         return x
     struct = mgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=mgpu.Layout.WGMMA)
@@ -85,10 +85,8 @@ def _store(_: Any, out: Value, products: FragmentedArray, low: FragmentedArray, 
         inside = [
             arith.cmpi(arith.CmpIPredicate.sge, here, first), arith.cmpi(arith.CmpIPredicate.slt, here, last), unique,
         ]  # fmt: skip
-        found = scf.IfOp(arith.andi(arith.andi(inside[0], inside[1]), inside[2]))
-        with ir.InsertionPoint(found.then_block):
+        with utils.when(arith.andi(arith.andi(inside[0], inside[1]), inside[2])):
             memref.store(number, out, [arith.index_castui(index, each) for each in (warp, here)])
-            scf.yield_([])
 
 
 def _of_thread(products: FragmentedArray) -> list[Value]:
