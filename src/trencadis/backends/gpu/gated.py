@@ -1,7 +1,7 @@
 """Gated activations and their pullback: an epilogue with several results, and what it reads.
 
-    forward     A consumer multiplies 64 columns of gate, and the same of up, into two sets of accumulators: both sums of
-                a column are in the same thread.
+    forward     A consumer multiplies 64 columns of gate, and the same of up, into two sets of accumulators: both sums
+                of a column are in the same thread.
     sum         The sum over k of one pair of operands goes on over that of another.
     pullback    The sums are d h. Blocks of z_gate and z_up come through the stages of the operands, as further steps
                 behind those of the sum, so that they are there when the sum is.
@@ -173,8 +173,8 @@ class GatedStore(Store):
 class PullbackStore(Store):
     """The epilogue of d h: the gradients of gate and up, the weighted activation, and sums over columns.
 
-    It goes through a block in slices of 32 rows, in a loop: the pullback of an activation is long, and more copies of it
-    would take more time to compile. The three results of a slice are below each other in a buffer for two slices.
+    It goes through a block in slices of 32 rows, in a loop: the pullback of an activation is long, and more copies of
+    it would take more time to compile. The three results of a slice are below each other in a buffer for two slices.
     """
 
     done: Scalar  # steps of all tiles before this one
@@ -199,6 +199,7 @@ class PullbackStore(Store):
             self._pass(tile, own + i32(1), turn + consumers)
 
         pl.when(tile.steps > 0)(lambda: mgpu.barrier_wait(self._vectors_full))
+        mgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before, whose last slice may be in any slot
         lax.fori_loop(i32(0), mine, block, None)
         self._pass(tile, first + mine * consumers, first + i32(self.layout.epilogue_steps))
 

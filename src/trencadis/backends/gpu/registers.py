@@ -67,11 +67,11 @@ def store_row_sums(
         return
     edges = [mgpu.layout_cast(lax.broadcast(edge, (WGMMA_M,)), ROW) for edge in valid]
     here = out.at[pl.ds(place[0], WARPS), pl.ds(place[1], rows)]
-    _store(here, mgpu.layout_cast(products, mgpu.Layout.WGMMA), *edges)
+    store = mgpu.inline_mgpu(arg_types=(mgpu.RefType(), mgpu.Layout.WGMMA, ROW, ROW))(sums_of_warps)
+    store(here, mgpu.layout_cast(products, mgpu.Layout.WGMMA), *edges)
 
 
-@mgpu.inline_mgpu(arg_types=(mgpu.RefType(), mgpu.Layout.WGMMA, ROW, ROW))
-def _store(_: Any, out: Value, products: FragmentedArray, low: FragmentedArray, high: FragmentedArray) -> None:
+def sums_of_warps(_: Any, out: Value, products: FragmentedArray, low: FragmentedArray, high: FragmentedArray) -> None:
     """Add up what lanes have of the same rows, and store it: [4, rows] in global memory, by four warps."""
     word, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     thread = arith.remui(utils.thread_idx(), utils.c(128, word))
