@@ -215,7 +215,7 @@ class PullbackStore(Store):
             row = i * i32(SWAP_AB_UNIT)
             write_unit(at * i32(UNITS) + i, [transpose_ref(self._buffer(part, row, SWAP_AB_UNIT)) for part in parts])
 
-        lax.fori_loop(i32(0), i32(UNITS), unit, None)
+        lax.fori_loop(i32(0), lax.min(tile.units - at * i32(UNITS), i32(UNITS)), unit, None)
         mgpu.commit_smem()
         self._copy_span(tile, dict(zip(RESULTS, parts, strict=True)))
         mgpu.commit_smem_to_gmem_group()
