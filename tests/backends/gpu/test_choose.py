@@ -13,7 +13,9 @@ from sweep import marked
 
 import trencadis as tr
 from trencadis.backends.gpu.choose import choose, choose_for_tile, mma_dtype, tiling_of
+from trencadis.backends.gpu.kernel import REGISTERS, REGISTERS_OF_MORE_CONSUMERS
 from trencadis.backends.gpu.layout import CONSUMERS, WGMMA_M
+from trencadis.backends.gpu.rows import PART
 from trencadis.core.arguments import problem_of
 from trencadis.core.devices import CARDS
 from trencadis.core.dtypes import bits
@@ -84,6 +86,26 @@ def check(problem, layout):
     )  # accumulators in registers
     assert layout.block_n <= (256 if problem.form is Form.ROWS else 192)  # N of one wgmma
     assert layout.raster_group >= 1 and layout.num_ctas == H200.cores
+
+
+@pytest.mark.parametrize("rows", [4, 40, 256, 4096])
+@pytest.mark.parametrize(
+    ("values", "scales", "length"),
+    [("float4_e2m1fn", "float8_e8m0fnu", 32), ("float4_e2m1fn", "float8_e4m3fn", 16),
+     ("float8_e4m3fn", "float8_e8m0fnu", 32), ("int8", "float32", 128), ("int4", "float32", 64)],
+)  # fmt: skip
+def test_weights_with_scales_along_k_fit(values, scales, length, rows):
+    steps = Epilogue(by_column=True, column_block=(length, 1), column_scales=np.dtype(jnp.dtype(scales)))
+    changes = {"rhs": np.dtype(jnp.dtype(values)), "transpose_rhs": True, "epilogue": steps}
+    problem = question("rows", 8 * rows, 2048, 1536, 8, **changes)
+    layout = choose(problem, H200)
+    assert layout.block_n == layout.consumers * WGMMA_M
+    stage = layout.block_k * (layout.block_m * 16 + layout.block_n * bits(problem.rhs)) // 8
+    stores = layout.consumers * layout.block_m * layout.swizzle
+    assert layout.stages >= 2 and layout.stages * stage + stores <= H200.shared
+    sums, operand = layout.block_m // 2 * (1 + layout.promoted), 2 * PART // 4  # two parts of the operand
+    registers = REGISTERS_OF_MORE_CONSUMERS[layout.consumers] if layout.consumers > CONSUMERS else REGISTERS[""]
+    assert sums + operand + 24 <= registers[0]
 
 
 @pytest.mark.parametrize("form", ["rows", "contraction"])

@@ -70,7 +70,7 @@ def test_equals_float64_with_poison_in_other_groups(name):
 def test_padded_columns_do_not_count():
     """Padding of n is 0 in gate and up, where this activation is not a number."""
     gate = Gate(activation=lambda gate, up: gate / up, pullback=True)
-    problem = rows_problem(20, 8, 200, 2, transpose_rhs=True, gate=gate)
+    problem = rows_problem(40, 8, 200, 2, transpose_rhs=True, gate=gate)
     lhs, rhs, z_gate, z_up, weight = numbers(problem, 0)
     operands = (lhs, rhs, np.array([[9, 7]], np.int32), np.zeros(1, np.int32), z_gate, np.abs(z_up) + 1, weight)
     found = execute(problem, problem.replace(n=256), rows_layout(block_n=256), *operands, interpret=STRICT)

@@ -3,6 +3,8 @@
     swap-AB tiles     192 x 256   rows are the N of wgmma, in units of 16: the least padding (ADR 0027)
     for small groups   64 x 256   the most bytes of weights in flight, where reading them is what takes the time
     with an upcast    192 x 128   and less tall: low-precision weights, which are in shared memory twice
+                      192 x 192   if they are multiplied by scales along k, by three consumers
+                       32 x 256   if they are 4-bit floats for few rows, by four
     large tiles       256 x 192   where there is little padding or the result is float32, and in contractions
     smaller tiles     128 x 128   and sizes in between, where there are too few tiles to occupy all SMs
 
@@ -52,7 +54,6 @@ LARGE_M, LARGE_N = 256, 192  # the largest tile, exchanged in swap-AB: two consu
 MAX_N = {Form.ROWS: 256, Form.CONTRACTION: LARGE_N}  # of one wgmma; a mask warpgroup leaves fewer registers
 PULLBACK_M = 160  # rows of a tile with the pullback of a gated activation
 UPCAST_N = 128  # columns of a tile whose weights are upcast or transposed
-MORE_CONSUMERS = 4  # where unpacking weights takes the time, and there are few rows
 SMALL_GROUP = 64  # mean rows of a group up to which the product is bound by reading weights
 TINY_GROUP = 16  # mean rows of a group up to which the smallest tiles do
 LARGE_GROUP = 1024  # mean rows of a group from which on the padding of its last tile hardly matters
@@ -182,18 +183,21 @@ def _upcast_tile(problem: Problem, block_m: int) -> tuple[int, int]:
         # less beside weights that are rewritten in shared memory, and beside promoted sums
         most = LARGE_N if problem.transpose_rhs and not promoted_part(problem) else 2 * WGMMA_M
         block_m = min(max(block_m // SWAP_AB_UNIT * SWAP_AB_UNIT, SWAP_AB_UNIT), most)
-        return block_m, MORE_CONSUMERS * WGMMA_M if _more_consumers(problem, block_m) else UPCAST_N
+        return block_m, _upcast_consumers(problem, block_m) * WGMMA_M
     return CONSUMERS * WGMMA_M, UPCAST_N if problem.n > WGMMA_M else WGMMA_M
 
 
-def _more_consumers(problem: Problem, block_m: int) -> bool:
-    """Whether weights are 4-bit floats that are multiplied by their scales, for few rows.
+def _upcast_consumers(problem: Problem, block_m: int) -> int:
+    """The number of consumers of weights that are upcast, each of which unpacks 64 columns.
 
-    Then unpacking takes the time, and four consumers still have registers for it.
+    More than two are worth it where weights are multiplied by their scales: four where unpacking 4-bit floats for few
+    rows takes the time, and three for many rows. Promoted sums would leave them too few registers.
     """
-    if promoted_part(problem) or not in_operand(problem) or not problem.transpose_rhs:
-        return False
-    return problem.rhs.name == "float4_e2m1fn" and block_m <= 2 * SWAP_AB_UNIT and _swap_ab(problem)
+    if promoted_part(problem) or not in_operand(problem) or not problem.transpose_rhs or not _swap_ab(problem):
+        return CONSUMERS
+    if block_m <= 2 * SWAP_AB_UNIT:
+        return 4 if problem.rhs.name == "float4_e2m1fn" else CONSUMERS
+    return 3 if block_m > WGMMA_M else CONSUMERS
 
 
 def _estimated_time(problem: Problem, cores: int, block_m: int, block_n: int) -> float:
@@ -241,9 +245,8 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
     # RS wgmma takes weights from registers only as operand A, K-major
     in_smem = unpacks(problem) or (upcast and not (swap_ab and (problem.transpose_rhs or transpose)))
     transpose = transpose and not in_smem
-    more = _more_consumers(problem, block_m)
-    consumers = MORE_CONSUMERS if more else CONSUMERS
-    block_k = _block_k(problem, swizzle, block_m > WGMMA_M or in_smem or more)
+    consumers = _upcast_consumers(problem, block_m)
+    block_k = _block_k(problem, swizzle, block_m > WGMMA_M or in_smem)
     stage = block_k * (block_m * bits(dtype) + (1 + gated) * block_n * bits(problem.rhs if upcast else dtype)) // 8
     buffers, rows = (1, block_m) if swap_ab else (_store_buffers(problem, block_n), WGMMA_M)
     rows = 3 * SLICE_SLOTS * SLICE if pullback else rows

@@ -20,11 +20,11 @@ from trencadis.backends.gpu.contraction import ContractionMainloop
 from trencadis.backends.gpu.gated import store_for
 from trencadis.backends.gpu.layout import REWRITE_STAGES, WGMMA_M, Layout
 from trencadis.backends.gpu.mma_shapes import MmaShape, MmaShapes, mma_shapes
-from trencadis.backends.gpu.rows import RowsMainloop
+from trencadis.backends.gpu.rows import PART, RowsMainloop
 from trencadis.backends.gpu.scales import column_scales_by_step, in_operand, promoted_part, shared_by_tile
 from trencadis.backends.gpu.store import Store, Sums, part_of
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
-from trencadis.backends.gpu.upcast import Scales
+from trencadis.backends.gpu.upcast import Scales, keep
 from trencadis.core.problem import Problem
 
 Mainloop = RowsMainloop | ContractionMainloop
@@ -93,18 +93,42 @@ class Consumer:
             at = self._wait(tile, done, i)
             scales = None if source is None else Scales(words, source.dtype, source.length)
             words = [] if source is None else source.load(self.refs, tile, top, i + i32(1))
-            mgpu.wgmma(accs[0], *self._operands(at, top, shape.blocks, shape.n, scales))
-            if self.layout.gated:
-                mgpu.wgmma(accs[1], *self._operands(at, top, shape.blocks, shape.n, weights="smem_up"))
-            # The other consumer multiplies meanwhile: the sooner the stage is released, the better. And the compiler
-            # does not know that a wgmma in flight still reads its register operand, and would reuse the registers.
-            mgpu.wgmma_wait(0)
+            if scales is None:
+                mgpu.wgmma(accs[0], *self._operands(at, top, shape.blocks, shape.n))
+                if self.layout.gated:
+                    mgpu.wgmma(accs[1], *self._operands(at, top, shape.blocks, shape.n, weights="smem_up"))
+                # Another consumer multiplies meanwhile: the sooner the stage is released, the better. And the compiler
+                # does not know that a wgmma in flight still reads its register operand, and would reuse the registers.
+                mgpu.wgmma_wait(0)
+            else:
+                self._multiply_parts(accs[0], at, top, shape, scales)
             self._release(done, i)
             return words
 
         first = [] if source is None else source.load(self.refs, tile, top, i32(0))
         lax.fori_loop(i32(0), tile.steps - i32(self.layout.epilogue_steps), step, first)
         return [acc[...] for acc in accs]
+
+    def _multiply_parts(
+        self, acc: Ref, at: tuple[Scalar, Scalar], top: Scalar, shape: MmaShape, scales: Scales
+    ) -> None:
+        """Multiply a step by weights that are a register operand times scales, which takes long to unpack.
+
+        A part of them is unpacked while the one before it is multiplied. Registers of a part are free once its product
+        is done, which the compiler does not know.
+        """
+        assert isinstance(self.mainloop, RowsMainloop)
+        flying: list[Any] = []
+        parts = self.mainloop.parts(self.refs, at, pl.ds(top, shape.blocks * WGMMA_M), shape.n, scales)
+        for _ in range(self.layout.block_k // PART):
+            if len(flying) == 2:
+                mgpu.wgmma_wait(1)
+                keep(flying.pop(0))
+            a, b = next(parts)
+            mgpu.wgmma(acc, a, b)
+            flying.append(a)
+        mgpu.wgmma_wait(0)
+        keep(*flying)
 
     def _promoted_sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, store: Store) -> list[jax.Array]:
         """The sums of a tile, as blocks [64, n], where scales change along k.

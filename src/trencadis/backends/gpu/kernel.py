@@ -3,8 +3,8 @@
     producer    runs the tile scheduler and publishes its tiles; waits for an empty stage, starts the copies of a step
     mask        contraction: zeroes the rows of other groups in the first and the last step of a sum
     rewrite     low-precision weights: upcasts them to the dtype of the rows, or transposes them, into other buffers
-    consumers   two, or four for weights of low precision and few rows. A share of the blocks of a tile each: wait for a
-                full stage, issue wgmma, release it; then the epilogue, while the copies of the next tile are in flight
+    consumers   two; three or four where weights are multiplied by scales. A share of the blocks of a tile each: wait
+                for a full stage, issue wgmma, release it; then the epilogue, while the next tile is being copied
 
 Barriers of a stage: `full`, its copies have arrived; `masked`, other groups' rows are zero; `empty`, all have read it.
 Barriers of rewritten weights: `rewritten`, they are there; `rewritten_empty`, the consumers have read them.
@@ -39,7 +39,7 @@ PARAMS = mgpu.CompilerParams(
 )
 # registers of a thread: of consumers, producer, and the warpgroup between; 512 for all together, 480 for five
 REGISTERS = {"": (232, 40, 0), "mask": (224, 32, 32), "upcast": (168, 40, 136), "eight": (208, 40, 56)}
-REGISTERS_OF_MORE_CONSUMERS = 112, 32, 0
+REGISTERS_OF_MORE_CONSUMERS = {3: (160, 32, 0), 4: (112, 32, 0)}
 
 
 def call(problem: Problem, layout: Layout, operands: dict[str, Any], interpret: Any = None) -> list[jax.Array]:
@@ -127,7 +127,7 @@ def _body(problem: Problem, layout: Layout, mainloop: Mainloop, refs: Refs) -> N
     scheduler = TileScheduler(problem, layout, refs["sizes"], refs["first_group"])
     of_consumers, of_producer, of_between = REGISTERS[_between(mainloop)]
     if layout.consumers > CONSUMERS:
-        of_consumers, of_producer, of_between = REGISTERS_OF_MORE_CONSUMERS
+        of_consumers, of_producer, of_between = REGISTERS_OF_MORE_CONSUMERS[layout.consumers]
 
     def consume() -> None:
         mgpu.set_max_registers(of_consumers, action="increase")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,10 +23,12 @@ from trencadis.backends.gpu.scales import column_scales_by_step, row_scales_of_s
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.backends.gpu.transpose import transpose_bytes
 from trencadis.backends.gpu.unpack import unpacked
-from trencadis.backends.gpu.upcast import Scales, rs_operand, upcast
+from trencadis.backends.gpu.upcast import Scales, rs_operand, rs_parts, upcast
 from trencadis.core.dtypes import bits
 from trencadis.core.jax_compat import transpose_ref
 from trencadis.core.problem import Problem
+
+PART = 64  # entries of k that are unpacked at once, of weights that are multiplied by scales: a swizzle row of lhs
 
 
 def swizzled(dtype: Any, swizzle: int = SWIZZLE) -> tuple[Any, Any]:
@@ -168,6 +171,14 @@ class RowsMainloop:
         if self.layout.swap_ab:
             return operand_a(rhs, rhs_at, mine, k_major), operand_b(lhs, lhs_at, n, True)
         return operand_a(lhs, lhs_at, mine, True), operand_b(rhs, rhs_at, n, k_major)
+
+    def parts(
+        self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int, scales: Scales
+    ) -> Iterator[tuple[Any, Any]]:
+        """Yield operands A and B of the parts of a step: weights times scales as a register operand, and rows."""
+        weights = rs_parts(refs["smem_rhs"].at[stages[1], mine], self.problem.lhs, PART, scales)
+        for i, part in enumerate(weights):
+            yield part, self.lhs_part(refs, stages[0], n, pl.ds(i * PART, PART))
 
     def lhs_part(self, refs: Refs, stage: Scalar, n: int, k: Any) -> Ref:
         """Operand B of a product over a part of a step: the rows of a tile, K-major."""

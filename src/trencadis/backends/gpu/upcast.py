@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,13 +49,27 @@ def rs_operand(ref: Ref, dtype: Any, scales: Scales | None = None) -> Any:
 
     With scales, the operand is the product of both: exact, since the caller sees to that.
     """
+    (operand,) = rs_parts(ref, dtype, ref.shape[1], scales)
+    return operand
+
+
+def rs_parts(ref: Ref, dtype: Any, k: int, scales: Scales | None = None) -> Iterator[Any]:
+    """Yield `rs_operand` in parts of k entries, each of which is unpacked when it is asked for."""
     word = WORD // bits(ref.dtype)
     run = LANES * word
     loaded = mgpu.Layout.TILED(mgpu.Tiling(((64, run), (16, run), (8, run), (word,))), (-7,), (-3, -2), -1)
     held = mgpu.layout_cast(ref[...], loaded)
-    convert = _conversion(ref.dtype, jnp.dtype(dtype))
+    for start in range(0, held.shape[1], k):
+        part = held if k == held.shape[1] else held[:, start : start + k]
+        yield _unpacked(part, loaded, jnp.dtype(dtype), scales, start // run)
+
+
+def _unpacked(held: jax.Array, loaded: Any, dtype: np.dtype[Any], scales: Scales | None, first: int) -> Any:
+    """What lanes have loaded as a register operand; its first run of k has this number in the step, and its scale."""
+    run = LANES * WORD // bits(held.dtype)
+    convert = _conversion(held.dtype, dtype)
     held = upcast(held, dtype) if convert is None else held
-    result = mgpu.ShapeDtypeStruct(held.shape, jnp.dtype(dtype), layout=mgpu.Layout.WGMMA)
+    result = mgpu.ShapeDtypeStruct(held.shape, dtype, layout=mgpu.Layout.WGMMA)
     given = [] if scales is None else scales.words
 
     @mgpu.inline_mgpu(arg_types=(loaded, *(ROW for _ in given)), return_type=result)
@@ -64,13 +78,39 @@ def rs_operand(ref: Ref, dtype: Any, scales: Scales | None = None) -> Any:
         target = mgpu.Layout.WGMMA.to_mgpu()
         registers = np.empty(target.registers_shape(words.shape), dtype=object)
         factor = None if scales is None else scales.factors(given, run)
-        for (row, block, *rest), held in np.ndenumerate(words.registers):
-            scale = None if factor is None else factor(block, rest)
-            for i, pair in enumerate(_pairs(held, convert, scale)):
-                registers[(row, block * (word // 2) + i, *rest)] = pair
+        for (row, block, *rest), word in np.ndenumerate(words.registers):
+            scale = None if factor is None else factor(first + block, rest)
+            pairs = _pairs(word, convert, scale)
+            for i, pair in enumerate(pairs):
+                registers[(row, block * len(pairs) + i, *rest)] = pair
         return FragmentedArray(_registers=registers, _layout=target, _is_signed=None)
 
     return relabel(held, *given)
+
+
+def keep(*operands: Any) -> None:
+    """Keep register operands until here, as the compiler does not: a wgmma in flight still reads them."""
+
+    @mgpu.inline_mgpu(arg_types=(mgpu.Layout.WGMMA,) * len(operands))
+    def use(_: Any, *arrays: FragmentedArray) -> None:
+        """Store them if the grid has more than 65534 rows of CTAs, which it never has."""
+        i32 = ir.IntegerType.get_signless(32)
+        words = [utils.bitcast(x, i32) for array in arrays for x in array.registers.flat]
+        fours = (f"{{${i}, ${i + 1}, ${i + 2}, ${i + 3}}}" for i in range(0, len(words), 4))
+        stores = "".join(f"st.volatile.shared.v4.b32 [zero], {four};" for four in fours)
+        text = f"""{{
+            .reg .pred few;
+            .reg .b32 rows, zero;
+            mov.u32 rows, %nctaid.y;
+            setp.lt.u32 few, rows, 65535;
+            mov.u32 zero, 0;
+            @few bra kept;
+            {stores}
+            kept:
+        }}"""
+        llvm.inline_asm(None, words, text, ",".join("r" for _ in words), has_side_effects=True)
+
+    use(*operands)
 
 
 def _conversion(source: Any, dtype: np.dtype[Any]) -> Callable[[Value], list[Value]] | None:
@@ -180,23 +220,29 @@ def _float4_to_floats(word: Value, dtype: np.dtype[Any]) -> list[Value]:
     """
     i32, half = ir.IntegerType.get_signless(32), dtype == jnp.float16
     pair = ir.VectorType.get((2,), ir.F16Type.get() if half else ir.BF16Type.get())
-    places = (3, 0x0E000E00, 0x74007400, "f16x2") if half else (6, 0x01C001C0, 0x7E807E80, "bf16x2")
     whole = utils.bitcast(word, i32)
-    shifted = [*(arith.shli(whole, utils.c(by, i32)) for by in (12, 8, 4)), whole]
-    return [utils.bitcast(_moved(each, *places), pair) for each in shifted]
+
+    def convert(up: int) -> Value:
+        if half:
+            return _moved(whole, up, up - 3, 0x0E000E00, 0x74007400, "f16x2")
+        return _moved(whole, up, up - 6, 0x01C001C0, 0x7E807E80)
+
+    return [utils.bitcast(convert(up), pair) for up in (12, 8, 4, 0)]
 
 
-def _moved(word: Value, down: int, magnitude: int, power: int, kind: str = "bf16x2") -> Value:
-    """Two small floats at the top of both halves of a word as 16-bit floats, of bfloat16 unless another kind is given.
+def _moved(word: Value, sign_up: int, up: int, magnitude: int, power: int, kind: str = "bf16x2") -> Value:
+    """Two small floats in both halves of a word as 16-bit floats, of bfloat16 unless another kind is given.
 
-    Their signs stay where they are, the bits below move down to where `magnitude` is set, and a product by a `power` of
-    two, in both halves, corrects the exponent.
+    Their signs move up to the top, and the bits below up, or down, to where `magnitude` is set. A product by a `power`
+    of two, in both halves, corrects the exponent. Each has a shift of its own: those to the left can be multiplications
+    to the compiler, which have another pipe than shifts to the right and logical operations.
     """
     i32 = ir.IntegerType.get_signless(32)
     text = f"""{{
         .reg .b32 sign, number, power;
-        and.b32 sign, $1, 0x80008000;
-        shr.b32 number, $1, {down};
+        shl.b32 sign, $1, {sign_up};
+        and.b32 sign, sign, 0x80008000;
+        {"shl" if up > 0 else "shr"}.b32 number, $1, {abs(up)};
         lop3.b32 number, number, {magnitude:#x}, sign, 0xEA;
         mov.b32 power, {power:#x};
         mul.{kind} $0, number, power;
@@ -259,7 +305,7 @@ def _e4m3_to_bf16(word: Value, byte: int, of_lane: Value, nan: Value) -> Value:
     """A float8_e4m3fn: its bits, moved to their places, make a number that is too small by 2**120; 127 is NaN."""
     i32 = ir.IntegerType.get_signless(32)
     selector = arith.addi(utils.c(0x0404 + 0x1010 * byte, i32), arith.muli(of_lane, utils.c(0x1010, i32)))
-    return arith.ori(_moved(_permuted(word, selector), 4, 0x07F007F0, 0x7B807B80), nan)
+    return arith.ori(_moved(_permuted(word, selector), 0, -4, 0x07F007F0, 0x7B807B80), nan)
 
 
 SCALE_TO_BF16 = {
