@@ -150,6 +150,10 @@ class GemmProblem:
         return (self.m, self.k), (self.k, self.n), (self.m, self.n)
 
     @property
+    def gate(self) -> None:
+        """A general product has no gated activation, which a `Plan` asks for."""
+
+    @property
     def epilogue(self) -> Epilogue:
         """No steps of `core`: what follows the product is `alpha`, `bias`, `beta` and `accumulate`."""
         return Epilogue()
