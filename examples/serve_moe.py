@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import operator
 import pathlib
 import time
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ EXPERTS = ("w_gate", "w_up", "w_down")
 
 def unstacked(model: Model, params: Params) -> Params:
     """The same parameters with a list of layers in place of stacked ones."""
-    layers = [jax.tree.map(lambda p: p[i], params["layers"]) for i in range(model.layers)]  # noqa: B023
+    layers = [jax.tree.map(operator.itemgetter(i), params["layers"]) for i in range(model.layers)]
     return {**params, "layers": layers}
 
 

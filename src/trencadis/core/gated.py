@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Effect, Primitive
-from jax.interpreters import ad
 from jaxtyping import Array
 
 from trencadis.backends import BACKENDS, INTERPRETED
@@ -35,6 +34,7 @@ from trencadis.core.jax_compat import (
     result_type,
     vary_alike,
 )
+from trencadis.core.linear import jvp_of_varied
 from trencadis.core.plan import gated_plan
 from trencadis.core.problem import Problem
 from trencadis.core.spans import owned
@@ -104,15 +104,7 @@ def _jvp(
     primals: Sequence[Value], tangents: Sequence[Any], *, problem: Problem, overrides: Overrides
 ) -> tuple[list[Array], list[Any]]:
     """Values and tangents of the composition, with respect to the operands that have tangents."""
-    varied = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-
-    def of_varied(*xs: Value) -> list[Array]:
-        operands = list(primals)
-        for i, x in zip(varied, xs, strict=True):
-            operands[i] = x
-        return composed(problem, overrides, autodiff.run, *operands)
-
-    return jax.jvp(of_varied, [primals[i] for i in varied], [tangents[i] for i in varied])
+    return jvp_of_varied(functools.partial(composed, problem, overrides, autodiff.run), primals, tangents)
 
 
 def _batch(

@@ -109,6 +109,19 @@ def with_backward(
     return function
 
 
+def jvp_of_varied(function: Callable[..., Any], primals: Sequence[Value], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    """`jax.jvp` of a function in the arguments that have tangents; others, such as integers, have symbolic zeros."""
+    varied = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def of_varied(*xs: Value) -> Any:
+        operands = list(primals)
+        for i, x in zip(varied, xs, strict=True):
+            operands[i] = x
+        return function(*operands)
+
+    return jax.jvp(of_varied, [primals[i] for i in varied], [tangents[i] for i in varied])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The rules of the primitive
 
@@ -126,16 +139,8 @@ def _jvp(primals: Sequence[Value], tangents: Sequence[Any], *, linear: Linear) -
     if any(not isinstance(x, ad.Zero) for x in d_given):
         operands = vary_alike(*known, *map(ad.instantiate_zeros, d_given))
         found.append(linear_p.bind(*operands, linear=linear))
-    varied = [i for i, tangent in enumerate(d_known) if not isinstance(tangent, ad.Zero)]
-    if varied:
-
-        def of_varied(*xs: Value) -> Arrays:
-            constants = list(known)
-            for i, x in zip(varied, xs, strict=True):
-                constants[i] = x
-            return linear(*constants, *given)
-
-        found.append(jax.jvp(of_varied, [known[i] for i in varied], [d_known[i] for i in varied])[1])
+    if any(not isinstance(x, ad.Zero) for x in d_known):
+        found.append(jvp_of_varied(lambda *constants: linear(*constants, *given), known, d_known)[1])
     return out, [functools.reduce(ad.add_jaxvals, each) for each in zip(*found, strict=True)]
 
 

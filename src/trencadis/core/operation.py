@@ -6,6 +6,7 @@ derivative as well gives it one with `core.linear`.
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -13,23 +14,23 @@ from typing import Any
 import jax
 from jax.core import ShapedArray
 from jax.extend.core import Effect, Primitive
-from jax.interpreters import ad
 from jaxtyping import Array
 
 from trencadis.backends.triton import card_of
 from trencadis.core.jax_compat import Rules, Value, register, replicated, result_type, vary_alike
+from trencadis.core.linear import jvp_of_varied
 from trencadis.core.target import Target
 
 operation_p = Primitive("operation")
 operation_p.multiple_results = True
 
 
-class Operation:
+class Operation(abc.ABC):
     """A function of arrays. It is hashable, and equal to another that computes the same."""
 
+    @abc.abstractmethod
     def composed(self, *operands: Any, **_: Any) -> Sequence[Array]:
         """The results by operations of JAX."""
-        raise NotImplementedError
 
     def on_gpu(self, arch: str, *operands: Any, **_: Any) -> Sequence[Array] | None:
         """The results by Triton kernels for an architecture, or None where they do not take these operands."""
@@ -55,15 +56,7 @@ def _jvp(
     primals: Sequence[Value], tangents: Sequence[Any], *, operation: Operation
 ) -> tuple[list[Array], Sequence[Any]]:
     """Values by the operation, and tangents of what it is composed of, in the operands that have tangents."""
-    varied = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-
-    def of_varied(*xs: Value) -> Sequence[Array]:
-        operands: list[Any] = list(primals)
-        for i, x in zip(varied, xs, strict=True):
-            operands[i] = x
-        return operation.composed(*operands)
-
-    _, found = jax.jvp(of_varied, [primals[i] for i in varied], [tangents[i] for i in varied])
+    _, found = jvp_of_varied(operation.composed, primals, tangents)
     return operation_p.bind(*primals, operation=operation), found
 
 

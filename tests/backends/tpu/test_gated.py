@@ -78,6 +78,7 @@ def test_padded_columns_do_not_count():
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sweep  # eight interpreted kernels; what they compute one by one is tested above
 def test_the_layer_and_its_gradients_through_interpreted_kernels():
     """Values and gradients of all inputs equal those of the layer as XLA operations."""
     t, d, f, e, rng = 9, 10, 6, 3, np.random.default_rng(0)

@@ -14,6 +14,7 @@ Every branch takes time to compile. There is one only for products that occur, a
 
 from __future__ import annotations
 
+import abc
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -34,7 +35,7 @@ class MmaShape(NamedTuple):
     n: int
 
 
-class MmaShapes:
+class MmaShapes(abc.ABC):
     """The products of a layout: what `Normal` and `SwapAB` have in common."""
 
     def __init__(self, layout: Layout, all: list[MmaShape], may_skip: bool) -> None:
@@ -43,17 +44,17 @@ class MmaShapes:
         self.may_skip = may_skip  # whether a consumer may have no block of a tile
         self.largest = MmaShape(max(shape.blocks for shape in all), max(shape.n for shape in all))
 
+    @abc.abstractmethod
     def blocks(self, tile: Tile) -> Scalar:
         """The blocks of 64 in the products of a tile, for all consumers together."""
-        raise NotImplementedError
 
     def share(self, tile: Tile) -> Scalar:
         """The blocks of a tile that each consumer has, as long as there are any left."""
         return lax.div(self.blocks(tile) + i32(self.layout.consumers - 1), i32(self.layout.consumers))
 
+    @abc.abstractmethod
     def branch(self, tile: Tile, blocks: Scalar) -> Scalar:
         """The index in `all` of the product of a consumer that has this many blocks of a tile."""
-        raise NotImplementedError
 
 
 def mma_shapes(problem: Problem, layout: Layout) -> MmaShapes:

@@ -2,7 +2,7 @@
 
 A consumer stores its product in subtiles, through buffers of its own: it fills all of them, starts their TMA copies,
 and fills them again when these have read them. Only rows of the span are copied. The shape of a copy is static: it has
-64, 16, 4 or 1 rows, as many as fit, and there are as many copies as it takes; the last may overlap the one before it.
+64, 16, 4 or 1 rows, as many as fit, and there are as many copies as it takes.
 """
 
 from __future__ import annotations
@@ -311,15 +311,19 @@ class Store:
         if sizes == [subtile.rows]:
             pl.when(rows > 0)(functools.partial(self._copy, tile, subtiles, 0, subtile.rows))
             return
-        which = sum((lax.convert_element_type(rows < i32(size), jnp.int32) for size in sizes[:-1]), i32(0))
-        shift = i32(sizes[0].bit_length() - 1) - which - which
-        size = lax.shift_left(i32(1), shift)
+        shifts = [size.bit_length() - 1 for size in sizes]
+        # as many of the largest copies as fit, then up to three of each other size: the digits of rows to the base of 4
+        count = lax.shift_right_logical(rows, i32(shifts[0]))
+        for shift in shifts[1:]:
+            count = count + (lax.shift_right_logical(rows, i32(shift)) & i32(3))
 
-        def copy(i: Scalar, _: None) -> None:
-            row = lax.min(low + lax.shift_left(i, shift), high - size)
+        def copy(_: Scalar, row: Scalar) -> Scalar:
+            left = high - row
+            which = sum((lax.convert_element_type(left < i32(size), jnp.int32) for size in sizes[:-1]), i32(0))
             lax.switch(which, [functools.partial(self._copy, tile, subtiles, row, rows) for rows in sizes])
+            return row + lax.shift_left(i32(1), i32(shifts[0]) - which - which)
 
-        lax.fori_loop(i32(0), lax.shift_right_logical(rows + size - i32(1), shift), copy, None)
+        lax.fori_loop(i32(0), count, copy, low)
 
     def _copy_rows(self, subtile: Subtile) -> list[int]:
         """The rows of the copies that are needed: in a contraction whole buffers only, if k is a multiple of 64."""

@@ -21,7 +21,7 @@ from trencadis.backends.tpu.tile_scheduler import Tile, TileScheduler
 
 
 def start_all(copies: Iterable[Dma]) -> None:
-    """Start copies, in order."""
+    """Start some copies, one after the other."""
     for copy in copies:
         copy.start()
 
