@@ -146,7 +146,11 @@ def prepare(asked: argparse.Namespace | SimpleNamespace) -> None:
     elif device or asked.command in ("tpu", "plot"):  # the TPU compiler runs on the host
         os.environ["JAX_PLATFORMS"] = "cpu"
     timing.default_platform()
-    if asked.command in ("quant", "moe", "check"):  # children measure; this process must leave them the memory of the GPU
+    if asked.command in (
+        "quant",
+        "moe",
+        "check",
+    ):  # children measure; this process must leave them the memory of the GPU
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 

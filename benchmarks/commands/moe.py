@@ -38,7 +38,7 @@ def main(asked: argparse.Namespace) -> int:
         write()
 
     if asked.device == "gpu":
-        results.records = gpu.records(shapes, peers, asked.jobs, keep)
+        gpu.measure_all(shapes, peers, asked.jobs, keep)
         results.records.sort(key=lambda record: list(results.shapes).index(record.problem))
     else:
         for shape in shapes:
@@ -97,4 +97,3 @@ def others(records: Sequence[Record]) -> tables.Table:
         figures = (f"{1e6 * seconds:.1f}", f"{r.details['bytes'] / 1e6:.1f}", f"{rate:.2f}")
         body.append([r.problem, r.dtype, r.which, *figures, f"{rate / copy:.2f}" if copy else "-"])
     return ["problem", "dtype", "operation", "us", "MB", "TB/s", "/ copy"], body
-

@@ -1,7 +1,6 @@
 """The layer and its gradients in float64, by a loop over experts on the device; it shares nothing with the package.
 
-Every token is multiplied by every expert, and those that it does not go to have the weight 0. Of large results samples
-are compared.
+Each expert has room for twice the mean number of tokens. Of large results samples are compared.
 """
 
 from __future__ import annotations
@@ -81,9 +80,15 @@ def values(shape: MoeShape, params: Params, ct: Any, experts: Any) -> Values:
     def add(carry: Any, expert: Any) -> Any:
         out, d_x = carry
         own, weight = expert
-        y, d_x_mine, gradients = _expert(shape, x, ct, own, weight[:, None])
+        tokens = jnp.flatnonzero(
+            weight, size=room(shape), fill_value=shape.t
+        )  # beyond the last: read as 0, not written
+        mine, ct_mine, weight = (each.at[tokens].get(mode="fill", fill_value=0) for each in (x, ct, weight[:, None]))
+        y, d_x_mine, gradients = _expert(shape, mine, ct_mine, own, weight)
         kept = {name: sample.cut(name, each[None])[0] for name, each in gradients.items()}
-        return (out + weight[:, None] * y, d_x + d_x_mine), (kept, jnp.sum(ct * y, axis=1))
+        d_weight = jnp.zeros(shape.t, x.dtype).at[tokens].set(jnp.sum(ct_mine * y, axis=1), mode="drop")
+        out, d_x = out.at[tokens].add(weight * y, mode="drop"), d_x.at[tokens].add(d_x_mine, mode="drop")
+        return (out, d_x), (kept, d_weight)
 
     own = {name: each for name, each in plain._asdict().items() if name not in ("x", "router") and each is not None}
     start = (jnp.zeros_like(x), jnp.zeros_like(x))
@@ -91,6 +96,11 @@ def values(shape: MoeShape, params: Params, ct: Any, experts: Any) -> Values:
     (d_logits,) = pullback(d_weights.T)
     found |= {"out": out, "x": d_x + d_logits @ router.T, "router": x.T @ d_logits}
     return found | {name: sample.cut(name, found[name]) for name in ("out", "x", "router")}
+
+
+def room(shape: MoeShape) -> int:
+    """The number of tokens that an expert is computed for: some more than twice the mean, at most all."""
+    return min(shape.t, 2 * shape.m // shape.e + 16)
 
 
 def _wide(x: Any) -> jax.Array:
@@ -107,7 +117,7 @@ def _weights(logits: jax.Array, experts: jax.Array) -> jax.Array:
 def _expert(
     shape: MoeShape, x: jax.Array, ct: jax.Array, own: Mapping[str, Any], weight: jax.Array
 ) -> tuple[jax.Array, jax.Array, Values]:
-    """One expert on all tokens: its output, and the gradients in x and in its parameters."""
+    """One expert on its tokens: its output, and the gradients in x and in its parameters."""
     gate, up, down = (_wide(own[name]) for name in ("gate", "up", "down"))
     bias = {name: _wide(own[f"bias_{name}"]) if shape.biases else 0.0 for name in ("gate", "up", "down")}
     h, pullback = jax.vjp(lambda *z: _swiglu(*z, *shape.swiglu), x @ gate + bias["gate"], x @ up + bias["up"])

@@ -16,7 +16,7 @@ from benchmarks import processes
 from benchmarks.moe import torch_layer
 from benchmarks.moe.layers import Operands
 from benchmarks.moe.parts import Part
-from benchmarks.moe.prepared import PRODUCTS, Prepared
+from benchmarks.moe.prepared import OTHERS, PRODUCTS, Prepared
 from benchmarks.moe.shapes import SHAPES, MoeShape
 from benchmarks.processes import SAYS, ChildFailed, Job
 from benchmarks.report import OURS, Record
@@ -26,33 +26,26 @@ THREADS = 4  # functions that a process compiles at a time
 SILENCE_S = 200.0
 
 
-def records(
-    shapes: Sequence[MoeShape], peers: Sequence[str], jobs: int, keep: Callable[[Record], None]
-) -> list[Record]:
+def measure_all(shapes: Sequence[MoeShape], peers: Sequence[str], jobs: int, keep: Callable[[Record], None]) -> None:
     """Measure all shapes, and keep each record as it comes: of a run that is cut off, nothing is lost that was made."""
     lock = threading.Lock()
 
-    def task(shape: MoeShape, contender: str, job: Job) -> list[Record]:
-        found: list[Record] = []
-
-        def take(record: Record) -> None:
-            found.append(record)
-            with lock:
-                keep(record)
-
+    def task(shape: MoeShape, contender: str, job: Job) -> None:
         try:
             for value in processes.run(job, silence_s=SILENCE_S, child=jobs > 0):
                 if SAYS in value:
                     print(value[SAYS], flush=True)
-                else:
-                    take(Record.from_json(value))
+                    continue
+                with lock:
+                    keep(Record.from_json(value))
         except ChildFailed as failure:
             record = Record(problem=shape.name, dtype=shape.label, contender=contender, which=shape.passes[-1])
-            take(dataclasses.replace(record, why=f"failed: {failure}"))
-        return found
+            with lock:
+                keep(dataclasses.replace(record, why=f"failed: {failure}"))
 
     tasks = [functools.partial(task, *each) for each in _jobs(shapes, peers)]
-    return [record for found in processes.in_parallel(tasks, workers=jobs) for record in found]
+    for _ in processes.in_parallel(tasks, workers=jobs):
+        pass
 
 
 def _jobs(shapes: Sequence[MoeShape], peers: Sequence[str]) -> Iterator[tuple[MoeShape, str, Job]]:
@@ -99,12 +92,10 @@ def timed(prepared: Prepared, x: Operands, names: Sequence[str]) -> Iterator[Rec
     times, why = bursts(prepared, x, PRODUCTS, prepared.products)
     for which in prepared.shape.passes:
         yield prepared.products_record(which, times, "; ".join(dict.fromkeys(why.values())))
-    times, why = bursts(prepared, x, "others", prepared.others)
+    times, why = bursts(prepared, x, OTHERS, prepared.others)
     for name, part in prepared.others.items():
         record = Record(problem=prepared.shape.name, dtype=prepared.shape.label, which=name)
-        yield dataclasses.replace(
-            record, time=times.get(name), why=why.get(name, ""), details={"bytes": part.bytes}
-        )
+        yield dataclasses.replace(record, time=times.get(name), why=why.get(name, ""), details={"bytes": part.bytes})
 
 
 def bursts(

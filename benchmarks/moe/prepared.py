@@ -19,6 +19,7 @@ from benchmarks.report import Record
 from benchmarks.timing import Stats, reason_of
 
 PRODUCTS = "products"  # the contender that is the sum of the grouped matmuls
+OTHERS = "others"  # the kind of parts that are no products
 
 Key = tuple[str, str]  # a pass and a contender, or the kind of a part and its name
 
@@ -48,7 +49,7 @@ class Prepared:
         for key, (fn, args) in self.layers.items():
             jobs[key] = functools.partial(_compile, fn, args(self.given))
             jobs["samples of " + key[0], key[1]] = functools.partial(self._samples, *key)
-        for kind, group in ((PRODUCTS, self.products), ("others", self.others)):
+        for kind, group in ((PRODUCTS, self.products), (OTHERS, self.others)):
             for name, part in group.items():
                 jobs[kind, name] = functools.partial(_compile, part.fn, part.args(self.given))
         jobs["float64", ""] = self._exact
@@ -82,7 +83,10 @@ class Prepared:
 
     def _right(self, x: Operands, experts: Any) -> exact.Values:
         """The right results for the experts that a layer chose: logits are rounded, and ties broken, in other ways."""
-        key = np.asarray(experts).tobytes()
+        chosen = np.asarray(experts)
+        key, most = chosen.tobytes(), int(np.bincount(chosen.ravel()).max())
+        if most > exact.room(self.shape):
+            raise ValueError(f"experts: want at most {exact.room(self.shape)} tokens of one; got {most}")
         if key not in self.right:
             with jax.enable_x64(True):
                 self.right[key] = self.compiled["float64", ""].result()(x.params, x.ct, experts)
