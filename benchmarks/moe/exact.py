@@ -65,8 +65,9 @@ def _separate(gradients: Params | Joined) -> Params:
         return gradients
     gate, up = jnp.split(gradients.gate_up, 2, axis=-1)
     bias = gradients.bias_gate_up
-    biases = (None, None) if bias is None else jnp.split(bias, 2, axis=-1)
-    return Params(gradients.x, gradients.router, gate, up, gradients.down, *biases, gradients.bias_down)
+    bias_gate, bias_up = (None, None) if bias is None else jnp.split(bias, 2, axis=-1)
+    given = (gradients.x, gradients.router, gate, up, gradients.down)
+    return Params(*given, bias_gate, bias_up, gradients.bias_down)
 
 
 def values(shape: MoeShape, params: Params, ct: Any, experts: Any) -> Values:
@@ -120,7 +121,7 @@ def _expert(
     """One expert on its tokens: its output, and the gradients in x and in its parameters."""
     gate, up, down = (_wide(own[name]) for name in ("gate", "up", "down"))
     bias = {name: _wide(own[f"bias_{name}"]) if shape.biases else 0.0 for name in ("gate", "up", "down")}
-    h, pullback = jax.vjp(lambda *z: _swiglu(*z, *shape.swiglu), x @ gate + bias["gate"], x @ up + bias["up"])
+    h, pullback = jax.vjp(lambda *z: _swiglu(shape, *z), x @ gate + bias["gate"], x @ up + bias["up"])
     d_y = weight * ct
     d_gate, d_up = pullback(d_y @ down.T)
     found = {"gate": x.T @ d_gate, "up": x.T @ d_up, "down": h.T @ d_y}
@@ -129,7 +130,8 @@ def _expert(
     return h @ down + bias["down"], d_gate @ gate.T + d_up @ up.T, found
 
 
-def _swiglu(gate: jax.Array, up: jax.Array, limit: float | None, alpha: float, shift: float) -> jax.Array:
+def _swiglu(shape: MoeShape, gate: jax.Array, up: jax.Array) -> jax.Array:
+    limit, alpha, shift = shape.swiglu
     if limit is not None:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate / (1 + jnp.exp(-alpha * gate)) * (up + shift)

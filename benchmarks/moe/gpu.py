@@ -87,7 +87,7 @@ def timed(prepared: Prepared, x: Operands, names: Sequence[str]) -> Iterator[Rec
         for name in names:
             call, record = prepared.layer(x, which, name)
             if call is not None:
-                record = _with_time(record, lambda call=call: burst(call, clock))
+                record = _with_time(record, functools.partial(burst, call, clock))
             yield record
     times, why = bursts(prepared, x, PRODUCTS, prepared.products)
     for which in prepared.shape.passes:

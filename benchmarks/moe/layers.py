@@ -104,7 +104,8 @@ def joined(shape: MoeShape, params: Params) -> Joined:
     """The parameters with gate and up side by side; quantized after that, where they are."""
     biases = (params.bias_gate, params.bias_up)
     bias = None if biases[0] is None else jnp.concatenate(biases, axis=-1)
-    gate_up, down = jnp.concatenate([params.gate, params.up], axis=-1), params.down
+    gate_up: Any = jnp.concatenate([params.gate, params.up], axis=-1)
+    down = params.down
     how = WEIGHTS[shape.weights] if shape.weights else None
     if how is not None:
         gate_up, down = quantize(gate_up, *how), quantize(down, *how)

@@ -1,4 +1,4 @@
-"""The layer in torch with `grouped_mm` and torch.compile, in a process of its own; some tokens are compared with float64.
+"""The layer in torch with `grouped_mm` and torch.compile, in a process of its own; some tokens are checked in float64.
 
 The composition is that of `layers.composition`: gate and up are one array, tokens are sorted and gathered by index.
 """
