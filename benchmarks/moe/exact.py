@@ -81,9 +81,7 @@ def values(shape: MoeShape, params: Params, ct: Any, experts: Any) -> Values:
     def add(carry: Any, expert: Any) -> Any:
         out, d_x = carry
         own, weight = expert
-        tokens = jnp.flatnonzero(
-            weight, size=room(shape), fill_value=shape.t
-        )  # beyond the last: read as 0, not written
+        tokens = jnp.flatnonzero(weight, size=room(shape), fill_value=shape.t)  # past the last: 0, and not written
         mine, ct_mine, weight = (each.at[tokens].get(mode="fill", fill_value=0) for each in (x, ct, weight[:, None]))
         y, d_x_mine, gradients = _expert(shape, mine, ct_mine, own, weight)
         kept = {name: sample.cut(name, each[None])[0] for name, each in gradients.items()}
@@ -95,8 +93,8 @@ def values(shape: MoeShape, params: Params, ct: Any, experts: Any) -> Values:
     start = (jnp.zeros_like(x), jnp.zeros_like(x))
     (out, d_x), (found, d_weights) = jax.lax.scan(add, start, (own, weights.T))
     (d_logits,) = pullback(d_weights.T)
-    found |= {"out": out, "x": d_x + d_logits @ router.T, "router": x.T @ d_logits}
-    return found | {name: sample.cut(name, found[name]) for name in ("out", "x", "router")}
+    whole = {"out": out, "x": d_x + d_logits @ router.T, "router": x.T @ d_logits}
+    return {**found, **{name: sample.cut(name, each) for name, each in whole.items()}}
 
 
 def room(shape: MoeShape) -> int:

@@ -20,10 +20,11 @@ from benchmarks.moe.prepared import OTHERS, PRODUCTS, Prepared
 from benchmarks.moe.shapes import SHAPES, MoeShape
 from benchmarks.processes import SAYS, ChildFailed, Job
 from benchmarks.report import OURS, Record
-from benchmarks.timing import Stats, burst, device_clock, reason_of
+from benchmarks.timing import CuptiClock, HostClock, Stats, burst, device_clock, reason_of
 
-THREADS = 4  # functions that a process compiles at a time
+THREADS = 6  # functions that a process compiles at a time
 SILENCE_S = 200.0
+MOST_RESULTS = 32 << 30  # bytes of results of one contender at a time: the gradients of gpt-oss take 6 GiB a call
 
 
 def measure_all(shapes: Sequence[MoeShape], peers: Sequence[str], jobs: int, keep: Callable[[Record], None]) -> None:
@@ -82,11 +83,11 @@ def measure(name: str, names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def timed(prepared: Prepared, x: Operands, names: Sequence[str]) -> Iterator[Record]:
     """Yield a record of each layer and pass, of the sum of products, and of each operation that is no product."""
-    clock = device_clock(jax.default_backend())
     for which in prepared.shape.passes:
         for name in names:
             call, record = prepared.layer(x, which, name)
             if call is not None:
+                clock = _clock(prepared.result_bytes(which, name))
                 record = _with_time(record, functools.partial(burst, call, clock))
             yield record
     times, why = bursts(prepared, x, PRODUCTS, prepared.products)
@@ -111,6 +112,14 @@ def bursts(
         except Exception as failure:
             why[name] = reason_of(failure)
     return times, why
+
+
+def _clock(result_bytes: int) -> HostClock | CuptiClock:
+    """The clock of the device, which keeps no more results than there is memory for."""
+    clock = device_clock(jax.default_backend())
+    if isinstance(clock, CuptiClock):
+        return dataclasses.replace(clock, kept=max(1, min(clock.kept, MOST_RESULTS // result_bytes)))
+    return clock
 
 
 def _with_time(record: Record, measured: Callable[[], Stats]) -> Record:

@@ -44,9 +44,9 @@ class Prepared:
         self.right: dict[bytes, exact.Values] = {}
 
     def _jobs(self) -> dict[Key, Callable[[], Any]]:
-        """What is compiled: the longest first."""
+        """What is compiled, by what it is for."""
         jobs: dict[Key, Callable[[], Any]] = {}
-        for key, (fn, args) in self.layers.items():
+        for key, (fn, args) in reversed(self.layers.items()):  # a step has more kernels
             jobs[key] = functools.partial(_compile, fn, args(self.given))
             jobs["samples of " + key[0], key[1]] = functools.partial(self._samples, *key)
         for kind, group in ((PRODUCTS, self.products), (OTHERS, self.others)):
@@ -97,6 +97,12 @@ class Prepared:
         self.compiled[key].result()
         fn, args, *_ = how
         return JaxCall(fn, args(x))
+
+    def result_bytes(self, which: str, name: str) -> int:
+        """The bytes of what a layer returns."""
+        fn, args = self.layers[which, name]
+        found = jax.tree.leaves(jax.eval_shape(fn, *args(self.given)))
+        return sum(each.size * each.dtype.itemsize for each in found)
 
     def products_record(self, which: str, times: Mapping[str, Stats], why: str = "") -> Record:
         """The sum of the products of a pass as a record; its details have each of them."""

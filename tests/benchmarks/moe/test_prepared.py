@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import oracle
 from benchmarks.moe import cpu, gpu, parts
-from benchmarks.timing import HostClock, Stats
+from benchmarks.timing import CuptiClock, HostClock, Stats
 
 from .conftest import NAMES, TINY
 
@@ -82,6 +82,12 @@ def test_bursts_of_everything(prepared, operands, monkeypatch):
     assert set(found) == {*layers, *rows} and not any(r.why for r in found.values())
     assert found["forward", "products"].seconds == 2 and found["step", "products"].seconds == 6
     assert found["copy", "ours"].details["bytes"] == 2 * TINY.m * TINY.d * 4
+
+
+def test_the_profiler_keeps_as_many_results_as_fit(prepared, monkeypatch):
+    monkeypatch.setattr(gpu, "device_clock", lambda platform: CuptiClock())
+    assert [gpu._clock(size).kept for size in (1, 6 << 30, 99 << 30)] == [10, 5, 1]
+    assert prepared.result_bytes("forward", "ours") == 4 * TINY.t * (TINY.d + TINY.k)
 
 
 def test_turns_on_a_cpu(prepared, monkeypatch):
