@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gated_cases import BIAS, check, forward, numbers, pullback, spoil
+from gated_cases import BIAS, check, forward, numbers, pullback, spoil, total
 from jax.test_util import check_grads
 
 from trencadis.core import gated
@@ -25,6 +25,7 @@ CASES = {
     "both kept": forward(12, 5, 6, 4, local=3, epilogue=BIAS),
     "bf16": forward(12, 5, 6, 4, "bf16 bf16 bf16", local=3),
     "pullback": pullback(12, 5, 6, 4, local=3),
+    "sum": total(12, 5, 6, 4, local=3),
 }
 
 
@@ -40,7 +41,7 @@ def test_equals_float64_with_poison_in_another_group(name):
     check(problem, SIZES, FIRST, operands, run(problem, operands))
 
 
-@pytest.mark.parametrize("name", ["both kept", "pullback"])
+@pytest.mark.parametrize("name", ["both kept", "pullback", "sum"])
 def test_derivatives_and_batches(name):
     problem = CASES[name]
     operands = [jnp.asarray(each) for each in numbers(problem, 1)]
@@ -55,7 +56,7 @@ def test_derivatives_and_batches(name):
 def test_cost_counts_all_operands_and_results():
     for problem, products in ((CASES["forward"], 2), (CASES["both kept"].replace(epilogue=BIAS), 2)):
         assert cost(problem).flops == products * cost(problem.replace(gate=None)).flops
-    for name in ("forward", "bf16", "pullback"):
+    for name in ("forward", "bf16", "pullback", "sum"):
         problem = CASES[name]
         arrays = [*problem.operands[:2], *problem.gate_operands, *problem.results]
         assert cost(problem).bytes == sum(np.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
@@ -68,7 +69,7 @@ def test_the_plan_where_no_kernel_applies_it_is_that_of_the_products():
     (found, *_) = why(lambda *xs: gated.run(problem, Overrides(), *xs), *operands, target="cpu").passes
     assert found.plan == dataclasses.replace(plan(problem.replace(gate=None), target), asked=problem)
     assert "then swiglu of gate and up in XLA" in str(found)
-    assert list(found.refusals) == ["tpu"]
+    assert list(found.refusals) == ["tpu", "gpu"]
 
 
 def test_the_plan_of_a_kernel_is_shown():

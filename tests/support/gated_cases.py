@@ -20,6 +20,11 @@ def pullback(*shape, **changes):
     return rows_problem(*shape, gate=Gate(activation=swiglu(), pullback=True), transpose_rhs=True, **changes)
 
 
+def total(*shape, **changes):
+    """The sum of two products with transposed weights."""
+    return rows_problem(*shape, gate=Gate(activation=None), transpose_rhs=True, **changes)
+
+
 def numbers(problem, seed):
     """The operands without sizes and first group, in numpy so that they can be spoilt."""
     rng = np.random.default_rng(seed)
@@ -33,6 +38,9 @@ def meaning(problem, sizes, first, lhs, rhs, *rest):
     for span in spans(problem, sizes, first):
         mine[list(span)] = True
     window = dict(first=int(first[0]), transpose_rhs=problem.transpose_rhs)
+    if problem.gate.activation is None:
+        pairs = ((lhs, rhs), rest)
+        return [sum(oracle.rows(*pair, sizes[0], **window) for pair in pairs)]
     if problem.gate.pullback:
         z_gate, z_up, weight = map(oracle.wide, rest)
         d_h, weight = oracle.rows(lhs, rhs, sizes[0], **window), weight[:, None]

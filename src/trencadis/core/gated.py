@@ -2,6 +2,7 @@
 
     forward     h = activation(lhs @ w_gate + b_gate, lhs @ w_up + b_up)
     pullback    d h = lhs @ rhs, then d gate, d up, weight * h and d weight, from gate, up and the weight of each row
+    sum         d gate @ w_gate + d up @ w_up
 
 A backend may compute either in one kernel. Otherwise, and wherever they are differentiated or batched, they are
 composed of plain products and elementwise operations. Unowned rows of every result are 0.
@@ -23,7 +24,7 @@ from jaxtyping import Array
 from trencadis.backends import BACKENDS, INTERPRETED
 from trencadis.core import autodiff
 from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import Gate
+from trencadis.core.epilogue import Epilogue, Gate
 from trencadis.core.jax_compat import (
     Rules,
     Value,
@@ -56,6 +57,10 @@ def composed(problem: Problem, overrides: Overrides, multiply: Multiply, *operan
     assert problem.gate is not None
     lhs, rhs, sizes, first, *rest = operands
     plain = problem.replace(gate=None)
+    if problem.gate.activation is None:
+        total, (lhs, rhs) = multiply(plain, overrides, lhs, rhs, sizes, first), rest
+        more = plain.replace(epilogue=Epilogue(accumulate=True))
+        return [multiply(more, overrides, lhs, rhs, sizes, first, total)]
     mine = owned(problem, sizes, first)[:, None]
     if problem.gate.pullback:
         d_h = multiply(plain, overrides, lhs, rhs, sizes, first)
@@ -70,6 +75,7 @@ def composed(problem: Problem, overrides: Overrides, multiply: Multiply, *operan
 
 def _activated(gate: Gate, *z: Array) -> Array:
     """The activation of two matrices of sums, in the dtype of sums."""
+    assert gate.activation is not None
     return jax.vmap(jax.vmap(gate.activation))(*(each.astype(accumulator(each.dtype, each.dtype)) for each in z))
 
 

@@ -136,6 +136,8 @@ class Problem:
     def gate_operands(self) -> list[tuple[Shape, DTypeLike]]:
         """Shapes and dtypes of the operands of a gated activation, which follow all others."""
         assert self.gate is not None
+        if self.gate.activation is None:
+            return [(self.lhs_shape, self.lhs), (self.rhs_shape, self.rhs)]
         if self.gate.pullback:  # gate, up, weight
             return [(self.out_shape, self.out)] * 2 + [((self.rows,), np.float32)]
         bias = [] if self.epilogue.bias is None else [((self.local_groups, self.n), self.epilogue.bias)]

@@ -221,6 +221,10 @@ def _product(
 
 def _d_rows(layer: Layer, indices: Indices, experts: Experts, d_z: tuple[Array, ...]) -> Array:
     """The gradient [m, d] of the rows, from those of the pre-activations."""
+    if _one_kernel(layer, experts):
+        rest = (d_z[1], experts.up)
+        (total,) = _gated(layer, indices, Gate(activation=None), d_z[0], experts.gate, None, rest, transposed=True)
+        return total
     total = _product(layer, indices, d_z[-1], experts.up, transposed=True)
     return _product(layer, indices, d_z[0], experts.gate, transposed=True, existing=total) if layer.gated else total
 
