@@ -95,6 +95,8 @@ def combine(y: Num[Array, "rows d"], weights: Float[Array, "t k"], permutation: 
         raise ValueError(f"y: want [rows, d] with the {rows} rows of the permutation; got {y.shape}")
     if weights.ndim != 2 or weights.size != rows:
         raise ValueError(f"weights: want [t, k] with one weight for each of {rows} assignments; got {weights.shape}")
+    if rows == 0:
+        return jnp.zeros((weights.shape[0], y.shape[1]), y.dtype)
     return weighted_sum(y, weights, permutation, owned=jnp.sum(permutation.sizes))
 
 

@@ -253,7 +253,7 @@ def _gate_operands(problem: Problem, product: dict[str, Array], n: int, *operand
         return {}
     if problem.gate is not None and problem.gate.pullback:
         z_gate, z_up, weight = operands
-        named = {name: pad_to(z, (problem.rows, n)) for name, z in (("z_gate", z_gate), ("z_up", z_up))}
+        named = {name: pad_to(z, (shapes[0][0], n)) for name, z in (("z_gate", z_gate), ("z_up", z_up))}
         return {**named, "weight": pad_to(weight, (round_up(problem.rows, 4),))}
     if problem.gate is not None and problem.gate.activation is None:
         return {name: pad_to(x, shape) for name, x, shape in zip(("lhs_up", "up"), operands, shapes, strict=True)}

@@ -2,7 +2,8 @@
 
 A consumer stores its product in subtiles, through buffers of its own: it fills all of them, starts their TMA copies,
 and fills them again when these have read them. Only rows of the span are copied. The shape of a copy is static: it has
-64, 16, 4 or 1 rows, as many as fit, and there are as many copies as it takes.
+64, 16, 4 or 1 rows, as many as fit, and there are as many copies as it takes; the last may overlap the one before it and
+write the same numbers again. Only in the interpreter do they not overlap: its race detector objects to any two writes.
 """
 
 from __future__ import annotations
@@ -311,19 +312,19 @@ class Store:
         if sizes == [subtile.rows]:
             pl.when(rows > 0)(functools.partial(self._copy, tile, subtiles, 0, subtile.rows))
             return
-        shifts = [size.bit_length() - 1 for size in sizes]
-        # as many of the largest copies as fit, then up to three of each other size: the digits of rows to the base of 4
-        count = lax.shift_right_logical(rows, i32(shifts[0]))
-        for shift in shifts[1:]:
-            count = count + (lax.shift_right_logical(rows, i32(shift)) & i32(3))
 
-        def copy(_: Scalar, row: Scalar) -> Scalar:
-            left = high - row
+        def fits(left: Scalar) -> tuple[Scalar, Scalar]:
+            """The index in sizes of the largest copy that is not larger than the rows left, and its size."""
             which = sum((lax.convert_element_type(left < i32(size), jnp.int32) for size in sizes[:-1]), i32(0))
-            lax.switch(which, [functools.partial(self._copy, tile, subtiles, row, rows) for rows in sizes])
-            return row + lax.shift_left(i32(1), i32(shifts[0]) - which - which)
+            return which, lax.shift_left(i32(1), i32(sizes[0].bit_length() - 1) - which - which)
 
-        lax.fori_loop(i32(0), count, copy, low)
+        def copy(row: Scalar) -> Scalar:
+            which, size = fits(high - row if self.layout.interpreted else rows)
+            start = row if self.layout.interpreted else lax.min(row, high - size)
+            lax.switch(which, [functools.partial(self._copy, tile, subtiles, start, rows) for rows in sizes])
+            return row + size
+
+        lax.while_loop(lambda row: row < high, copy, low)
 
     def _copy_rows(self, subtile: Subtile) -> list[int]:
         """The rows of the copies that are needed: in a contraction whole buffers only, if k is a multiple of 64."""
