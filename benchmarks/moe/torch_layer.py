@@ -74,7 +74,7 @@ def operands(torch: Any, shape: MoeShape, device: str = "cuda") -> dict[str, Any
 
 def passes(torch: Any, shape: MoeShape, tensors: Tensors) -> dict[str, Callable[[], Any]]:
     """The compiled passes: each returns the result, the experts and, of a step, the gradients."""
-    compiled = torch.compile(lambda given: layer(torch, shape, given), dynamic=False)
+    compiled = torch.compile(lambda given: layer(torch, shape, given), dynamic=False, fullgraph=True)
     given = {name: tensor for name, tensor in tensors.items() if name != "ct"}
 
     def forward() -> Any:

@@ -34,7 +34,7 @@ def test_every_command_has_help(command, capsys):
     [
         (["gpu"], "cuda"), (["quant", "--device", "gpu"], "cuda"), (["check"], "cuda"),
         (["check", "--device", "cpu"], "cpu"), (["quant", "--device", "tpu"], "cpu"), (["tpu"], "cpu"),
-        (["run"], "unchanged"),
+        (["moe", "--device", "gpu"], "cuda"), (["moe"], "cpu"), (["run"], "unchanged"),
     ],
     ids=" ".join,
 )  # fmt: skip
