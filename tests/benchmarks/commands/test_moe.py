@@ -57,8 +57,8 @@ def jobs(monkeypatch):
 
 
 def test_a_process_for_each_shape(jobs, tmp_path, capsys):
-    monkeyed = ["moe", "--device", "gpu", "--jobs", "2", "--json", str(tmp_path / "m.json")]
-    assert command_line.main([*monkeyed, "--shapes", "mixtral,decode-mxfp4,sonic"]) == 1
+    words = ["moe", "--device", "gpu", "--jobs", "2", "--json", str(tmp_path / "m.json")]
+    assert command_line.main([*words, "--shapes", "mixtral,decode-mxfp4,sonic"]) == 1
     assert sorted(jobs, key=str) == sorted(
         [
             ("gpu", "mixtral", ["ours", "composed"]), ("gpu", "sonic", ["ours", "composed"]),
