@@ -2,8 +2,8 @@
 
 A consumer stores its product in subtiles, through buffers of its own: it fills all of them, starts their TMA copies,
 and fills them again when these have read them. Only rows of the span are copied. The shape of a copy is static: it has
-64, 16, 4 or 1 rows, as many as fit, and there are as many copies as it takes; the last may overlap the one before it and
-write the same numbers again. Only in the interpreter do they not overlap: its race detector objects to any two writes.
+64, 16, 4 or 1 rows, as many as fit, and there are as many copies as it takes; the last may overlap the one before it,
+and write the same numbers again. They do not in the interpreter, whose race detector objects to any two writes.
 """
 
 from __future__ import annotations
