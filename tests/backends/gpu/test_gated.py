@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gated_cases import BIAS, check, forward, numbers, pullback, spoil, total
+from gated_cases import BIAS, check, forward, gathered, numbers, pullback, spoil, total
 from poisoned import rows_problem
 from sweep import sweep
 
@@ -37,6 +37,9 @@ CASES = {
     "forward": (forward(203, 100, 136, 6, BF16, local=4, keep=False), GATED),
     "both kept, biases": (forward(203, 100, 200, 6, BF16, local=4, epilogue=BIAS), GATED),
     "both kept, stored [n, k]": (forward(140, 70, 72, 6, F16, transpose_rhs=True), {**GATED, "num_ctas": 1}),
+    # tokens with one row, and with three; more steps than stages
+    "rows gathered": (gathered(203, 200, 136, 6, BF16, local=4, keep=False, k=1), GATED),
+    "rows gathered, both kept, biases": (gathered(201, 100, 200, 6, BF16, local=4, epilogue=BIAS, k=3), GATED),
     # columns that only align copies; a consumer without columns
     "pullback": (pullback(203, 100, 264, 6, BF16, local=4), PULLBACK),
     # consumers with one block, and steps for blocks that are not there
@@ -44,7 +47,7 @@ CASES = {
     "sum": (total(203, 100, 136, 6, BF16, local=4), {"pairs": True}),
     "sum, swap-AB": (total(140, 70, 72, 6, F16), {**GATED, "gated": False, "pairs": True}),
 }
-DEFAULT = ["both kept, biases", "pullback", "sum"]
+DEFAULT = ["both kept, biases", "rows gathered", "pullback", "sum"]
 
 
 def close(got, want):
