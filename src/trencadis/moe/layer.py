@@ -13,7 +13,8 @@
     d w               (weight * h)ᵀ d y, rowsᵀ d z_gate, rowsᵀ d z_up
     d x     [t, d]    sum over k of d z_gate @ w_gateᵀ + d z_up @ w_upᵀ
 
-rows and h are computed again in the backward pass: one is a gather and the other elementwise.
+rows and h are computed again in the backward pass: one is a gather and the other elementwise. In the forward pass rows
+are not stored where the kernel of the first product gathers them.
 """
 
 from __future__ import annotations

@@ -126,6 +126,12 @@ def test_refusals(problem, why):
     assert isinstance(answer, Refusal) and why in answer.reason
 
 
+def test_the_kernel_gathers_rows():
+    problem = gathered(512, 64, 64, 2, BF16)
+    answer = plan(problem, H200, Overrides())
+    assert isinstance(answer, Plan) and answer.problem.gather == problem.gather
+
+
 @pytest.mark.parametrize("activation", [moe.swiglu(7.0, 1.702, 1.0), lambda gate, up: jax.nn.gelu(gate) * up], ids=str)
 @pytest.mark.parametrize("back", [False, True])
 def test_activations_lower(activation, back):
