@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: `python -m benchmarks {run,gpu,tpu,quant,ragged,check,plot} --help`.
+"""The command line of the benchmarks: `python -m benchmarks {run,gpu,tpu,quant,ragged,moe,check,plot} --help`.
 
 Only light modules are imported before the arguments are read: pinning to a core, and choosing a platform, must come
 before numpy and jax are imported. The module of a command is imported after that.
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     ask = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure trencadis and its peers.")
     commands = ask.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_run, _gpu, _tpu, _quant, _ragged, _check, _plot):
+    for add in (_run, _gpu, _tpu, _quant, _ragged, _moe, _check, _plot):
         add(commands)
     return ask
 
@@ -112,6 +112,15 @@ def _ragged(commands: Commands) -> None:
     _pin(ask, 9)
 
 
+def _moe(commands: Commands) -> None:
+    ask = _command(commands, "moe", "time the MoE layer, the sum of its grouped matmuls, and the peers' layers")
+    ask.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="gpu: layers of known models, decode too")
+    ask.add_argument("--shapes", metavar="S,S", help="default: all of the device; further: gpt-oss-120b-biases")
+    ask.add_argument("--peers", metavar="P,P", help="default: torch,composed on a GPU, ragged_dot on a CPU")
+    ask.add_argument("--jobs", type=int, default=16, help="processes that compile at a time, on a GPU; 0: this one")
+    _pin(ask, 7)
+
+
 def _check(commands: Commands) -> None:
     ask = _command(commands, "check", "compare the kernels with float64, by value; nothing is timed")
     ask.add_argument("--device", choices=("cpu", "gpu"), default="gpu", help="default: %(default)s")
@@ -137,7 +146,11 @@ def prepare(asked: argparse.Namespace | SimpleNamespace) -> None:
     elif device or asked.command in ("tpu", "plot"):  # the TPU compiler runs on the host
         os.environ["JAX_PLATFORMS"] = "cpu"
     timing.default_platform()
-    if asked.command in ("quant", "check"):  # children measure; this process must leave them the memory of the GPU
+    if asked.command in (
+        "quant",
+        "moe",
+        "check",
+    ):  # children measure; this process must leave them the memory of the GPU
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 

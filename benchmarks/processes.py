@@ -29,6 +29,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 MARK = "@benchmarks "  # begins each line that the parent reads; everything else that a child prints is ignored
 LOCK = "TRENCADIS_BENCHMARKS_LOCK"
 SILENCE_S = 300.0
+SAYS = "says"  # the one key of a value that is a line for the parent to print, and no result
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +131,23 @@ def in_parallel(tasks: Sequence[Callable[[], T]], *, workers: int) -> Iterator[T
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Hold the device for this process: of the children of one `in_parallel`, one at a time is inside."""
+    import fcntl
+
+    with _lock(fcntl.LOCK_EX):
+        yield
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Use the device beside other children, but not while one is `alone`: XLA times matmuls as it compiles them."""
+    import fcntl
+
+    with _lock(fcntl.LOCK_SH):
+        yield
+
+
+@contextlib.contextmanager
+def _lock(kind: int) -> Iterator[None]:
     path = os.environ.get(LOCK)
     if path is None:
         yield
@@ -137,7 +155,7 @@ def alone() -> Iterator[None]:
     import fcntl
 
     with open(path) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, kind)
         yield  # closing the file gives the lock back, also when the process is killed
 
 

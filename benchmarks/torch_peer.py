@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks import processes
@@ -92,18 +92,28 @@ class Data:
 
 def one(torch: Any, data: Data, which: str) -> tuple[float, list[float]]:
     """The error of a pass, and the seconds of each timed call by CUDA events."""
-    grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    multiply = grouped_mm(torch)
     a, b = data.pair(which)
-    off = error(data, which, grouped_mm(a, b, offs=data.ends))
+    off = error(data, which, multiply(a, b, offs=data.ends))
+    return off, burst(torch, lambda: multiply(a, b, offs=data.ends))
+
+
+def grouped_mm(torch: Any) -> Any:
+    """torch's grouped matmul, which older versions have by another name."""
+    return getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+
+
+def burst(torch: Any, call: Callable[[], Any]) -> list[float]:
+    """The seconds of each of a few calls after a few to warm up, by CUDA events."""
     for _ in range(WARM):
-        grouped_mm(a, b, offs=data.ends)
+        call()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(TIMED)]
     for start, end in events:
         start.record()
-        grouped_mm(a, b, offs=data.ends)
+        call()
         end.record()
     torch.cuda.synchronize()
-    return off, [start.elapsed_time(end) / 1e3 for start, end in events]
+    return [start.elapsed_time(end) / 1e3 for start, end in events]
 
 
 class Tensor:

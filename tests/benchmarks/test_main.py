@@ -10,7 +10,7 @@ from benchmarks import __main__ as command_line
 from benchmarks import timing
 
 ROOT = pathlib.Path(__file__).parents[2]
-COMMANDS = ("run", "gpu", "tpu", "quant", "ragged", "check", "plot")
+COMMANDS = ("run", "gpu", "tpu", "quant", "ragged", "moe", "check", "plot")
 
 
 def test_nothing_heavy_is_imported_before_the_arguments_are_read():
@@ -34,7 +34,7 @@ def test_every_command_has_help(command, capsys):
     [
         (["gpu"], "cuda"), (["quant", "--device", "gpu"], "cuda"), (["check"], "cuda"),
         (["check", "--device", "cpu"], "cpu"), (["quant", "--device", "tpu"], "cpu"), (["tpu"], "cpu"),
-        (["run"], "unchanged"),
+        (["moe", "--device", "gpu"], "cuda"), (["moe"], "cpu"), (["run"], "unchanged"),
     ],
     ids=" ".join,
 )  # fmt: skip

@@ -1,4 +1,5 @@
 import os
+import threading
 import time
 
 import pytest
@@ -42,3 +43,23 @@ def test_tasks_yield_in_order_and_hold_the_device_one_by_one(tmp_path):
 
     list(processes.in_parallel([task] * 4, workers=4))
     assert processes.LOCK not in os.environ
+
+
+def test_nobody_is_beside_one_that_is_alone():
+    """Several are inside together; one that is alone waits until they have left."""
+    inside, lock = [], threading.Barrier(2, timeout=10)
+
+    def beside():
+        with processes.together():
+            lock.wait()  # both are inside
+            inside.append("beside")
+            time.sleep(0.01)
+            inside.remove("beside")
+        with processes.alone():
+            assert not inside
+            inside.append("alone")
+            time.sleep(0.01)
+            inside.remove("alone")
+
+    list(processes.in_parallel([beside] * 2, workers=2))
+    assert not inside

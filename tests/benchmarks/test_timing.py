@@ -47,6 +47,7 @@ def test_the_clock_of_a_gpu(monkeypatch):
     call = peers.JaxCall(len, ([],))
     assert timing.CuptiClock().each(call, 3) == [2e-3, 9e-3, 4e-3] and timing.CuptiClock()(call, 1) == 2e-3
     assert saw == [(len, 3), (len, 1)]
+    assert timing.CuptiClock(kept=2).each(call, 5) == [2e-3, 9e-3, 2e-3, 9e-3, 2e-3]
     monkeypatch.setattr(profiler, "measure", lambda fn, *, iterations: lambda *args: (args, None))
     with pytest.raises(RuntimeError, match="saw no kernel"):
         timing.CuptiClock().each(call, 3)

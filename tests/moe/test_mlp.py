@@ -125,6 +125,14 @@ def test_windows_of_the_experts(rng, first):
     check(rng, routings(rng)["masked"], parameters(rng, experts=2), first=first)
 
 
+def test_no_tokens(rng):
+    """The result is empty, and so are the gradients of tokens; those of the experts are zero."""
+    routing, params, x = moe.route(jnp.zeros((0, E)), 2), parameters(rng, bias=True), jnp.zeros((0, D))
+    out, gradients = value_and_gradients(routing, x, params, x)
+    assert out.shape == (0, D) and gradients["weights"].shape == (0, 2)
+    same(gradients, {name: np.zeros(np.shape(param)) for name, param in params.items()})
+
+
 @pytest.mark.sweep
 def test_the_window_may_be_static(rng):
     routing, params = routings(rng)["top2"], parameters(rng, experts=2)

@@ -117,6 +117,8 @@ def test_nothing_at_all():
     permutation = moe.sort_by_expert(jnp.zeros((0, 2), jnp.int32), 3)
     assert moe.permute(jnp.zeros((0, 4)), permutation).shape == (0, 4)
     assert moe.combine(jnp.zeros((0, 4)), jnp.zeros((0, 2)), permutation).shape == (0, 4)
+    out, pullback = jax.vjp(lambda y, w: moe.combine(y, w, permutation), jnp.zeros((0, 3)), jnp.zeros((0, 2)))
+    assert out.shape == (0, 3) and [x.shape for x in pullback(out)] == [(0, 3), (0, 2)]
 
 
 @pytest.mark.parametrize(

@@ -64,18 +64,23 @@ def cost(
         rhs, out = _share(stored[1], used, problem.weights), rows * problem.n
     else:
         rhs, out = _share(stored[1], rows, problem.rows), problem.spans * problem.k * problem.n
-    products, matrices, vectors = _gated(problem)
-    moved = lhs + products * rhs + matrices * out * problem.out.itemsize + vectors * rows * np.float32().itemsize
-    return Cost(flops=products * flops, bytes=moved)
+    rows_read, products, matrices, vectors = _gated(problem)
+    beside = matrices * out * problem.out.itemsize + vectors * rows * np.float32().itemsize
+    return Cost(flops=products * flops, bytes=rows_read * lhs + products * rhs + beside)
 
 
-def _gated(problem: Problem) -> tuple[int, int, int]:
-    """The products of a problem, its operands and results [m, n], and those [m]; a gated activation has several."""
+def _gated(problem: Problem) -> tuple[int, int, int, int]:
+    """The operands [m, k] of a problem, its products, its operands and results [m, n], and those [m].
+
+    Other problems than those with a gated activation have one of each, and no vectors.
+    """
     if problem.gate is None:
-        return 1, 1, 0
+        return 1, 1, 1, 0
+    if problem.gate.activation is None:
+        return 2, 2, 1, 0
     if problem.gate.pullback:  # gate, up, d gate, d up and weight * h; weight and d weight
-        return 1, 5, 2
-    return 2, 3 if problem.gate.keep else 1, 0
+        return 1, 1, 5, 2
+    return 1, 2, 3 if problem.gate.keep else 1, 0 if problem.gather is None else 1  # the token of each row
 
 
 def _share(whole: int, part: int, of: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -113,23 +113,41 @@ class Epilogue:
         return acc if self.activation is None else activated(self.activation, acc, out)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gather:
+    """Rows of a product that are gathered from those of lhs: row i is lhs[token[i]].
+
+    Two operands follow all others: `token`, i32[m], and the inverse of the permutation, i32[m], which gradients need.
+    """
+
+    tokens: int  # the rows of lhs
+    rows: Callable[[Array, Array, Array], Array]  # of lhs, token and inverse: the rows [m, k]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """A gated activation in the epilogue of a rows product, or its pullback.
+    """A gated activation in the epilogue of a rows product, its pullback, or the gradient of the rows.
 
-        forward     lhs @ gate, lhs @ up -> activation of both    a second rhs follows; `keep`: both sums are results
+        forward     lhs @ gate, lhs @ up -> activation of both    a second rhs follows; `keep`: both sums are results,
+                                                                  `gather`: rows are gathered
         pullback    the product is d h                            both sums follow, and the weight of each row [m]
+        sum         lhs @ gate + lhs_up @ up                      a second lhs and rhs follow; there is no activation
 
     The pullback gives the cotangents of both sums, of `weight * d h`; then `weight * h`, and the sum over n of d h * h.
     """
 
-    activation: Activation  # of gate and up
+    activation: Activation | None  # of gate and up; None: the sum of two products
     keep: bool = False
     pullback: bool = False
+    gather: Gather | None = None
 
     def __str__(self) -> str:
+        if self.activation is None:
+            return "sum of two products"
         name = getattr(self.activation, "__name__", type(self.activation).__name__)
-        return f"pullback of {name}" if self.pullback else f"{name} of gate and up" + ", both kept" * self.keep
+        if self.pullback:
+            return f"pullback of {name}"
+        return f"{name} of gate and up" + ", both kept" * self.keep + ", rows gathered" * (self.gather is not None)
 
 
 def add(a: Array, b: Array) -> Array:
@@ -148,8 +166,10 @@ def elementwise(activation: Activation) -> Activation:
     return jax.vmap(jax.vmap(activation))
 
 
-def inlined(activation: Activation) -> Activation:
+def inlined(activation: Callable[..., Any], rules: Mapping[str, Callable[..., Any]] = {}) -> Callable[..., Any]:
     """The activation without the functions and derivative rules it is wrapped into: its operations, one by one.
+
+    Rules are functions to call instead of operations, by name.
 
     >>> jax.make_jaxpr(inlined(jax.nn.relu))(1.0)
     { lambda ; a:f32[]. let b:f32[] = max a 0.0:f32[] in (b,) }
@@ -166,16 +186,18 @@ def inlined(activation: Activation) -> Activation:
             if equation.primitive.name in CALLS:
                 inner = equation.params["call_jaxpr" if "call_jaxpr" in equation.params else "jaxpr"]
                 out = evaluate(inner.jaxpr, inner.consts, *values)
+            elif equation.primitive.name in rules:
+                out = [rules[equation.primitive.name](*values)]
             else:
                 out = equation.primitive.bind(*values, **equation.params)
                 out = out if equation.primitive.multiple_results else [out]
             known.update(zip(equation.outvars, out, strict=True))
         return [read(var) for var in jaxpr.outvars]
 
-    def apply(x: Array) -> Array:
-        closed = jax.make_jaxpr(activation)(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        (out,) = evaluate(closed.jaxpr, closed.consts, x)
-        return jnp.asarray(out)
+    def apply(*xs: Array) -> Any:
+        closed = jax.make_jaxpr(activation)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs))
+        outs = [jnp.asarray(out) for out in evaluate(closed.jaxpr, closed.consts, *xs)]
+        return outs[0] if len(outs) == 1 else outs
 
     return apply
 

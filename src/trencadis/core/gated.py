@@ -2,7 +2,9 @@
 
     forward     h = activation(lhs @ w_gate + b_gate, lhs @ w_up + b_up)
     pullback    d h = lhs @ rhs, then d gate, d up, weight * h and d weight, from gate, up and the weight of each row
+    sum         d gate @ w_gate + d up @ w_up
 
+The rows of the forward pass may be gathered from lhs by token. A kernel that cannot do so gets them gathered before.
 A backend may compute either in one kernel. Otherwise, and wherever they are differentiated or batched, they are
 composed of plain products and elementwise operations. Unowned rows of every result are 0.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ from jaxtyping import Array
 from trencadis.backends import BACKENDS, INTERPRETED
 from trencadis.core import autodiff, sharded
 from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import Gate
+from trencadis.core.epilogue import Epilogue, Gate
 from trencadis.core.jax_compat import Rules, Value, interpreter_effects, register, result_type, vary_alike
 from trencadis.core.linear import jvp_of_varied
 from trencadis.core.mesh import explicit_mesh, mapped, replicated
@@ -36,6 +38,7 @@ from trencadis.core.spans import owned
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 
+V = TypeVar("V", bound=Value)
 Multiply: TypeAlias = Callable[..., Array]  # problem, overrides, operands -> the result of a plain product
 
 gated_p = Primitive("gated_matmul")
@@ -47,6 +50,7 @@ def run(problem: Problem, overrides: Overrides, *operands: Value) -> list[Array]
     mesh = explicit_mesh(*operands)
     if mesh is None:
         return _bind(problem, overrides, *operands)
+    problem, operands = problem.of_rows, _with_rows(problem, *operands)
     plain = problem.replace(gate=None)
     part = sharded.partition_of(plain, mesh, operands[: len(dimensions(plain))])
     if part.k or part.gathered or any(part.scattered):  # results of the products are exchanged before the activation
@@ -64,8 +68,9 @@ def _on_mesh(
 ) -> list[Array]:
     """The results on all devices of a mesh, each of which has some groups, rows or columns."""
     assert problem.gate is not None
-    biased, rhs = problem.epilogue.bias is not None, dimensions(part.problem)[1]
+    biased, (lhs, rhs, *_) = problem.epilogue.bias is not None, dimensions(part.problem)
     rest = ["mn", "mn", "m"] if problem.gate.pullback else [rhs, *["gn"] * biased]
+    rest = [lhs, rhs] if problem.gate.activation is None else rest
     results = ["m" if len(shape) == 1 else "mn" for shape, _ in problem.results]
 
     def compute(*operands: Array) -> list[Array]:
@@ -80,8 +85,12 @@ def _on_mesh(
 def composed(problem: Problem, overrides: Overrides, multiply: Multiply, *operands: Value) -> list[Array]:
     """The same results from plain products and elementwise operations."""
     assert problem.gate is not None
-    lhs, rhs, sizes, first, *rest = operands
+    lhs, rhs, sizes, first, *rest = operands = _with_rows(problem, *operands)
     plain = problem.replace(gate=None)
+    if problem.gate.activation is None:
+        total, (lhs, rhs) = multiply(plain, overrides, lhs, rhs, sizes, first), rest
+        more = plain.replace(epilogue=Epilogue(accumulate=True))
+        return [multiply(more, overrides, lhs, rhs, sizes, first, total)]
     mine = owned(problem, sizes, first)[:, None]
     if problem.gate.pullback:
         d_h = multiply(plain, overrides, lhs, rhs, sizes, first)
@@ -94,8 +103,17 @@ def composed(problem: Problem, overrides: Overrides, multiply: Multiply, *operan
     return [h, *z] if problem.gate.keep else [h]
 
 
+def _with_rows(problem: Problem, *operands: V) -> tuple[V | Array, ...]:
+    """The operands of `problem.of_rows`: rows are gathered, if the problem asks for it."""
+    if problem.gather is None:
+        return operands
+    lhs, *rest, token, inverse = operands
+    return (problem.gather.rows(*map(jnp.asarray, (lhs, token, inverse))), *rest)
+
+
 def _activated(gate: Gate, *z: Array) -> Array:
     """The activation of two matrices of sums, in the dtype of sums."""
+    assert gate.activation is not None
     return jax.vmap(jax.vmap(gate.activation))(*(each.astype(accumulator(each.dtype, each.dtype)) for each in z))
 
 
@@ -139,6 +157,7 @@ def _execute(*operands: Array, problem: Problem, overrides: Overrides, target: T
         return composed(problem, overrides, autodiff.run, *operands)
     chosen = gated_plan(problem, target, overrides)
     if chosen is not None:
+        operands = operands if chosen.problem.gather is not None else _with_rows(problem, *operands)
         with jax.named_scope(f"gated_{chosen.backend}"):
             return list(BACKENDS[chosen.backend].run(chosen, *operands))
 

@@ -82,6 +82,8 @@ def moe_mlp(
     given_x, x, routing = x, replicated(x), Routing(*map(replicated, routing))  # any token may go to any expert
     first = arguments.first_group(group_offset)
     arguments.check_window_given(group_offset, experts.up.shape[0], routing.sizes.shape[0])
+    if x.shape[0] == 0:
+        return x
     dtype = np.dtype(x.dtype)
     static = static_activation(activation, dtype, dtype, 1 if w_gate is None else 2)
     layer = Layer(

@@ -65,6 +65,11 @@ def permute(x: Num[Array, "t d"], permutation: Permutation) -> Num[Array, "rows 
     return linear(gather, gather_sum, permutation, x)
 
 
+def rows_of_tokens(x: Array, token: Array, inverse: Array) -> Array:
+    """`permute` by the token of each row and the inverse of the permutation: what a product that gathers rows needs."""
+    return permute(x, Permutation(token, inverse, sizes=jnp.zeros((0,), jnp.int32)))
+
+
 def sum_rows(y: Num[Array, "rows d"], permutation: Permutation, tokens: int) -> Num[Array, "t d"]:
     """The sum `[tokens, d]` of the rows of each token, in float32, rounded to the dtype of y; the transpose of permute.
 
@@ -95,6 +100,8 @@ def combine(y: Num[Array, "rows d"], weights: Float[Array, "t k"], permutation: 
         raise ValueError(f"y: want [rows, d] with the {rows} rows of the permutation; got {y.shape}")
     if weights.ndim != 2 or weights.size != rows:
         raise ValueError(f"weights: want [t, k] with one weight for each of {rows} assignments; got {weights.shape}")
+    if rows == 0:
+        return jnp.zeros((weights.shape[0], y.shape[1]), y.dtype)
     return weighted_sum(y, weights, permutation, owned=jnp.sum(permutation.sizes))
 
 

@@ -150,7 +150,7 @@ def assemblies(name):
 @pytest.mark.parametrize("name", ["a100", "h200", "b200", "mi300x"])
 def test_a_layer_holds_its_kernels(name):
     """The choice of experts and its gradient, a sort by counts, tokens to rows and gradients to rows, with weights."""
-    assert set(assemblies(name)) == {"route", "pull_back", "block_counts", "place", "spread_rows"}
+    assert set(assemblies(name)) == {"route", "pull_back", "block_counts", "sum_counts", "place", "spread_rows"}
 
 
 def test_rows_move_by_16_bytes():

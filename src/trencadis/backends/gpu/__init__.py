@@ -5,6 +5,8 @@ layout           what a layout holds
 kernel           the warpgroups of a CTA and their barriers
 rows             the mainloop of the rows form; contraction: that of the other form, with its mask
 consumer         the consumer warpgroups; mma_shapes: the products that they issue
+gather           loads of gathered rows
+gated            gated activations and their pullback; registers: what they need beside the operations of Pallas
 upcast           low-precision weights as a register (RS) operand; block_scales: their scales, where they change along k
 store            the epilogue, and the stores to global memory
 tile_scheduler   the order of tiles; tile_queue: how the producer publishes them to the other warpgroups
@@ -13,6 +15,7 @@ tile_scheduler   the order of tiles; tile_queue: how the producer publishes them
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,7 +44,7 @@ from trencadis.backends.prepare import PREPARE, flat_sizes, in_order, pad_to, ro
 from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, unknown_dtype
 from trencadis.core.devices import card_for
 from trencadis.core.dtypes import accumulator, bits
-from trencadis.core.epilogue import elementwise, inlined
+from trencadis.core.epilogue import Gate, elementwise, inlined
 from trencadis.core.jax_compat import apart, gpu_interpreter
 from trencadis.core.problem import Form, Problem
 from trencadis.core.target import Target
@@ -66,7 +69,7 @@ def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan |
     """The plan for a Hopper GPU, or why there is none."""
     card, inner = card_for(target), with_bfloat16_rows(with_k_last(_peeled(problem)))
     assert card is not None  # or `_elsewhere` had refused
-    refusal = _arithmetic(inner) or _size(inner) or _missing()
+    refusal = _arithmetic(inner) or _size(inner) or _missing() or _gated(inner)
     if refusal is not None:
         return refusal
     if overrides.interpret and needs_upcast(inner) and inner.epilogue.along_k:
@@ -93,8 +96,8 @@ def _slow_order(problem: Problem, layout: Layout, overrides: Overrides) -> str:
     return f"{problem.rhs.name} weights are stored [g, k, n], and tensor cores read them with k last: {how}"
 
 
-def run(plan: Plan, *operands: Array) -> Array:
-    """The result of a plan's problem, computed by one kernel."""
+def run(plan: Plan, *operands: Array) -> Any:
+    """The result of a plan's problem, computed by one kernel; with a gated activation a list of its results."""
     lhs, rhs, *rest = operands
     interpret = gpu_interpreter() if plan.interpret else None
     return execute(plan.problem, plan.layout, lhs, in_order(plan.asked, plan.problem, rhs), *rest, interpret=interpret)
@@ -183,6 +186,24 @@ def _along_k(problem: Problem) -> Refusal | None:
     return None
 
 
+def _gated(problem: Problem) -> Refusal | None:
+    """The refusal of a gated activation that the kernel does not apply; None if it does, or if there is none."""
+    gate, epilogue = problem.gate, problem.epilogue
+    if gate is None:
+        return None
+    if problem.batch > 1 or epilogue.scaled or epilogue.activation is not None or epilogue.accumulate:
+        return _refusal("a gated activation in the kernel goes with a bias and no batch, scales or existing_out")
+    if problem.lhs != problem.rhs or problem.lhs.itemsize != 2 or problem.out.itemsize != 2:
+        return _refusal("operands and results of a gated activation are not of 16 bits, or operands of two dtypes")
+    if gate.gather is not None and round_up(problem.k, WGMMA_M) * gate.gather.tokens * problem.lhs.itemsize >= 2**32:
+        return _refusal("lhs, whose rows are to be gathered, has more bytes than 32 bits count", costly=False)
+    if gate.pullback and (problem.out != problem.lhs or not problem.transpose_rhs):
+        return _refusal("a pullback has weights that are not stored [g, n, k], or results of another dtype")
+    if gate.activation is not None and not _gate_lowers(gate):
+        return _refusal(f"{gate} does not lower inside a kernel", "use operations that Pallas has on GPUs")
+    return None
+
+
 def _size(problem: Problem) -> Refusal | None:
     """The refusal of a problem without work, or with more tiles than 32 bits count; None if there is neither."""
     if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
@@ -194,8 +215,11 @@ def _size(problem: Problem) -> Refusal | None:
     return None if tiles < 2**31 else _refusal(f"{tiles} tiles are too many to count in 32 bits")
 
 
-def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any = None) -> Array:
-    """The result of a problem by a kernel of this layout; each operand is padded where a TMA copy wants it."""
+def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any = None) -> Any:
+    """The result of a problem, or a list of them, by a kernel of this layout.
+
+    Each operand is padded where a TMA copy wants it.
+    """
     from trencadis.backends.gpu.kernel import call  # here, so that a machine without a GPU need not import it
     from trencadis.backends.gpu.upcast import permute_k
 
@@ -218,8 +242,29 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
         named["bias"] = pad_to(given.bias, (problem.local_groups, inner.n))
     if given.existing is not None:
         named["existing"] = pad_to(given.existing, out_shape)
-    out = call(inner, layout, named, out_shape, interpret)
-    return out if out_shape == problem.out_shape else lax.slice(out, (0,) * out.ndim, problem.out_shape)
+    named |= _gate_operands(problem, named, inner.n, *extras[len(given.given) :])
+    outs = call(inner, layout.replace(columns=problem.n), named, interpret)
+    sums = [jnp.sum(outs.pop(), axis=0)] if problem.gate is not None and problem.gate.pullback else []
+    outs = [x if out_shape == problem.out_shape else lax.slice(x, (0,) * x.ndim, problem.out_shape) for x in outs]
+    return outs[0] if problem.gate is None else outs + sums
+
+
+def _gate_operands(problem: Problem, product: dict[str, Array], n: int, *operands: Array) -> dict[str, Array]:
+    """The operands of a gated activation by name, padded like those of the product."""
+    shapes = [product[name].shape for name in ("lhs", "rhs")]
+    if not operands:
+        return {}
+    if problem.gate is not None and problem.gate.pullback:
+        z_gate, z_up, weight = operands
+        named = {name: pad_to(z, (shapes[0][0], n)) for name, z in (("z_gate", z_gate), ("z_up", z_up))}
+        return {**named, "weight": pad_to(weight, (round_up(problem.rows, 4),))}
+    if problem.gate is not None and problem.gate.activation is None:
+        return {name: pad_to(x, shape) for name, x, shape in zip(("lhs_up", "up"), operands, shapes, strict=True)}
+    up, *rest = operands
+    named = {"up": pad_to(up, shapes[1])}
+    if problem.epilogue.bias is not None:
+        named["bias_up"] = pad_to(rest.pop(0), (problem.local_groups, n))
+    return named if problem.gather is None else {**named, "token": rest[0]}
 
 
 def _interpreted(problem: Problem, layout: Layout, rhs: Array) -> tuple[Problem, Layout, Array]:
@@ -230,6 +275,7 @@ def _interpreted(problem: Problem, layout: Layout, rhs: Array) -> tuple[Problem,
     layout = layout.replace(
         dynamic=False, num_ctas=min(layout.num_ctas, 2), upcast=layout.upcast and not eight,
         upcast_in_smem=layout.upcast and not eight, transpose_in_smem=False, k_major=layout.k_major or eight,
+        interpreted=True,
     )  # fmt: skip
     return problem, layout, rhs
 
@@ -271,6 +317,7 @@ def _prepared(
         rhs = rhs.mT if layout.k_major and not problem.transpose_rhs else rhs
         weights = problem.weights
         last = round_up(problem.k, ROW_ALIGN) if not interpret else k  # a copy of rows past the end reads 0
+        rows = rows if problem.gather is None else problem.gather.tokens
         shapes: list[tuple[int, ...]] = [(rows, k), (weights, n, k) if k_major else (weights, last, n)]
         inner = problem.replace(k=k, n=n, transpose_rhs=k_major)
     else:
@@ -301,9 +348,24 @@ def hi_lo(x: Array) -> Array:
 @functools.lru_cache(maxsize=256)
 def _lowers(activation: Any, dtype: Any) -> bool:
     """Whether a kernel can apply the activation to a tile; where it cannot, XLA applies it after the kernel."""
+    return _kernel_lowers(lambda x: [elementwise(inlined(activation))(x.astype(dtype))], 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _gate_lowers(gate: Gate) -> bool:
+    """Whether a kernel can apply a gated activation, or its pullback, to tiles."""
+    from trencadis.backends.gpu.gated import activated, pulled_back
+
+    if gate.pullback:
+        return _kernel_lowers(functools.partial(pulled_back, gate), 4)
+    return _kernel_lowers(lambda *z: [activated(gate, *z)], 2)
+
+
+def _kernel_lowers(function: Callable[..., list[Array]], tiles: int) -> bool:
+    """Whether Mosaic can lower a function of some float32 tiles inside a kernel."""
 
     def body(x: Any, out: Any) -> None:
-        out[...] = elementwise(inlined(activation))(x[...].astype(dtype)).astype(jnp.float32)
+        out[...] = sum(each.astype(jnp.float32) for each in function(*(x[...],) * tiles))
 
     def lower() -> None:
         from jax.experimental import pallas as pl

@@ -26,6 +26,8 @@ from trencadis.backends.gpu.layout import (
     REWRITE_STAGES,
     SCALE_BLOCK,
     SHORT_PART,
+    SLICE,
+    SLICE_SLOTS,
     SWAP_AB_UNIT,
     SWIZZLE,
     WGMMA_M,
@@ -50,6 +52,7 @@ from trencadis.core.tiling import Tiling
 MAX_STAGES = 8  # more stages hide no more latency
 LARGE_M, LARGE_N = 256, 192  # the largest tile, exchanged in swap-AB: two consumers have registers for no more sums
 MAX_N = {Form.ROWS: 256, Form.CONTRACTION: LARGE_N}  # of one wgmma; a mask warpgroup leaves fewer registers
+PULLBACK_M = 160  # rows of a tile with the pullback of a gated activation
 UPCAST_N = 128  # columns of a tile whose weights are upcast or transposed
 SMALL_GROUP = 64  # mean rows of a group up to which the product is bound by reading weights
 TINY_GROUP = 16  # mean rows of a group up to which the smallest tiles do
@@ -67,15 +70,21 @@ RELATIVE_TIME: dict[Form, dict[tuple[int, int], float]] = {
 @functools.lru_cache(maxsize=1024)
 def choose(problem: Problem, card: Card) -> Layout:
     """The layout that is expected to be the fastest for a problem on a GPU."""
+    if problem.gate is not None and problem.gate.activation is None:
+        return choose(problem.replace(gate=None, k=2 * problem.k), card).replace(pairs=True)
     return _layout(problem, card, *_tile(problem, card.cores))
 
 
 def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
     """The layout nearest to a tile that the caller asks for: no larger than it, unless the smallest one is."""
+    if problem.gate is not None and problem.gate.activation is None:
+        return choose_for_tile(problem.replace(gate=None, k=2 * problem.k), card, tiling).replace(pairs=True)
     max_n = MAX_N[problem.form]
     block_m, block_n = (tiling.m if problem.form is Form.ROWS else tiling.k), tiling.n
     if needs_upcast(problem):
         return _layout(problem, card, *_upcast_tile(problem, block_m))
+    if problem.gate is not None:
+        return _layout(problem, card, *_gated_tile(problem, max(block_m // WGMMA_M * WGMMA_M, WGMMA_M)))
     if (transposes(problem) or unpacks(problem)) and not promoted_part(problem):
         return _layout(problem, card, *_rewrite_tile(problem, block_m))
     if _swap_ab(problem) and block_m < LARGE_M and block_n >= max_n:
@@ -145,6 +154,8 @@ def _tile(problem: Problem, cores: int) -> tuple[int, int]:
         return CONSUMERS * WGMMA_M, SCALE_BLOCK
     rows = problem.m / problem.groups
     tall = WGMMA_M if rows <= TINY_GROUP else 128 if rows <= SMALL_GROUP else LARGE_N
+    if problem.gate is not None:
+        return _gated_tile(problem, tall)
     if transposes(problem) or unpacks(problem):
         return _rewrite_tile(problem, tall if _swap_ab(problem) else LARGE_M)
     if problem.n <= 128:
@@ -200,8 +211,20 @@ def _estimated_time(problem: Problem, cores: int, block_m: int, block_n: int) ->
     return max(math.ceil(tiles / cores) * mean, hot) * per_row  # the sum of a tile is as long as its group
 
 
+def _gated_tile(problem: Problem, block_m: int) -> tuple[int, int]:
+    """The tile with a gated activation, of at most this many rows: gate and up share the columns of other tiles.
+
+    A pullback is computed beside all sums of a tile, so that these take fewer registers.
+    """
+    assert problem.gate is not None
+    columns = MAX_N[Form.ROWS]
+    return (min(block_m, PULLBACK_M), columns) if problem.gate.pullback else (min(block_m, LARGE_N), columns // 2)
+
+
 def _swap_ab(problem: Problem) -> bool:
     """Whether to swap operands: padding is worth avoiding, and the result is 16 bits wide, as `stmatrix` transposes."""
+    if problem.gate is not None:
+        return True
     if promoted_part(problem) and not needs_upcast(problem):
         return False
     rows = 0 if needs_upcast(problem) else problem.m / problem.groups
@@ -217,18 +240,20 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
     dtype, upcast = mma_dtype(problem), needs_upcast(problem) or unpacks(problem)
     swizzle = _swizzle(problem)
     transpose = transposes(problem)
-    swap_ab = _swap_ab(problem) and (upcast or block_n == (UPCAST_N if transpose else MAX_N[Form.ROWS]))
+    gated, pullback = (problem.gate is not None and problem.gate.pullback is back for back in (False, True))
+    swap_ab = _swap_ab(problem) and (upcast or gated or block_n == (UPCAST_N if transpose else MAX_N[Form.ROWS]))
     # RS wgmma takes weights from registers only as operand A, K-major
     in_smem = unpacks(problem) or (upcast and not (swap_ab and (problem.transpose_rhs or transpose)))
     transpose = transpose and not in_smem
     consumers = _upcast_consumers(problem, block_m)
     block_k = _block_k(problem, swizzle, block_m > WGMMA_M or in_smem)
-    stage = block_k * (block_m * bits(dtype) + block_n * bits(problem.rhs if upcast else dtype)) // 8
+    stage = block_k * (block_m * bits(dtype) + (1 + gated) * block_n * bits(problem.rhs if upcast else dtype)) // 8
     buffers, rows = (1, block_m) if swap_ab else (_store_buffers(problem, block_n), WGMMA_M)
+    rows = 3 * SLICE_SLOTS * SLICE if pullback else rows
     others = _shared_beside_stages(problem, block_n, buffers, rows, consumers)
     others += in_smem * REWRITE_STAGES * block_k * block_n * dtype.itemsize
     others += transpose * REWRITE_STAGES * block_k * block_n
-    flops = 2 * problem.rows * problem.k * problem.n
+    flops = 2 * problem.rows * problem.k * problem.n * (1 + gated)
     return Layout(
         block_m=block_m,
         block_n=block_n,
@@ -244,6 +269,8 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
         upcast=upcast,
         upcast_in_smem=in_smem,
         transpose_in_smem=transpose,
+        gated=gated,
+        epilogue_steps=block_n // WGMMA_M if pullback else 0,
         promoted=promoted_part(problem) > 0,
         k_major=dtype.itemsize != 2 and not transpose,
         dynamic=flops >= DYNAMIC_FLOPS,
@@ -298,7 +325,8 @@ def _shared_beside_stages(problem: Problem, block_n: int, buffers: int, rows: in
     vectors += [4 * -(-problem.k // along_k) + 128] if shared_by_tile(problem) else []
     by_step = [2 * WGMMA_M * row_scales_of_step(problem, 2 * WGMMA_M)] + [block_n] * column_scales_by_step(problem)
     vectors += [4 * MAX_STAGES * length // consumers for length in by_step]
-    vectors += [] if epilogue.bias is None else [block_n * epilogue.bias.itemsize]
+    vectors += [] if epilogue.bias is None else [block_n * epilogue.bias.itemsize] * (1 if problem.gate is None else 2)
+    vectors += [4 * LARGE_M] * (problem.gate is not None and problem.gate.pullback)
     loaded = sum(-(-consumers * size // 1024) * 1024 for size in vectors)
     barriers = 8 * (4 * MAX_STAGES + 2 * REWRITE_STAGES + 2 * QUEUE_SLOTS + (1 + buffers) * consumers + 1)
     return stored + loaded + 1024 + barriers

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from trencadis.backends.gpu import tile_queue
 from trencadis.backends.gpu.block_scales import BlockScales
 from trencadis.backends.gpu.contraction import ContractionMainloop
+from trencadis.backends.gpu.gated import store_for
 from trencadis.backends.gpu.layout import REWRITE_STAGES, WGMMA_M, Layout
 from trencadis.backends.gpu.mma_shapes import MmaShape, MmaShapes, mma_shapes
 from trencadis.backends.gpu.rows import PART, RowsMainloop
@@ -43,8 +44,7 @@ class Consumer:
     def consume(self, tile: Tile, done: Scalar) -> None:
         """Compute and store its share of the blocks of a tile; `done` steps came before it."""
         shapes = mma_shapes(self.problem, self.layout)
-        blocks = shapes.blocks(tile)
-        share = lax.div(blocks + i32(self.layout.consumers - 1), i32(self.layout.consumers))
+        blocks, share = shapes.blocks(tile), shapes.share(tile)
         first = self.warpgroup * share
         top = pl.multiple_of(first * i32(WGMMA_M), WGMMA_M)
         mine = lax.min(blocks - first, share)
@@ -60,10 +60,10 @@ class Consumer:
         Only the products have a branch for each shape: what they return is padded to the largest, and stored by the
         same code.
         """
-        store = Store(self.problem, self.layout, self.refs, self.warpgroup)
+        store = store_for(self.problem, self.layout, self.refs, self.warpgroup, done)
         subtiles = store.subtiles(top, shapes.largest)
         store.prefetch(tile, subtiles)
-        rows = sorted({0, *(shape.blocks * WGMMA_M for shape in shapes.all)})
+        rows = sorted({0, *(shape.blocks * WGMMA_M for shape in shapes.all), *[2 * WGMMA_M] * self.layout.gated})
         if self.layout.promoted:  # promoted sums come block by block
             rows = list(range(0, rows[-1] + 1, WGMMA_M))
         columns = sorted({0, *(shape.n for shape in shapes.all)})
@@ -82,10 +82,11 @@ class Consumer:
         if self.layout.promoted:
             return self._promoted_sums(tile, done, top, shape, store)
         summed = functools.partial(self._sums, tile, done, top, shape)
-        return [pl.run_scoped(summed, mgpu.ACC((shape.blocks * WGMMA_M, shape.n), self.problem.acc))]
+        acc = mgpu.ACC((shape.blocks * WGMMA_M, shape.n), self.problem.acc)
+        return pl.run_scoped(summed, *(acc,) * (2 if self.layout.gated else 1))
 
-    def _sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, acc: Ref) -> jax.Array:
-        """The sums of a tile [blocks * 64, n], accumulated by wgmma over all steps."""
+    def _sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, *accs: Ref) -> list[jax.Array]:
+        """The sums of a tile [blocks * 64, n], accumulated by wgmma over all steps; with gate and up, those of both."""
         source = BlockScales(self.problem, self.layout) if in_operand(self.problem) else None
 
         def step(i: Scalar, words: list[jax.Array]) -> list[jax.Array]:
@@ -93,18 +94,20 @@ class Consumer:
             scales = None if source is None else Scales(words, source.dtype, source.length)
             words = [] if source is None else source.load(self.refs, tile, top, i + i32(1))
             if scales is None:
-                mgpu.wgmma(acc, *self._operands(at, top, shape.blocks, shape.n))
+                mgpu.wgmma(accs[0], *self._operands(at, top, shape.blocks, shape.n))
+                if self.layout.gated:
+                    mgpu.wgmma(accs[1], *self._operands(at, top, shape.blocks, shape.n, weights="smem_up"))
                 # Another consumer multiplies meanwhile: the sooner the stage is released, the better. And the compiler
                 # does not know that a wgmma in flight still reads its register operand, and would reuse the registers.
                 mgpu.wgmma_wait(0)
             else:
-                self._multiply_parts(acc, at, top, shape, scales)
+                self._multiply_parts(accs[0], at, top, shape, scales)
             self._release(done, i)
             return words
 
         first = [] if source is None else source.load(self.refs, tile, top, i32(0))
-        lax.fori_loop(i32(0), tile.steps, step, first)
-        return acc[...]
+        lax.fori_loop(i32(0), tile.steps - i32(self.layout.epilogue_steps), step, first)
+        return [acc[...] for acc in accs]
 
     def _multiply_parts(
         self, acc: Ref, at: tuple[Scalar, Scalar], top: Scalar, shape: MmaShape, scales: Scales
@@ -213,13 +216,14 @@ class Consumer:
         lax.fori_loop(i32(0), tile.steps, step, None)
 
     def _operands(
-        self, at: tuple[Scalar, Scalar], top: Scalar, blocks: int, n: int, scales: Scales | None = None
-    ) -> tuple[Ref, Ref]:
+        self, at: tuple[Scalar, Scalar], top: Scalar, blocks: int, n: int, scales: Scales | None = None,
+        weights: str = "smem_rhs",
+    ) -> tuple[Ref, Ref]:  # fmt: skip
         """Operands A and B of a wgmma over some blocks from row `top` on, in the stages of lhs and rhs."""
         mine = pl.ds(top, blocks * WGMMA_M)
         if isinstance(self.mainloop, ContractionMainloop):
             return self.mainloop.operands(self.refs, at, mine, n)
-        return self.mainloop.operands(self.refs, at, mine, n, scales)
+        return self.mainloop.operands(self.refs, at, mine, n, scales, weights)
 
     def _wait(self, tile: Tile, done: Scalar, i: Scalar) -> tuple[Scalar, Scalar]:
         """Wait until step i of a tile is in shared memory; returns the stages of lhs and rhs that hold it."""

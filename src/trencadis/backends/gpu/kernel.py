@@ -1,6 +1,7 @@
 """The persistent, warp-specialized kernel of both forms: a producer, consumers, and at most one warpgroup between.
 
-    producer    runs the tile scheduler and publishes its tiles; waits for an empty stage, starts the copies of a step
+    producer    runs the tile scheduler and publishes its tiles; waits for an empty stage, starts the copies of a step,
+                and where rows are gathered waits for them
     mask        contraction: zeroes the rows of other groups in the first and the last step of a sum
     rewrite     low-precision weights: upcasts them to the dtype of the rows, or transposes them, into other buffers
     consumers   two; three or four where weights are multiplied by scales. A share of the blocks of a tile each: wait
@@ -12,7 +13,9 @@ Barriers of rewritten weights: `rewritten`, they are there; `rewritten_empty`, t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from trencadis.backends.gpu import store, tile_queue
 from trencadis.backends.gpu.consumer import Consumer, Mainloop
 from trencadis.backends.gpu.contraction import ContractionMainloop
+from trencadis.backends.gpu.gated import PairsMainloop, PullbackMainloop, approximates, results
+from trencadis.backends.gpu.gather import load_gathered
 from trencadis.backends.gpu.layout import CONSUMERS, REWRITE_STAGES, Layout
 from trencadis.backends.gpu.rows import RowsMainloop
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
@@ -39,12 +44,10 @@ REGISTERS = {"": (232, 40, 0), "mask": (224, 32, 32), "upcast": (168, 40, 136), 
 REGISTERS_OF_MORE_CONSUMERS = {3: (160, 32, 0), 4: (112, 32, 0)}
 
 
-def call(
-    problem: Problem, layout: Layout, operands: dict[str, Any], out_shape: tuple[int, ...], interpret: Any = None
-) -> jax.Array:
+def call(problem: Problem, layout: Layout, operands: dict[str, Any], interpret: Any = None) -> list[jax.Array]:
     """Run the kernel; operands by name are sizes, first_group, lhs, rhs, and those of the epilogue."""
     existing = operands.pop("existing", None)
-    mainloop = (RowsMainloop if problem.form is Form.ROWS else ContractionMainloop)(problem, layout)
+    mainloop = _mainloop(problem)(problem, layout)
     between = _between(mainloop)
     warpgroups = layout.consumers + 1 + bool(between)
     shared = {
@@ -62,14 +65,14 @@ def call(
     # what the kernel reads and writes is a reference; what it only writes is a result
     inout = {"counter": jnp.zeros((1,), jnp.int32)} if layout.dynamic else {}
     inout |= {} if existing is None else {"out": existing}
-    names = [*operands, *inout, *(["out"] if existing is None else [])]
+    outs = {} if existing is not None else results(problem)
+    names = [*operands, *inout, *outs]
 
     def body(*refs: Ref) -> None:
         given = dict(zip(names, refs, strict=True))
         run = functools.partial(_body, problem, layout, mainloop)
         pl.run_scoped(lambda **memory: run(given | memory), **shared, collective_axes="warpgroup")
 
-    result = jax.ShapeDtypeStruct(out_shape, problem.out)
     mesh = mgpu.Mesh(
         grid=(layout.num_ctas,),
         grid_names=("cta",),
@@ -78,15 +81,37 @@ def call(
     )
     kernel = pl.kernel(
         body,
-        out_type=[result] * (existing is None),
+        out_type=[jax.ShapeDtypeStruct(*each) for each in outs.values()],
         mesh=mesh,
-        compiler_params=PARAMS,
+        compiler_params=dataclasses.replace(
+            PARAMS, approx_math=problem.gate is not None and approximates(problem.gate)
+        ),
         interpret=interpret,
-        name=f"trencadis_{problem.form.value}",
+        name=f"trencadis_{_name(problem)}",
     )
     refs = {name: jax.new_ref(x, memory_space=mgpu.GMEM) for name, x in inout.items()}
-    out = kernel(*operands.values(), *refs.values())
-    return jax.freeze(refs["out"]) if existing is not None else out[0]
+    found = kernel(*operands.values(), *refs.values())
+    return list(found) if existing is None else [jax.freeze(refs["out"])]
+
+
+def _name(problem: Problem) -> str:
+    """What a kernel is called in a profile: rows, contraction, sum, gated, or gated_pullback."""
+    if problem.gate is None:
+        return problem.form.value
+    if problem.gate.activation is None:
+        return "sum"
+    return "gated_pullback" if problem.gate.pullback else "gated"
+
+
+def _mainloop(problem: Problem) -> Callable[[Problem, Layout], Mainloop]:
+    """The class of the mainloop of a problem."""
+    if problem.form is Form.CONTRACTION:
+        return ContractionMainloop
+    if problem.gate is None:
+        return RowsMainloop
+    if problem.gate.activation is None:
+        return PairsMainloop
+    return PullbackMainloop if problem.gate.pullback else RowsMainloop
 
 
 def _between(mainloop: Mainloop) -> str:
@@ -114,6 +139,8 @@ def _body(problem: Problem, layout: Layout, mainloop: Mainloop, refs: Refs) -> N
     def produce() -> None:
         mgpu.set_max_registers(of_producer, action="decrease")
         load = functools.partial(_load, layout, mainloop, refs, scheduler)
+        if problem.gather is not None and isinstance(mainloop, RowsMainloop):
+            load = functools.partial(load_gathered, mainloop, refs)
         done = tile_queue.publish(scheduler, layout, refs, cta, load)
         tile_queue.drain(refs["empty"], done, layout.stages)
 

@@ -22,6 +22,8 @@ CONSUMERS = 2  # consumer warpgroups of a CTA, which issue wgmma, where nothing 
 SCALE_BLOCK = 128  # columns of a tile whose sums are promoted: those of one block of 128 x 128 scales
 SHORT_PART = 32  # entries of k: the shortest part whose sum is scaled, of weights in registers
 REWRITE_STAGES = 2  # buffers of weights that a warpgroup has upcast or transposed and consumers read
+SLICE = 2 * SWAP_AB_UNIT  # rows of the results of a pullback that are computed and stored at a time
+SLICE_SLOTS = 2  # slices that are in a store buffer at once, with three results each
 QUEUE_SLOTS = 4  # tiles that the producer may publish before the other warpgroups have read them
 
 
@@ -44,6 +46,11 @@ class Layout:
     upcast_in_smem: bool = False  # an upcast warpgroup does so in shared memory; else they are a register (RS) operand
     transpose_in_smem: bool = False  # 8-bit weights are stored [k, n], and a warpgroup transposes them
     promoted: bool = False  # sums of each part of k are scaled and added up in other registers
+    gated: bool = False  # two arrays of weights, gate and up, are multiplied by the same rows; columns are those of one
+    pairs: bool = False  # the sum goes on over k of a second pair of lhs and rhs
+    epilogue_steps: int = 0  # steps behind those of a sum, which load what the epilogue reads into stages
+    columns: int = 0  # columns of the result, where the kernel's has more to align copies
+    interpreted: bool = False  # the GPU interpreter runs the kernel; it has no inline PTX
     k_major: bool = False  # both operands are stored K-major, as wgmma takes all but 16-bit dtypes
     dynamic: bool = False  # dynamic persistent scheduling: CTAs fetch the next tile from a counter; else static
 

@@ -48,6 +48,10 @@ class MmaShapes(abc.ABC):
     def blocks(self, tile: Tile) -> Scalar:
         """The blocks of 64 in the products of a tile, for all consumers together."""
 
+    def share(self, tile: Tile) -> Scalar:
+        """The blocks of a tile that each consumer has, as long as there are any left."""
+        return lax.div(self.blocks(tile) + i32(self.layout.consumers - 1), i32(self.layout.consumers))
+
     @abc.abstractmethod
     def branch(self, tile: Tile, blocks: Scalar) -> Scalar:
         """The index in `all` of the product of a consumer that has this many blocks of a tile."""

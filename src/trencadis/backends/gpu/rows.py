@@ -6,8 +6,9 @@ Rows of other groups may be loaded and multiplied with it; they are not stored.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -68,6 +69,8 @@ class RowsMainloop:
         swizzle = self.weights_swizzle if cut.upcast or cut.transpose_in_smem else cut.swizzle
         name = "smem_weights" if cut.rewrites else "smem_rhs"
         memory[name] = mgpu.SMEM((cut.stages, *rhs), problem.rhs, transforms=swizzled(problem.rhs, swizzle))
+        if cut.gated:
+            memory["smem_up"] = memory["smem_rhs"]
         if problem.epilogue.row_block:
             memory["smem_row_scales"] = mgpu.SMEM((cut.stages, self.row_scales, cut.block_m), jnp.float32)
         if column_scales_by_step(problem):
@@ -106,14 +109,8 @@ class RowsMainloop:
         """Start the TMA copies of one step: as many rows of lhs as the tile has, and the weights of its columns."""
         problem, cut = self.problem, self.layout
         low, step, _ = scheduler.hi_lo_step(tile, step)
-        k = pl.ds(pl.multiple_of(step * i32(cut.block_k), cut.block_k), cut.block_k)
-        n = pl.ds(pl.multiple_of(tile.column, cut.block_n), cut.block_n)
-        full = refs["full"].at[stage]
-        group = tile.group if problem.weights == problem.spans else lax.rem(tile.group, i32(problem.weights))
-        place = (group, n, k) if problem.transpose_rhs else (group, k, n)
-        rhs = refs["rhs"].at[(low, *place) if cut.hi_lo == "rhs" else place]
-        mgpu.copy_gmem_to_smem(rhs, refs["smem_weights" if cut.rewrites else "smem_rhs"].at[stage], full)
-
+        k, n, full = self.columns(step), self._n(tile), refs["full"].at[stage]
+        self.load_weights(refs, tile, low, step, stage)
         if problem.epilogue.row_block:
             rows_of_tile = pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), cut.block_m)
             first = self.scale_of(step, problem.epilogue.row_block)
@@ -122,14 +119,39 @@ class RowsMainloop:
         if column_scales_by_step(problem):
             scales = refs["by_column"].at[tile.group, self.scale_of(step, problem.epilogue.column_block[0]), n]
             mgpu.copy_gmem_to_smem(scales, refs["smem_column_scales"].at[stage], full)
+        self.load_rows(refs, tile, k, stage, {"smem_lhs": refs["lhs"].at[low] if cut.hi_lo == "lhs" else refs["lhs"]})
 
-        def rows(height: int) -> Callable[[], None]:
-            place = (pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), height), k)
-            lhs = refs["lhs"].at[(low, *place) if cut.hi_lo == "lhs" else place]
-            return lambda: mgpu.copy_gmem_to_smem(lhs, refs["smem_lhs"].at[stage, pl.ds(0, height)], full)
+    def columns(self, step: Scalar) -> Any:
+        """The entries of k of a step."""
+        return pl.ds(pl.multiple_of(step * i32(self.layout.block_k), self.layout.block_k), self.layout.block_k)
+
+    def _n(self, tile: Tile) -> Any:
+        """The columns of a tile."""
+        return pl.ds(pl.multiple_of(tile.column, self.layout.block_n), self.layout.block_n)
+
+    def load_weights(self, refs: Refs, tile: Tile, low: Scalar, step: Scalar, stage: Scalar) -> None:
+        """Start the TMA copies of the weights of one step, of a part of a hi/lo split."""
+        problem, cut, full = self.problem, self.layout, refs["full"].at[stage]
+        k, n = self.columns(step), self._n(tile)
+        group = tile.group if problem.weights == problem.spans else lax.rem(tile.group, i32(problem.weights))
+        place = (group, n, k) if problem.transpose_rhs else (group, k, n)
+        rhs = refs["rhs"].at[(low, *place) if cut.hi_lo == "rhs" else place]
+        mgpu.copy_gmem_to_smem(rhs, refs["smem_weights" if cut.rewrites else "smem_rhs"].at[stage], full)
+        if cut.gated:
+            mgpu.copy_gmem_to_smem(refs["up"].at[place], refs["smem_up"].at[stage], full)
+
+    def load_rows(self, refs: Refs, tile: Tile, columns: Any, stage: Scalar, sources: Refs) -> None:
+        """Start the copies of some columns of as many rows as a tile has, from each source to where it is staged."""
+
+        def rows(height: int) -> None:
+            place = pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), height), columns
+            for name, source in sources.items():
+                staged = refs[name].at[stage, pl.ds(0, height)]
+                mgpu.copy_gmem_to_smem(source.at[place], staged, refs["full"].at[stage])
 
         # the shape of a copy is static: one branch for each height
-        lax.switch(fit(cut, tile, cut.heights), [rows(height) for height in cut.heights])
+        heights = self.layout.heights
+        lax.switch(fit(self.layout, tile, heights), [functools.partial(rows, height) for height in heights])
 
     def scale_of(self, step: Scalar, length: int) -> Scalar:
         """The index along k of the first scale of a step, where a scale has this length."""
@@ -143,17 +165,19 @@ class RowsMainloop:
     @property
     def copies(self) -> int:
         """The number of copies of a step."""
-        return 2 + bool(self.problem.epilogue.row_block) + column_scales_by_step(self.problem)
+        scales = bool(self.problem.epilogue.row_block) + column_scales_by_step(self.problem)
+        return 2 + scales + self.layout.gated
 
     def operands(
-        self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int, scales: Scales | None = None
-    ) -> tuple[Any, Any]:
+        self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int, scales: Scales | None = None,
+        weights: str = "smem_rhs",
+    ) -> tuple[Any, Any]:  # fmt: skip
         """Operands A and B of a consumer: its rows by the columns of the tile; swap-AB, its columns by the rows.
 
         Weights that are a register operand may be multiplied by scales.
         """
         k_major = self.problem.transpose_rhs or self.layout.transpose_in_smem
-        (lhs, lhs_at), (rhs, rhs_at) = zip((refs["smem_lhs"], refs["smem_rhs"]), stages, strict=True)
+        (lhs, lhs_at), (rhs, rhs_at) = zip((refs["smem_lhs"], refs[weights]), stages, strict=True)
         if self.layout.upcast and not self.layout.upcast_in_smem:
             return rs_operand(rhs.at[rhs_at, mine], self.problem.lhs, scales), operand_b(lhs, lhs_at, n, True)
         if self.layout.swap_ab:

@@ -2,7 +2,8 @@
 
 A consumer stores its product in subtiles, through buffers of its own: it fills all of them, starts their TMA copies,
 and fills them again when these have read them. Only rows of the span are copied. The shape of a copy is static: it has
-64, 16, 4 or 1 rows, as many as fit, and there are as many copies as it takes.
+64, 16, 4 or 1 rows, as many as fit, and there are as many copies as it takes; the last may overlap the one before it,
+and write the same numbers again. They do not in the interpreter, whose race detector objects to any two writes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu.layout import ROW_ALIGN, SWIZZLE, WGMMA_M, Layout, swizzle_elements
+from trencadis.backends.gpu.layout import ROW_ALIGN, SLICE, SLICE_SLOTS, SWIZZLE, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.mma_shapes import MmaShape
 from trencadis.backends.gpu.scales import shared_by_tile
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
@@ -31,6 +32,7 @@ from trencadis.core.jax_compat import for_transposed_store, transpose_ref
 from trencadis.core.problem import Form, Problem
 
 THREADS = 128  # threads of a consumer: a vector that it writes itself has an entry for each
+OF_ROWS = "by_row", "weight"  # the vectors that have a number for each row of a tile; others have one for each column
 COPY_ROWS = 64, 16, 4, 1  # rows of a copy out of a buffer, each a quarter of the one before: no tile takes more than 4
 
 
@@ -58,12 +60,16 @@ def vectors(problem: Problem, layout: Layout) -> dict[str, tuple[int, np.dtype[A
         found["by_column"] = (round_up(-(-problem.k // epilogue.column_block[0]), 32), number)
     elif epilogue.by_column and not epilogue.column_block[0]:
         found["by_column"] = (layout.block_n, number)
-    return found if epilogue.bias is None else {**found, "bias": (layout.block_n, epilogue.bias)}
+    if epilogue.bias is not None:
+        found |= {name: (layout.block_n, epilogue.bias) for name in ("bias", "bias_up")[: 2 if layout.gated else 1]}
+    return {**found, "weight": (layout.block_m, number)} if layout.epilogue_steps else found
 
 
 def store_buffers(problem: Problem, layout: Layout) -> tuple[int, int, int]:
     """The number of store buffers of a consumer, their rows and columns: few wide ones, so that copies are few."""
     run = swizzle_elements(problem.out)
+    if layout.epilogue_steps:
+        return 1, 3 * SLICE_SLOTS * SLICE, WGMMA_M
     if layout.swap_ab:
         return layout.store_buffers, layout.block_m, WGMMA_M
     across = math.gcd(problem.n, layout.block_n) // run  # no copy crosses the edge of a tile
@@ -90,6 +96,11 @@ class Sums(NamedTuple):
     parts: list[list[jax.Array]]
     rows: list[int]  # where parts start, and where the last one ends
     columns: list[int]
+
+    def slices(self, most: int) -> list[tuple[int, int]]:
+        """The first column and the columns of slices of a block, at most this many, each of which lies in one part."""
+        cuts = itertools.pairwise(self.columns)
+        return [(at, min(most, stop - at)) for start, stop in cuts for at in range(start, stop, most)]
 
     def of_block(self, block: int, start: int, stop: int) -> jax.Array:
         """Some columns of a block [64, ...], which all lie in one part."""
@@ -203,14 +214,17 @@ class Store:
             self._fill(tile, subtile, sums)
         mgpu.commit_smem()
         if count == 1:
-            self._copy_span(tile, some[0])
+            self._copy_span(tile, {"out": some[0]})
         else:  # in a loop that is compiled once: how many of them are inside of the result the compiler does not know
             if subtiles.across < count:
                 left = mine * i32(subtiles.across) - i32(first)
             else:
                 left = lax.div(i32(self.problem.n) - tile.column, i32(subtiles.columns)) - i32(first % subtiles.across)
-            copy = functools.partial(self._copy_span, tile)
-            lax.fori_loop(i32(0), lax.min(left, i32(count)), lambda i, _: copy(subtiles.at(first, i)), None)
+
+            def copy(i: Scalar, _: None) -> None:
+                self._copy_span(tile, {"out": subtiles.at(first, i)})
+
+            lax.fori_loop(i32(0), lax.min(left, i32(count)), copy, None)
         mgpu.commit_smem_to_gmem_group()
 
     @property
@@ -222,18 +236,25 @@ class Store:
         """The part of a vector in global memory that the epilogue of a tile reads: of its rows, or of its columns."""
         if name == "by_column" and shared_by_tile(self.problem):
             return self.refs[name].at[tile.group, lax.div(tile.column, i32(self.problem.epilogue.column_block[1]))]
-        if name != "by_row":
+        if name not in OF_ROWS:
             columns = pl.ds(pl.multiple_of(tile.column, self.layout.block_n), self.layout.block_n)
             return self.refs[name].at[tile.group, columns]
         rows = pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), self.layout.block_m)
         return self.refs[name].at[rows if self.problem.form is Form.ROWS else (tile.group, rows)]
 
-    def _result(self, tile: Tile, subtile: Subtile, row: Any, rows: int) -> Ref:
-        """The place of some rows of a subtile, from `row` on, in the result."""
+    def _spread(self, name: str, subtile: Subtile, row: Any, shape: tuple[int, ...]) -> jax.Array:
+        """A vector of the epilogue over sums of this shape, which start at a row of the tile."""
+        row_axis, column_axis = (1, 0) if self.layout.swap_ab else (0, 1)  # of sums, along those of the result
+        at, axis = (row, row_axis) if name in OF_ROWS else (subtile.column, column_axis)
+        vector = self.refs[f"smem_{name}"][self.warpgroup, pl.ds(at, shape[axis])]
+        return lax.broadcast_in_dim(vector, shape, (axis,))
+
+    def _result(self, tile: Tile, subtile: Subtile, row: Any, rows: int, name: str = "out") -> Ref:
+        """The place of some rows of a subtile, from `row` on, in a result."""
         run = swizzle_elements(self.problem.out)
         columns = pl.ds(pl.multiple_of(tile.column + subtile.column, run), subtile.columns)
         down = pl.ds(tile.row + (subtile.row + row), rows)
-        out = self.refs["out"]
+        out = self.refs[name]
         return out.at[down, columns] if self.problem.form is Form.ROWS else out.at[tile.group, down, columns]
 
     def _buffer(self, subtile: Subtile, row: Any, rows: int) -> Ref:
@@ -259,11 +280,9 @@ class Store:
             columns = sums.of_block(block, subtile.acc_column, subtile.acc_column + subtile.columns)
             self._write(self._buffer(subtile, 0, WGMMA_M), tile, subtile, subtile.row, columns)
             return
-        for start, stop in itertools.pairwise(sums.columns):
-            for row in range(start, stop, WGMMA_M):  # as few registers at a time as can be
-                rows = min(WGMMA_M, stop - row)
-                buffer = transpose_ref(self._buffer(subtile, row, rows))
-                self._write(buffer, tile, subtile, row, sums.of_block(block, row, row + rows))
+        for row, rows in sums.slices(WGMMA_M):  # as few registers at a time as can be
+            buffer = transpose_ref(self._buffer(subtile, row, rows))
+            self._write(buffer, tile, subtile, row, sums.of_block(block, row, row + rows))
 
     def _write(self, buffer: Ref, tile: Tile, subtile: Subtile, row: Any, sums: jax.Array) -> None:
         """Apply the epilogue to sums from a row of the tile on, and write them to a buffer, transposed for swap-AB."""
@@ -278,8 +297,12 @@ class Store:
         else:
             buffer[...] = cast(acc.astype(self.problem.out))
 
-    def _copy_span(self, tile: Tile, subtile: Subtile) -> None:
-        """Start the copies of the rows of a buffer that belong to the span and are inside of the result."""
+    def _copy_span(self, tile: Tile, subtiles: dict[str, Subtile]) -> None:
+        """Start the copies of the rows of buffers that belong to the span and are inside of the result.
+
+        Each subtile is that of a result by name; all are at the same place of the tile.
+        """
+        subtile = next(iter(subtiles.values()))
         low, high = (
             lax.clamp(i32(0), edge - subtile.row, i32(subtile.rows)) for edge in (tile.valid_from, tile.valid_to)
         )
@@ -287,21 +310,21 @@ class Store:
             high = lax.select(tile.column + subtile.column < i32(self.problem.n), high, low)
         rows, sizes = high - low, self._copy_rows(subtile)
         if sizes == [subtile.rows]:
-            pl.when(rows > 0)(functools.partial(self._copy, tile, subtile, 0, subtile.rows))
+            pl.when(rows > 0)(functools.partial(self._copy, tile, subtiles, 0, subtile.rows))
             return
-        shifts = [size.bit_length() - 1 for size in sizes]
-        # as many of the largest copies as fit, then up to three of each other size: the digits of rows to the base of 4
-        count = lax.shift_right_logical(rows, i32(shifts[0]))
-        for shift in shifts[1:]:
-            count = count + (lax.shift_right_logical(rows, i32(shift)) & i32(3))
 
-        def copy(_: Scalar, row: Scalar) -> Scalar:
-            left = high - row
+        def fits(left: Scalar) -> tuple[Scalar, Scalar]:
+            """The index in sizes of the largest copy that is not larger than the rows left, and its size."""
             which = sum((lax.convert_element_type(left < i32(size), jnp.int32) for size in sizes[:-1]), i32(0))
-            lax.switch(which, [functools.partial(self._copy, tile, subtile, row, rows) for rows in sizes])
-            return row + lax.shift_left(i32(1), i32(shifts[0]) - which - which)
+            return which, lax.shift_left(i32(1), i32(sizes[0].bit_length() - 1) - which - which)
 
-        lax.fori_loop(i32(0), count, copy, low)
+        def copy(row: Scalar) -> Scalar:
+            which, size = fits(high - row if self.layout.interpreted else rows)
+            start = row if self.layout.interpreted else lax.min(row, high - size)
+            lax.switch(which, [functools.partial(self._copy, tile, subtiles, start, rows) for rows in sizes])
+            return row + size
+
+        lax.while_loop(lambda row: row < high, copy, low)
 
     def _copy_rows(self, subtile: Subtile) -> list[int]:
         """The rows of the copies that are needed: in a contraction whole buffers only, if k is a multiple of 64."""
@@ -309,10 +332,11 @@ class Store:
             return [WGMMA_M]
         return [rows for rows in COPY_ROWS if rows <= subtile.rows]
 
-    def _copy(self, tile: Tile, subtile: Subtile, row: Any, rows: int) -> None:
-        """Start the copy of some rows of a buffer, from `row` on, to the result."""
-        target = self._result(tile, subtile, row, rows)
-        mgpu.copy_smem_to_gmem(self._buffer(subtile, row, rows), target, commit_group=False)
+    def _copy(self, tile: Tile, subtiles: dict[str, Subtile], row: Any, rows: int) -> None:
+        """Start the copies of some rows of buffers, from `row` on, to results."""
+        for name, subtile in subtiles.items():
+            target = self._result(tile, subtile, row, rows, name)
+            mgpu.copy_smem_to_gmem(self._buffer(subtile, row, rows), target, commit_group=False)
 
     def _apply_epilogue(self, tile: Tile, subtile: Subtile, row: Any, acc: jax.Array) -> jax.Array:
         """Scales, bias and activation of sums that start at a row of the tile; a tile without steps stays zero."""
@@ -322,12 +346,7 @@ class Store:
             wanted.pop("by_column")  # the mainloop has applied them
         if not wanted and epilogue.activation is None:
             return acc
-        row_axis, column_axis = (1, 0) if self.layout.swap_ab else (0, 1)  # of acc, along those of the result
-        spread = {}
-        for name in wanted:
-            at, axis = (row, row_axis) if name == "by_row" else (subtile.column, column_axis)
-            vector = self.refs[f"smem_{name}"][self.warpgroup, pl.ds(at, acc.shape[axis])]
-            spread[name] = lax.broadcast_in_dim(vector, acc.shape, (axis,))
+        spread = {name: self._spread(name, subtile, row, acc.shape) for name in wanted}
         if epilogue.activation is None:
             return epilogue.finish(acc, Extras(**spread), self.problem.out)
         # a kernel takes no function with a derivative rule of its own

@@ -177,10 +177,10 @@ class TileScheduler:
         return pl.multiple_of(first + step * i32(self.layout.block_k), self.step_align)
 
     def _steps(self, span: Span) -> Scalar:
-        """The mainloop steps of a tile of the span; a hi/lo split is summed over twice."""
-        block_k, times = self.layout.block_k, 2 if self.layout.hi_lo else 1
+        """The mainloop steps of a tile of the span; a hi/lo split is summed over twice, and so are pairs."""
+        block_k, times = self.layout.block_k, 2 if self.layout.hi_lo or self.layout.pairs else 1
         if self.rows_form:
-            return i32(-(-self.problem.k // block_k) * times)
+            return i32(-(-self.problem.k // block_k) * times + self.layout.epilogue_steps)
         rows = span.end - align_down(span.start, self.step_align)
         return lax.select(span.end > span.start, lax.div(rows + i32(block_k - 1), i32(block_k)) * i32(times), i32(0))
 

@@ -66,6 +66,7 @@ def results(problem: Problem, layout: Layout) -> dict[str, Result]:
 def activated(gate: Gate, out: np.dtype[Any], sums: Sequence[Value]) -> list[Value]:
     """The activation of two tiles of sums, and with `gate.keep` both sums; it sees them rounded, as they are kept."""
     z = [each.astype(out) for each in sums]
+    assert gate.activation is not None
     h = elementwise(gate.activation)(*(each.astype(FLOAT32) for each in z))
     return [h, *z] if gate.keep else [h]
 
@@ -75,6 +76,7 @@ def pulled_back(gate: Gate, d_h: Value, z: Sequence[Value], weight: Value, real:
 
     `real` marks the columns that exist, in a chunk that has others.
     """
+    assert gate.activation is not None
     h, pullback = jax.vjp(elementwise(gate.activation), *(each.astype(FLOAT32) for each in z))
     d_gate, d_up = pullback((weight * d_h).astype(h.dtype))
     product = d_h * h if real is None else jnp.where(real, d_h * h, 0)

@@ -19,11 +19,11 @@ MOVED = ("bfloat16", "float16", "float32", "int8", "uint8", "int32", "float8_e4m
 FLOATS = ("bfloat16", "float16", "float32")
 MOST_K = 32  # assignments of a token: the loops over them are unrolled
 TILE_BYTES = 4096  # of rows that a program copies
-IDS = 256  # a block of ids, one for each thread: each is compared with each
+IDS = 128  # a block of ids: each is compared with each
 MOST_SORTED, MOST_ROUTED = 4096, 1024  # experts
 COUNTS = 8192  # counts that a program reads at a time
-MOST_COUNTS = 1 << 24  # bytes that all programs read of the counts; of more, `sum_counts` sums them first
-LOGITS = 1024  # of a tile of tokens
+MOST_COUNTS = 1 << 22  # bytes that all programs read of the counts; of more, `sum_counts` sums them first
+LOGITS = 512  # of a tile of tokens
 
 
 def spread_rows(x: Array, rows: Array, weights: Array | None, arch: str, *, interpret: bool = False) -> Array | None:

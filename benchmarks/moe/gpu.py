@@ -1,0 +1,129 @@
+"""Layers on a GPU: each shape has a process, all of which compile at once, and then each is timed alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from benchmarks import processes
+from benchmarks.moe import torch_layer
+from benchmarks.moe.layers import Operands
+from benchmarks.moe.parts import Part
+from benchmarks.moe.prepared import OTHERS, PRODUCTS, Prepared
+from benchmarks.moe.shapes import SHAPES, MoeShape
+from benchmarks.processes import SAYS, ChildFailed, Job
+from benchmarks.report import OURS, Record
+from benchmarks.timing import CuptiClock, HostClock, Stats, burst, device_clock, reason_of
+
+THREADS = 6  # functions that a process compiles at a time
+SILENCE_S = 200.0
+MOST_RESULTS = 32 << 30  # bytes of results of one contender at a time: the gradients of gpt-oss take 6 GiB a call
+
+
+def measure_all(shapes: Sequence[MoeShape], peers: Sequence[str], jobs: int, keep: Callable[[Record], None]) -> None:
+    """Measure all shapes, and keep each record as it comes: of a run that is cut off, nothing is lost that was made."""
+    lock = threading.Lock()
+
+    def task(shape: MoeShape, contender: str, job: Job) -> None:
+        try:
+            for value in processes.run(job, silence_s=SILENCE_S, child=jobs > 0):
+                if SAYS in value:
+                    print(value[SAYS], flush=True)
+                    continue
+                with lock:
+                    keep(Record.from_json(value))
+        except ChildFailed as failure:
+            record = Record(problem=shape.name, dtype=shape.label, contender=contender, which=shape.passes[-1])
+            with lock:
+                keep(dataclasses.replace(record, why=f"failed: {failure}"))
+
+    tasks = [functools.partial(task, *each) for each in _jobs(shapes, peers)]
+    for _ in processes.in_parallel(tasks, workers=jobs):
+        pass
+
+
+def _jobs(shapes: Sequence[MoeShape], peers: Sequence[str]) -> Iterator[tuple[MoeShape, str, Job]]:
+    layers = [OURS, *(peer for peer in peers if peer != torch_layer.NAME)]
+    for shape in shapes:
+        names = [OURS] if shape.weights else layers
+        yield shape, OURS, Job(function="benchmarks.moe.gpu:measure", arguments=(shape.name, names))
+    if torch_layer.NAME not in peers:
+        return
+    if importlib.util.find_spec("torch") is None:
+        print("torch is not installed", flush=True)
+        return
+    for shape in shapes:
+        if not shape.weights:
+            job = Job(function="benchmarks.moe.torch_layer:measure", arguments=(shape.name,))
+            yield shape, torch_layer.NAME, job
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A process
+
+
+def measure(name: str, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the records of the layers named and of the parts of one shape, as JSON, and what is printed meanwhile."""
+    began = time.monotonic()
+    with processes.together():
+        prepared = Prepared(SHAPES[name], names, THREADS)
+    yield {SAYS: f"{name}: compiled in {time.monotonic() - began:.0f} s"}
+    with processes.alone():
+        x = jax.block_until_ready(prepared.make())
+        for record in timed(prepared, x, names):
+            yield record.to_json()
+
+
+def timed(prepared: Prepared, x: Operands, names: Sequence[str]) -> Iterator[Record]:
+    """Yield a record of each layer and pass, of the sum of products, and of each operation that is no product."""
+    for which in prepared.shape.passes:
+        for name in names:
+            call, record = prepared.layer(x, which, name)
+            if call is not None:
+                clock = _clock(prepared.result_bytes(which, name))
+                record = _with_time(record, functools.partial(burst, call, clock))
+            yield record
+    times, why = bursts(prepared, x, PRODUCTS, prepared.products)
+    for which in prepared.shape.passes:
+        yield prepared.products_record(which, times, "; ".join(dict.fromkeys(why.values())))
+    times, why = bursts(prepared, x, OTHERS, prepared.others)
+    for name, part in prepared.others.items():
+        record = Record(problem=prepared.shape.name, dtype=prepared.shape.label, which=name)
+        yield dataclasses.replace(record, time=times.get(name), why=why.get(name, ""), details={"bytes": part.bytes})
+
+
+def bursts(
+    prepared: Prepared, x: Operands, kind: str, group: Mapping[str, Part]
+) -> tuple[dict[str, Stats], dict[str, str]]:
+    """The times of parts, one after the other, and why some have none."""
+    clock = device_clock(jax.default_backend())
+    times: dict[str, Stats] = {}
+    why: dict[str, str] = {}
+    for name, part in group.items():
+        try:
+            times[name] = burst(prepared.call(x, (kind, name), part), clock)
+        except Exception as failure:
+            why[name] = reason_of(failure)
+    return times, why
+
+
+def _clock(result_bytes: int) -> HostClock | CuptiClock:
+    """The clock of the device, which keeps no more results than there is memory for."""
+    clock = device_clock(jax.default_backend())
+    if isinstance(clock, CuptiClock):
+        return dataclasses.replace(clock, kept=max(1, min(clock.kept, MOST_RESULTS // result_bytes)))
+    return clock
+
+
+def _with_time(record: Record, measured: Callable[[], Stats]) -> Record:
+    try:
+        return dataclasses.replace(record, time=measured())
+    except Exception as failure:
+        return dataclasses.replace(record, why=reason_of(failure))
