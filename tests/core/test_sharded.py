@@ -273,6 +273,15 @@ def test_without_a_mesh_nothing_changes():
         close(call(*given, put(mesh, SIZES[None], P("e"))), expected("plain")[0])
 
 
+def test_an_exported_program_on_automatic_axes():
+    """An exported program cannot call Python while it is compiled: XLA divides the loops that it consists of."""
+    x, w, *_ = arrays()
+    mesh = mesh_of(AxisType.Auto, (2,))
+    given = put(mesh, x, P()), put(mesh, w, P("e")), put(mesh, jnp.asarray(SIZES), P())
+    exported = jax.export.deserialize(jax.export.export(jax.jit(tr.grouped_matmul))(*given).serialize())
+    close(jax.jit(exported.call)(*given), expected("plain")[0])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Accelerators, ahead of time
 

@@ -219,14 +219,14 @@ def _lower(
 def divided_by_rule(context: mlir.LoweringRuleContext, platform: str) -> bool:
     """Whether XLA will ask how to divide a primitive: on CPU and GPU, over the automatic axes of a mesh.
 
-    The compiler for TPUs knows no custom partitioning (jax issue 25322), nor does any inside `jax.shard_map`.
+    The compiler for TPUs knows no custom partitioning, nor does any inside `jax.shard_map`. A program that is exported
+    cannot call Python, and an interpreted kernel has effects, which cannot be divided.
     """
-    axes: Any = context.module_context.axis_context
-    return (
-        platform in ("cpu", "cuda", "rocm")
-        and partitioned(context)
-        and getattr(axes, "abstract_mesh", None) is not None
-    )
+    module = context.module_context
+    mesh = getattr(module.axis_context, "abstract_mesh", None)
+    if platform not in DIVIDED_BY_RULE or mesh is None or not partitioned(context):
+        return False
+    return not (module.lowering_parameters.for_export or len(context.tokens_in))
 
 
 def _divided(primitive: Primitive, rules: Rules, params: dict[str, Any]) -> Callable[..., Any]:
