@@ -22,6 +22,7 @@ from trencadis.core import arguments, unfused
 from trencadis.core.debug import check_traced
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Activation, Epilogue, static_activation
+from trencadis.core.mesh import replicated, resharded_like
 from trencadis.core.plan import check_backend
 from trencadis.core.problem import Form, Problem
 from trencadis.core.sharded import OutSharding, run
@@ -91,7 +92,7 @@ def rows_product(
     static = None if activation is None else static_activation(activation, problem.sum, problem.out)
     if activation is not None and static is None:
         z = call(problem.replace(out=problem.sum), overrides, *operands, *after, *scales, *extras)
-        return unfused.activate(problem, activation, z, *after)
+        return resharded_like(unfused.activate(problem, activation, replicated(z), *after), z)
     problem = problem.replace(epilogue=dataclasses.replace(problem.epilogue, activation=static))
     return call(problem, overrides, *operands, *after, *scales, *extras)
 
