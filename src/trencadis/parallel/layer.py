@@ -70,7 +70,7 @@ def expert_parallel(
         shards of their experts, in blocks of equal length; "ragged": the same with as many rows as there are, by
         `lax.ragged_all_to_all`. None: that which moves the fewest bytes on the platform of the mesh.
       capacity: the most rows that a shard computes. None: as many as there can be, `shards * t * min(k, e / shards)`,
-        so that nothing is dropped; the experts of a token differ. "all_to_all" divides it among the shards that rows
+        so that nothing is dropped. "all_to_all" divides it among the shards that rows
         come from, rounded up. Rows beyond it, of later tokens and shards, add nothing, and are counted.
       chunks: how many parts the tokens are divided into, so that one part travels while another is multiplied. Capacity
         is divided, too.
@@ -109,7 +109,8 @@ def expert_parallel(
         options["bias_down"] = jnp.where(lax.axis_index(tensor_axis) == 0, bias, 0)
     vary = functools.partial(_vary, tensor_axis, ordered)
     compute = functools.partial(_compute, local, vary, (w_gate, up, w_down), options)
-    x, experts, weights = (vary_over(each, names_of(axis)) for each in (x, routing.experts, routing.weights))
+    experts, weights = _merged(routing) if sizes["k"] > local else routing[:2]
+    x, experts, weights = (vary_over(each, names_of(axis)) for each in (x, experts, weights))
     inputs = vary(x), experts, weights  # so that gradients are summed over tensor_axis as [t, d], not as rows
     parts = []
     for tokens in _split(x.shape[0], chunks):
@@ -134,6 +135,16 @@ def _compute(
     """The experts of this shard, of rows whose experts are numbered from 0; `local` is no expert."""
     unused = jnp.zeros((x.shape[0], 0)), jnp.zeros((local,), jnp.int32)
     return moe_mlp(x, Routing(experts, vary(weights), *unused), *params, **options)
+
+
+def _merged(routing: Routing) -> tuple[Array, Array]:
+    """Experts and weights without repetitions: an expert that a token names again adds its weight to the first."""
+    experts, weights = routing.experts, routing.weights
+    same = experts[:, :, None] == experts[:, None, :]  # [t, k, k]
+    k = experts.shape[1]
+    first = ~jnp.any(same & (jnp.arange(k)[:, None] > jnp.arange(k)), axis=2)
+    total = jnp.sum(jnp.where(same, weights[:, None, :], 0), axis=2)
+    return jnp.where(first, experts, routing.sizes.shape[0]), jnp.where(first, total, 0)
 
 
 def _vary(tensor_axis: Axis | None, ordered: bool, x: Array) -> Array:
