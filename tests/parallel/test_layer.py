@@ -38,7 +38,7 @@ def rows_of(experts):
     return np.bincount(experts.ravel(), minlength=cases.E + 1)[: cases.E]
 
 
-@pytest.mark.parametrize(("strategy", "shards"), PROGRAMS)
+@pytest.mark.parametrize(("strategy", "shards"), sweep(PROGRAMS, [each for each in PROGRAMS if each[1] in (2, 8)]))
 def test_equals_the_loop(strategy, shards):
     """Whatever the routing; a masked token's NaN reaches nothing, and nothing is dropped."""
     given, call = cases.numbers(), cases.step(shards, strategy=strategy)
@@ -84,11 +84,11 @@ OPTIONS = {
     "ordered": ("all_gather", {"ordered": True}),
     "ordered all_to_all": ("all_to_all", {"ordered": True}),
     "ordered ragged": ("ragged", {"ordered": True}),
-    "chunks": ("all_gather", {"chunks": 3}),
+    "chunks": ("all_gather", {"chunks": 2}),
     "chunks all_to_all": ("all_to_all", {"chunks": 2, "ordered": True}),
     "chunks ragged": ("ragged", {"chunks": 2}),
 }
-FEW = ["ordered", "chunks ragged"]
+FEW = ["ordered", "chunks"]
 
 
 @pytest.mark.parametrize("name", sweep(OPTIONS, FEW))
@@ -98,7 +98,7 @@ def test_options_change_nothing(name):
     check(cases.run(cases.step(2, strategy=strategy, **options), experts, given), experts, given)
 
 
-@pytest.mark.parametrize("strategy", sweep(parallel.STRATEGIES, ["all_to_all"]))
+@pytest.mark.parametrize("strategy", sweep(parallel.STRATEGIES, ["all_gather"]))
 def test_tokens_travel_in_eight_bits(strategy):
     """The layer of rounded tokens; the gradient passes the rounding, and results and gradients are not rounded."""
     given, experts = cases.numbers(), cases.routings()["random"]
