@@ -64,8 +64,8 @@ def test_ragged_lowers_to_the_ragged_collective(platform):
 
 def test_the_choice():
     """Gather for few shards, send what there is for many; on CPUs and very many GPUs, padding must pay."""
-    sizes = {"tokens": 1024, "k": 8, "row": 4096, "capacity": None}
-    assert choose("tpu", shards=4, local=32, **sizes) == "all_gather"
+    sizes = {"tokens": 1024, "k": 8, "capacity": None}
+    assert choose("tpu", shards=8, local=16, **sizes) == "all_gather"
     assert choose("tpu", shards=64, local=2, **sizes) == "ragged" == choose(None, shards=64, local=2, **sizes)
     assert choose("gpu", shards=32, local=4, **sizes) == "ragged"
     assert choose("gpu", shards=64, local=4, **sizes) == "all_gather" == choose("cpu", shards=64, local=4, **sizes)

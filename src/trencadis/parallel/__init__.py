@@ -1,6 +1,6 @@
 """Expert parallelism: MoE layers whose experts are sharded over a mesh axis.
 
-choice       the bytes that each strategy moves, and the choice by them
+choice       the rows and bytes that each strategy moves, and the choice by them
 layer        `expert_parallel`, inside `jax.shard_map`
 mesh         `moe_mlp` over a mesh, in one call
 all_gather   the strategy that gathers tokens and scatters sums

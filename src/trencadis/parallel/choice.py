@@ -1,9 +1,9 @@
-"""The bytes that each strategy moves, and the choice by them."""
+"""The rows and bytes that each strategy moves, and the choice by them."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 Strategy: TypeAlias = Literal["all_gather", "all_to_all", "ragged"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -18,6 +18,21 @@ def worst_case(shards: int, tokens: int, k: int, local: int) -> int:
     800
     """
     return shards * tokens * min(k, local)
+
+
+def rows_moved(strategy: Strategy, *, shards: int, tokens: int, k: int, local: int, capacity: int | None) -> int:
+    """The rows that a device gets from others on their way to the experts; those of "ragged" for an even load.
+
+    >>> sizes = dict(shards=8, tokens=1024, k=2, local=16, capacity=None)
+    >>> [rows_moved(strategy, **sizes) for strategy in STRATEGIES]
+    [7168, 14336, 1792]
+    """
+    if strategy == "all_gather":
+        return (shards - 1) * tokens
+    if strategy == "ragged":
+        return math.ceil((shards - 1) * tokens * k / shards)
+    room = worst_case(shards, tokens, k, local) if capacity is None else capacity
+    return (shards - 1) * math.ceil(room / shards)
 
 
 def bytes_moved(
@@ -40,20 +55,18 @@ def bytes_moved(
     >>> [round(bytes_moved(strategy, **sizes) / 2**20) for strategy in STRATEGIES]
     [112, 224, 28]
     """
-    others = shards - 1
+    rows = rows_moved(strategy, shards=shards, tokens=tokens, k=k, local=local, capacity=capacity)
     if strategy == "all_gather":
-        return others * tokens * (2 * row + 8 * k)
-    if strategy == "ragged":
-        return math.ceil(others * tokens * k / shards) * (2 * row + 8) + others * 4 * shards
-    room = worst_case(shards, tokens, k, local) if capacity is None else capacity
-    return others * math.ceil(room / shards) * (2 * row + 8)
+        return rows * (2 * row + 8 * k)
+    counts = 4 * shards * (shards - 1) if strategy == "ragged" else 0
+    return rows * (2 * row + 8) + counts
 
 
-def choose(platform: str | None, **sizes: int | None) -> Strategy:
-    """The strategy that moves the fewest bytes, of those that suit the platform; the simplest of equals.
+def choose(platform: str | None, shards: int, **sizes: Any) -> Strategy:
+    """The strategy that moves the fewest rows, of those that suit the platform; the simplest of equals.
 
     On CPUs "ragged" is padded to the worst case and saves nothing.
     """
-    suits = platform != "cpu" and (platform in (None, "tpu") or (sizes["shards"] or 0) <= RAGGED_GPUS)
+    suits = platform != "cpu" and (platform in (None, "tpu") or shards <= RAGGED_GPUS)
     candidates = STRATEGIES if suits else STRATEGIES[:2]
-    return min(candidates, key=lambda strategy: bytes_moved(strategy, **sizes))  # type: ignore[arg-type]
+    return min(candidates, key=lambda strategy: rows_moved(strategy, shards=shards, **sizes))

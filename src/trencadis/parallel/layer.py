@@ -68,7 +68,7 @@ def expert_parallel(
       axis: the mesh axis, or a tuple of them, over which tokens and experts are sharded.
       strategy: "all_gather": all tokens to all shards, and a reduce-scatter of the results; "all_to_all": tokens to the
         shards of their experts, in blocks of equal length; "ragged": the same with as many rows as there are, by
-        `lax.ragged_all_to_all`. None: that which moves the fewest bytes on the platform of the mesh.
+        `lax.ragged_all_to_all`. None: that which moves the fewest rows on the platform of the mesh.
       capacity: the most rows that a shard computes. None: as many as there can be, `shards * t * min(k, e / shards)`,
         so that nothing is dropped. "all_to_all" divides it among the shards that rows
         come from, rounded up. Rows beyond it, of later tokens and shards, add nothing, and are counted.
@@ -102,8 +102,7 @@ def expert_parallel(
     shards, local = lax.axis_size(axis), up.shape[0]
     _check(x, routing, shards, local, strategy, capacity, chunks)
     sizes: dict[str, Any] = dict(shards=shards, tokens=x.shape[0], k=routing.experts.shape[1], local=local)
-    row = x.shape[1] * x.dtype.itemsize
-    chosen = strategy or choose(mesh_platform(), row=row, capacity=capacity, **sizes)
+    chosen = strategy or choose(mesh_platform(), capacity=capacity, **sizes)
     bias = options.get("bias_down")
     if tensor_axis is not None and bias is not None:  # it is added once, not by every shard of f
         options["bias_down"] = jnp.where(lax.axis_index(tensor_axis) == 0, bias, 0)
