@@ -1,6 +1,7 @@
 """Expert parallelism: MoE layers whose experts are sharded over a mesh axis.
 
 choice       the rows and bytes that each strategy moves, and the choice by them
+network      pods in figures, and what a step takes at best
 layer        `expert_parallel`, inside `jax.shard_map`
 mesh         `moe_mlp` over a mesh, in one call
 all_gather   the strategy that gathers tokens and scatters sums

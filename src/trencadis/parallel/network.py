@@ -44,12 +44,22 @@ class Pod:
         return LINKS[self.chip.name] / DEVICES.get(self.chip.name, 1)
 
     @property
+    def closed(self) -> bool:
+        """Whether the longest axis is a ring; otherwise its ends have no link to each other."""
+        return max(self.shape) >= TORUS.get(self.chip.name, 4)
+
+    @property
     def bisection(self) -> float:
         """Bytes per second, one way, from one half of the chips to the other, cut across the longest axis."""
-        longest = max(self.shape)
         link = LINKS[self.chip.name] / (2 * len(self.shape))
-        rings = 2 if longest >= TORUS.get(self.chip.name, 4) else 1
-        return rings * link * math.prod(self.shape) / longest
+        return (2 if self.closed else 1) * link * math.prod(self.shape) / max(self.shape)
+
+    def gather(self, received: float) -> float:
+        """Seconds in which every device gets so many bytes by gathers or reduce-scatters, along rings or open lines.
+
+        At the end of an open line half of the links are missing.
+        """
+        return received / self.bandwidth * (1 if self.closed else 2)
 
     def exchange(self, received: float) -> float:
         """Seconds in which every device gets so many bytes, as many from each other device.
@@ -83,5 +93,5 @@ def step_times(
     sizes = dict(shards=pod.devices, tokens=tokens, k=k, local=local)
     moved = 2 * bytes_moved(strategy, row=2 * d, capacity=capacity, **sizes)
     flops = 18 * tokens * k * d * f  # three products, each with two gradients
-    spent = moved / pod.bandwidth if strategy == "all_gather" else pod.exchange(moved)
+    spent = pod.gather(moved) if strategy == "all_gather" else pod.exchange(moved)
     return Times(flops / (pod.chip.peak_bf16 * pod.chip.cores), spent, moved)
