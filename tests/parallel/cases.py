@@ -11,7 +11,6 @@ from trencadis import moe, parallel
 
 T, D, F, E, K = 16, 6, 5, 8, 2
 AUTO = jax.sharding.AxisType.Auto
-HERE, EVERYWHERE = P("e"), P()
 
 
 def mesh_of(shards):
@@ -49,13 +48,13 @@ def step(shards, **options):
     return jax.jit(uncompiled(mesh_of(shards), **options))
 
 
-def uncompiled(mesh, **options):
+def uncompiled(mesh, axis="e", **options):
     def local(experts, x, weights, *params):
         routing = moe.Routing(experts, weights, jnp.zeros((x.shape[0], E)), jnp.zeros(E, jnp.int32))
-        y, load = parallel.expert_parallel(x, routing, *params, axis="e", **options)
+        y, load = parallel.expert_parallel(x, routing, *params, axis=axis, **options)
         return y, (load.rows, load.dropped[None], load.imbalance)
 
-    layer = jax.shard_map(local, mesh=mesh, in_specs=HERE, out_specs=(HERE, (HERE, HERE, EVERYWHERE)))
+    layer = jax.shard_map(local, mesh=mesh, in_specs=P(axis), out_specs=(P(axis), (P(axis), P(axis), P())))
 
     def both(experts, ct, *inputs):
         y, pull, load = jax.vjp(functools.partial(layer, experts), *inputs, has_aux=True)

@@ -66,6 +66,15 @@ def kept(strategy, experts, shards, capacity):
     return found
 
 
+@pytest.mark.sweep
+@ALL
+def test_two_axes_as_one(strategy):
+    """Tokens and experts over two mesh axes, in the order of the first and then the second."""
+    given, experts, both = cases.numbers(), cases.routings()["uneven"], ("d", "e")
+    mesh = jax.make_mesh((2, 2), both, axis_types=(cases.AUTO,) * 2, devices=jax.devices()[:4])
+    check(cases.run(jax.jit(cases.uncompiled(mesh, both, strategy=strategy)), experts, given), experts, given)
+
+
 @ALL
 def test_drops_are_counted_and_add_nothing(strategy):
     shards, capacity = 4, 6
@@ -105,6 +114,14 @@ def test_tokens_travel_in_eight_bits(strategy):
     rounded = quant.quantize(jnp.asarray(given["x"]), "float8_e4m3fn", "row").dequantize()
     got = cases.run(cases.step(2, strategy=strategy, dispatch="float8_e4m3fn"), experts, given)
     check(got, experts, given | {"x": np.asarray(rounded)})
+
+
+def test_no_tokens():
+    """Nothing travels, and gradients are 0."""
+    given = {name: x[:0] if name in ("x", "ct", "weights") else x for name, x in cases.numbers().items()}
+    y, gradients, load = cases.run(cases.step(2), cases.routings()["one"][:0], given)
+    assert y.shape == (0, cases.D) and not any(np.any(g) for g in gradients)
+    assert not load.rows.any() and not load.dropped.any() and load.imbalance == 0
 
 
 @pytest.mark.parametrize(

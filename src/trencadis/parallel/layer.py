@@ -102,6 +102,9 @@ def expert_parallel(
     shards, local = lax.axis_size(axis), up.shape[0]
     _check(x, routing, shards, local, strategy, capacity, chunks)
     sizes: dict[str, Any] = dict(shards=shards, tokens=x.shape[0], k=routing.experts.shape[1], local=local)
+    if not x.shape[0]:  # nothing travels
+        none = vary_over(jnp.zeros(local, jnp.int32), names_of(axis))
+        return x, load_over(axis, none, jnp.sum(none))
     chosen = strategy or choose(mesh_platform(), capacity=capacity, **sizes)
     bias = options.get("bias_down")
     if tensor_axis is not None and bias is not None:  # it is added once, not by every shard of f
