@@ -90,6 +90,14 @@ def test_the_mesh_in_use():
         oracle.check(call(*(numbers[name] for name in NAMES)), np.asarray(single()[0]))
 
 
+def test_tokens_that_shards_do_not_divide():
+    numbers = given()
+    routing = moe.route(numbers["x"][:15] @ numbers["router"], cases.K)
+    experts = (numbers[name] for name in ("gate", "up", "down"))
+    with pytest.raises(ValueError, match="x: want tokens that 2 shards divide evenly, padded and masked; got 15"):
+        parallel.moe_mlp(numbers["x"][:15], routing, *experts, mesh=cases.mesh_of(2), axis="e")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Weights that are sharded over another axis
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from trencadis.moe.routing import Load, Routing
@@ -62,6 +63,10 @@ def moe_mlp(
     ((4, 8), (3,), 0)
     """
     data = names_of(data_axis)
+    used = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    shards = math.prod(used.shape[name] for name in (*data, *names_of(axis)))
+    if jnp.shape(x)[0] % shards:
+        raise ValueError(f"x: want tokens that {shards} shards divide evenly, padded and masked; got {jnp.shape(x)[0]}")
     names = {"bias_gate": options.pop("bias_gate", None), "bias_up": options.pop("bias_up", None)}
     names |= {"bias_down": options.pop("bias_down", None)}
     params = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down} | names
@@ -84,7 +89,7 @@ def moe_mlp(
     given = (jnp.asarray(x), routing.experts, routing.weights, params)
     in_specs = (tokens, tokens, tokens, specs)
     out_specs = (tokens, (PartitionSpec(axis), PartitionSpec(), PartitionSpec()))
-    y, load = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*_placed(mesh, given, in_specs))
+    y, load = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*_placed(used, given, in_specs))
     return y, Load(*load)
 
 
@@ -105,12 +110,11 @@ def _spec(name: str, w: Any, axis: Axis, tensor_axis: Axis | None) -> Any:
     return Scaled.tree_unflatten(static, (PartitionSpec(*stored), shared, *rest))
 
 
-def _placed(mesh: Mesh | None, given: Any, specs: Any) -> Any:
+def _placed(mesh: Mesh | AbstractMesh, given: Any, specs: Any) -> Any:
     """The arguments as specs say, over explicit mesh axes, which nothing else moves them over."""
-    used = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    if not any(kind == AxisType.Explicit for kind in used.axis_types):
+    if not any(kind == AxisType.Explicit for kind in mesh.axis_types):
         return given
-    return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(used, spec)), given, specs)
+    return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), given, specs)
 
 
 def _ordered(w: Any, data: tuple[str, ...]) -> Any:
