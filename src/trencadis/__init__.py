@@ -17,11 +17,11 @@ from trencadis.viz import show, show_gemm
 from trencadis.why import why
 
 if TYPE_CHECKING:
-    from trencadis import compat, gemm, inspect, moe, quant, viz
+    from trencadis import compat, gemm, inspect, moe, parallel, quant, viz
 
 __version__ = "0.1.0"
 
-_PACKAGES = ("compat", "gemm", "inspect", "moe", "quant", "viz")
+_PACKAGES = ("compat", "gemm", "inspect", "moe", "parallel", "quant", "viz")
 
 __all__ = [
     "GroupMetadata",
@@ -39,6 +39,7 @@ __all__ = [
     "make_group_metadata",
     "moe",
     "moe_mlp",
+    "parallel",
     "quant",
     "ragged_dot",
     "ragged_dot_general",

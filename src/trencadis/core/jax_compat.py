@@ -67,6 +67,24 @@ def vary_alike(*xs: V) -> tuple[V, ...]:
     )
 
 
+def vary_over(x: V, axes: tuple[str, ...]) -> V:
+    """The array, varying over these manual mesh axes too."""
+    missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def mesh_platform() -> str | None:
+    """The platform of the devices of the mesh in use, such as "cpu", "gpu" or "tpu"; None if it is not known."""
+    chosen = current_target()
+    if chosen is not None:
+        return chosen.platform
+    device: Any = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return None
+    known: str | None = getattr(device, "platform", None)  # an abstract device of jax < 0.11 may have none
+    return known or ("tpu" if device.device_kind.startswith("TPU") else device.device_kind)
+
+
 def result_type(operands: tuple[ShapedArray, ...], shape: tuple[int, ...], dtype: DTypeLike) -> ShapedArray:
     """The type of a result that varies as its operands do and is sharded over no automatic axis by itself."""
     mesh = operands[0].sharding.mesh

@@ -170,15 +170,18 @@ def z_loss(logits: Float[Array, "t e"], *, mask: Bool[Array, " t"] | None = None
     return jnp.sum(jnp.where(mask, squares, 0)) / jnp.maximum(jnp.sum(mask), 1)
 
 
-def update_bias(bias: Float[Array, " e"], sizes: Int32[Array, " e"], rate: float) -> Float[Array, " e"]:
+def update_bias(
+    bias: Float[Array, " e"], sizes: Int32[Array, " e"], rate: float, *, axis_name: str | tuple[str, ...] | None = None
+) -> Float[Array, " e"]:
     """The bias for the choice of experts after a step: up by rate for experts with few rows, down for those with many.
 
-    This balances experts without a loss. Sum the sizes over the shards first, if there are several.
+    This balances experts without a loss. With axis_name the sizes are summed over all shards.
 
     >>> update_bias(jnp.zeros(3), jnp.array([1, 3, 5]), 0.5)
     Array([ 0.5,  0. , -0.5], dtype=float32)
     """
-    sizes = jnp.asarray(sizes).astype(jnp.float32)
+    sizes = jnp.asarray(sizes)
+    sizes = (sizes if axis_name is None else lax.psum(sizes, axis_name)).astype(jnp.float32)
     return bias + rate * jnp.sign(jnp.mean(sizes) - sizes).astype(bias.dtype)
 
 
