@@ -44,7 +44,17 @@ def reuse_mlir_contexts(times=10):
         thread.uses += 1
         return thread.context
 
-    mlir.make_ir_context = reused
+    build = mlir.build_mlir_module_helper
+
+    def built_apart(*args, **options):
+        """A program that XLA asks for while it compiles another, whose context is in use."""
+        mlir.make_ir_context = make
+        try:
+            return build(*args, **options)
+        finally:
+            mlir.make_ir_context = reused
+
+    mlir.make_ir_context, mlir.build_mlir_module_helper = reused, built_apart
 
 
 if not hasattr(mlir, "_thread_local_context"):

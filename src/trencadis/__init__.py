@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from trencadis.api.gemm import grouped_dense, grouped_gemm
 from trencadis.api.lax import ragged_dot, ragged_dot_general
 from trencadis.api.matmul import GroupMetadata, grouped_matmul, make_group_metadata, transposed_grouped_matmul
+from trencadis.api.sharding import sharded
 from trencadis.core.debug import debug_checks
 from trencadis.core.decision import PerformanceWarning
 from trencadis.core.named_target import target
@@ -42,6 +43,7 @@ __all__ = [
     "quant",
     "ragged_dot",
     "ragged_dot_general",
+    "sharded",
     "show",
     "show_gemm",
     "target",
