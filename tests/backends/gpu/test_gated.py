@@ -132,7 +132,9 @@ def test_the_kernel_gathers_rows():
     assert isinstance(answer, Plan) and answer.problem.gather == problem.gather
 
 
-@pytest.mark.parametrize("activation", [moe.swiglu(7.0, 1.702, 1.0), lambda gate, up: jax.nn.gelu(gate) * up], ids=str)
+@pytest.mark.parametrize(
+    "activation", [moe.swiglu(7.0, 1.702, 1.0), lambda gate, up: jax.nn.gelu(gate) * up], ids=["swiglu", "gelu"]
+)
 @pytest.mark.parametrize("back", [False, True])
 def test_activations_lower(activation, back):
     gate = Gate(activation=activation, pullback=back)
