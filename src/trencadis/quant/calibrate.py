@@ -62,7 +62,7 @@ def ordered(x: Scaled, contracting: int) -> Scaled:
     if not whole or contracting not in (-1, -2, x.ndim - 1, x.ndim - 2):
         raise ValueError(f"contracting: want one of the last two axes of shape {x.shape}; got {contracting!r}")
     transposed = x.ndim > 1 and int(contracting) % x.ndim == x.ndim - 2
-    return x if x.transposed == transposed else dataclasses.replace(x, transposed=transposed)
+    return x if x.transposed == transposed else dataclasses.replace(x, transposed=transposed, interleaved=False)
 
 
 def calibrated(x: ArrayLike, format: FormatLike, granularity: Granularity, bound: Callable[[Array], Array]) -> Scaled:

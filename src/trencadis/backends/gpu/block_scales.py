@@ -28,7 +28,7 @@ from jaxlib.mlir.dialects import arith, memref, vector
 from trencadis.backends.gpu.layout import WGMMA_M, Layout
 from trencadis.backends.gpu.scales import in_operand
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
-from trencadis.backends.gpu.upcast import ROW, WORD_BYTES
+from trencadis.backends.gpu.operand_scales import ROW, WORD_BYTES, Scales
 from trencadis.core.problem import Problem
 
 Value = Any  # an MLIR value: its type is generic or not, by the version of jaxlib
@@ -60,6 +60,10 @@ class BlockScales:
     def packed(self) -> bool:
         """Whether scales are bytes, four to a word, that operand A is multiplied by; promotion has float32."""
         return in_operand(self.problem)
+
+    def of_operand(self, words: list[jax.Array]) -> Scales:
+        """The scales of a step as factors of operand A, from the words that `load` gives."""
+        return Scales(words, self.dtype, self.length, self.problem.rhs, self.problem.interleaved)
 
     def load(self, refs: Refs, tile: Tile, top: Scalar, step: Scalar) -> list[jax.Array]:
         """The scales of a step for the 64 columns from `top` of a tile on: words or float32 numbers [64].

@@ -19,11 +19,12 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.layout import REWRITE_STAGES, ROW_ALIGN, SWIZZLE, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.mma_shapes import fit
+from trencadis.backends.gpu.operand_scales import Scales
 from trencadis.backends.gpu.scales import column_scales_by_step, row_scales_of_step
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.backends.gpu.transpose import transpose_bytes
 from trencadis.backends.gpu.unpack import unpacked
-from trencadis.backends.gpu.upcast import Scales, rs_operand, rs_parts, upcast
+from trencadis.backends.gpu.upcast import rs_operand, rs_parts, upcast
 from trencadis.core.dtypes import bits
 from trencadis.core.jax_compat import transpose_ref
 from trencadis.core.problem import Problem
@@ -167,7 +168,8 @@ class RowsMainloop:
         k_major = self.problem.transpose_rhs or self.layout.transpose_in_smem
         (lhs, lhs_at), (rhs, rhs_at) = zip((refs["smem_lhs"], refs[weights]), stages, strict=True)
         if self.layout.upcast and not self.layout.upcast_in_smem:
-            return rs_operand(rhs.at[rhs_at, mine], self.problem.lhs, scales), operand_b(lhs, lhs_at, n, True)
+            a = rs_operand(rhs.at[rhs_at, mine], self.problem.lhs, self.problem.interleaved, scales)
+            return a, operand_b(lhs, lhs_at, n, True)
         if self.layout.swap_ab:
             return operand_a(rhs, rhs_at, mine, k_major), operand_b(lhs, lhs_at, n, True)
         return operand_a(lhs, lhs_at, mine, True), operand_b(rhs, rhs_at, n, k_major)
@@ -176,7 +178,8 @@ class RowsMainloop:
         self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int, scales: Scales
     ) -> Iterator[tuple[Any, Any]]:
         """Yield operands A and B of the parts of a step: weights times scales as a register operand, and rows."""
-        weights = rs_parts(refs["smem_rhs"].at[stages[1], mine], self.problem.lhs, PART, scales)
+        held = refs["smem_rhs"].at[stages[1], mine]
+        weights = rs_parts(held, self.problem.lhs, PART, self.problem.interleaved, scales)
         for i, part in enumerate(weights):
             yield part, self.lhs_part(refs, stages[0], n, pl.ds(i * PART, PART))
 
