@@ -22,13 +22,7 @@ from trencadis.backends.gpu.layout import REWRITE_STAGES, WGMMA_M, Layout
 from trencadis.backends.gpu.mma_shapes import MmaShape, MmaShapes, mma_shapes
 from trencadis.backends.gpu.operand_scales import Scales
 from trencadis.backends.gpu.rows import PART, RowsMainloop
-from trencadis.backends.gpu.scales import (
-    column_scales_by_step,
-    in_operand,
-    operand_excess,
-    promoted_part,
-    shared_by_tile,
-)
+from trencadis.backends.gpu.scales import column_scales_by_step, in_operand, promoted_part, shared_by_tile
 from trencadis.backends.gpu.store import Store, Sums, part_of
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.backends.gpu.upcast import keep
@@ -84,12 +78,6 @@ class Consumer:
 
     def _product(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, store: Store) -> list[jax.Array]:
         """The sums of its blocks of a tile, as arrays [..., n] one below the other."""
-        excess = operand_excess(self.problem)
-        sums = self._multiplied(tile, done, top, shape, store)
-        return sums if excess == 1 else [x * jnp.float32(excess) for x in sums]
-
-    def _multiplied(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape, store: Store) -> list[jax.Array]:
-        """The same sums as the accumulators have them: scales in operand A may be too small by a power of two."""
         if self.layout.promoted and self.layout.upcast and not self.layout.upcast_in_smem:
             return [self._upcast_promoted_sums(tile, done, top, shape)]
         if self.layout.promoted:
