@@ -3,8 +3,10 @@
 Four lanes of a warp hold a row of a register operand, two neighbours along k in each lane, the next two in the next
 lane. In interleaved weights, the word of lane l holds exactly its pairs, 8 p + 2 l and 8 p + 2 l + 1 of each run of k:
 
-    8 bits, runs of 16    bytes      k0 k1 k8 k9 | k2 k3 k10 k11 | ...
+    8 bits, runs of 16    bytes      k0 k8 k1 k9 | k2 k10 k3 k11 | ...
     int4, runs of 32      nibbles    k0 k8 k16 k24 k1 k9 k17 k25 | k2 k10 k18 k26 k3 k11 k19 k27 | ...
+
+The two of a pair lie at the same place of both halves of the word, so that one instruction can move both.
 
 A word of float4_e2m1fn holds the same pairs as bits: `FLOAT4_MOVES` says how each becomes a pair of bfloat16. Shape and
 dtype of the array stay. Whole runs are needed: see `interleaves`.
@@ -61,17 +63,15 @@ def interleave_columns(x: Array, weights: Any) -> Array:
     """An array of any dtype with its last axis in the order of interleaved weights of a dtype.
 
     >>> interleave_columns(jnp.arange(16), jnp.int8).tolist()
-    [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+    [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]
     """
-    pairs, order = run_length(weights) // (2 * LANES), (1, 0, 2) if bits(weights) == 8 else (1, 2, 0)
-    return _transposed(x, (pairs, LANES, 2), order)
+    return _transposed(x, (run_length(weights) // (2 * LANES), LANES, 2), (1, 2, 0))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def deinterleave_columns(x: Array, weights: Any) -> Array:
     """The inverse of `interleave_columns`."""
-    pairs, eight = run_length(weights) // (2 * LANES), bits(weights) == 8
-    return _transposed(x, (LANES, pairs, 2) if eight else (LANES, 2, pairs), (1, 0, 2) if eight else (2, 0, 1))
+    return _transposed(x, (LANES, 2, run_length(weights) // (2 * LANES)), (2, 0, 1))
 
 
 @jax.jit
@@ -79,7 +79,7 @@ def interleave(x: Array) -> Array:
     """Weights with their last axis, which is k, in the interleaved order.
 
     >>> interleave(jnp.arange(16, dtype=jnp.int8)).tolist()
-    [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+    [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]
     """
     if x.dtype.name != FLOAT4:
         return interleave_columns(x, x.dtype)

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from trencadis.backends.gpu.layout import WGMMA_M, Layout
 from trencadis.backends.gpu.scales import in_operand
@@ -32,6 +32,8 @@ from trencadis.backends.gpu.operand_scales import ROW, WORD_BYTES, Scales
 from trencadis.core.problem import Problem
 
 Value = Any  # an MLIR value: its type is generic or not, by the version of jaxlib
+THREADS = 128  # of a warpgroup
+SECTOR = 32  # bytes that a cache fetches at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,17 +72,32 @@ class BlockScales:
 
         Global memory answers late: they are asked for well before they are used. Past the last step they repeat.
         """
-        weights, across = self.problem.weights, self.problem.epilogue.column_block[1]
-        group = tile.group if weights == self.problem.spans else lax.rem(tile.group, i32(weights))
+        across = self.problem.epilogue.column_block[1]
         ref, height = refs["by_column"], WGMMA_M if across == 1 else 1
         first = lax.div(tile.column + top, i32(across))
         # the last tile may be wider than the result: what it computes there is not stored
-        rows = ref.at[group, pl.ds(lax.min(first, i32(ref.shape[1] - height)), height)]
+        rows = ref.at[self._weights(tile), pl.ds(lax.min(first, i32(ref.shape[1] - height)), height)]
         start = lax.div(step * i32(self.layout.block_k), i32(self.length))
         count = self.per_step
         if self.packed:
             count, start = -(-count // WORD_BYTES), lax.div(start, i32(ref.dtype.itemsize))
         return _load(rows, start, count, shared=across > 1)
+
+
+    def prefetch(self, refs: Refs, tile: Tile) -> None:
+        """Fetch the scales of a tile into the L2 cache, long before consumers load them.
+
+        From there they arrive within a step; global memory takes longer than that.
+        """
+        ref, across = refs["by_column"], self.problem.epilogue.column_block[1]
+        height = min(-(-self.layout.block_n // across), ref.shape[1])
+        first = lax.min(lax.div(tile.column, i32(across)), i32(ref.shape[1] - height))
+        _prefetch(ref.at[self._weights(tile), pl.ds(first, height)])
+
+    def _weights(self, tile: Tile) -> Scalar:
+        """The index of the weights, and of their scales, that the group of a tile meets."""
+        weights = self.problem.weights
+        return tile.group if weights == self.problem.spans else lax.rem(tile.group, i32(weights))
 
 
 def stored(problem: Problem, scales: jax.Array) -> jax.Array:
@@ -96,6 +113,24 @@ def stored(problem: Problem, scales: jax.Array) -> jax.Array:
         return scales
     word = jnp.int16 if unit == 2 else jnp.int32
     return lax.bitcast_convert_type(scales.reshape(*scales.shape[:2], -1, unit), word)
+
+
+def _prefetch(ref: Ref) -> None:
+    """Fetch an array that is contiguous in global memory into the L2 cache; the threads of a warpgroup take turns."""
+    size = math.prod(ref.shape) * ref.dtype.itemsize
+
+    @mgpu.inline_mgpu(arg_types=(mgpu.RefType(),))
+    def fetch(_: Any, scales: Value) -> None:
+        i32, i64 = (ir.IntegerType.get_signless(width) for width in (32, 64))
+        start = llvm.ptrtoint(i64, utils.memref_ptr(scales))
+        thread = arith.remui(utils.thread_idx(), utils.c(THREADS, i32))
+        for first in range(0, size, THREADS * SECTOR):
+            at = arith.addi(arith.muli(thread, utils.c(SECTOR, i32)), utils.c(first, i32))
+            text = f"{{ .reg .pred inside; setp.lt.u32 inside, $1, {size}; @inside prefetch.global.L2 [$0]; }}"
+            address = arith.addi(start, arith.extui(i64, at))
+            llvm.inline_asm(None, [address, at], text, "l,r", has_side_effects=True)
+
+    fetch(ref)
 
 
 def _load(ref: Ref, start: Scalar, count: int, shared: bool) -> list[jax.Array]:

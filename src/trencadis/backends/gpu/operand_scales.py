@@ -1,4 +1,4 @@
-"""Scales that a register operand is multiplied by: bytes of words, as bfloat16 numbers in both halves of a register.
+"""Scales that a register operand is multiplied by: bytes of words, as bfloat16 numbers, two to a register.
 
 Values that are 4-bit floats arrive too small by 2**126. Their scales make up for that, so that one product does both:
 
@@ -21,7 +21,8 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from trencadis.core.interleave import FLOAT4, LANES
 
 Value = Any  # an MLIR value: its type is generic or not, by the version of jaxlib
-Factors = Callable[[int, Sequence[int], int], list[Value]]  # of a block of registers, its place, and a pair of it
+Factor = tuple[Value, str]  # a word, and which half of it is meant: "low" or "high"
+Factors = Callable[[int, Sequence[int], int], list[Factor]]  # of a block of registers, its place, and a pair of it
 
 ROW = mgpu.Layout.WGMMA.reduce(1)  # a number for each row of operand A or of the accumulators
 WORD_BYTES = 4
@@ -63,13 +64,13 @@ class Scales:
         return arith.cmpi(arith.CmpIPredicate.ne, anywhere, _const(0))
 
     def factors(self, words: Sequence[FragmentedArray], run: int, large: bool) -> Factors:
-        """A function that gives the factors of a pair in a block of `run` entries of k, each twice in a word."""
+        """A function that gives the factors of a pair in a block of `run` entries of k."""
         apart, of_lane = 1, None
         if self.length < run and not self.interleaved:  # a lane has a part of the run, and its own scale
             apart = run // self.length
             lane = arith.remui(utils.thread_idx(), _const(LANES))
             of_lane = arith.divui(lane, _const(LANES // apart))
-        known: dict[Any, list[Value]] = {}
+        known: dict[Any, list[Factor]] = {}
 
         def factors(block: int, rest: Sequence[int], pair: int) -> list[Value]:
             at = (block * run + (PAIRS_APART * pair if self.interleaved else 0)) // self.length
@@ -78,22 +79,28 @@ class Scales:
             if (at, place) not in known:
                 which, byte = divmod(at, WORD_BYTES)
                 word = vector.extract(words[which].registers[place], [], [0])
-                if self.dtype.name == "float8_e8m0fnu":
-                    found = {byte: self._powers(word, byte, of_lane, large)}
-                else:  # two at once
-                    both = byte & ~apart, byte | apart
-                    found = dict(zip(both, _e4m3_pair(word, both, of_lane, self.small), strict=True))
-                known.update({(at - byte + each, place): numbers for each, numbers in found.items()})
+                both = byte & ~apart, byte | apart  # two scales at once
+                for each, numbers in zip(both, self._pair(word, both, of_lane, large), strict=True):
+                    known[at - byte + each, place] = numbers
             return known[at, place]
 
         return factors
 
-    def _powers(self, word: Value, byte: int, of_lane: Value | None, large: bool) -> list[Value]:
-        """The factors for an e8m0 scale: a byte of a word, or one that is as many bytes further as `of_lane` says."""
-        exponents = _bytes_of(word, 0x4040 + 0x0101 * byte, 0x0101, of_lane)
-        if not self.small:
-            return [_power(exponents, 0, _nan(word))]
-        return _split_power(exponents, _nan(word)) if large else [_power(exponents, 126, None)]
+    def _pair(self, word: Value, both: tuple[int, int], of_lane: Value | None, large: bool) -> list[list[Factor]]:
+        """The factors for two scales: bytes of a word, or those that are as many bytes further as `of_lane` says."""
+        if self.dtype.name == "float8_e4m3fn":
+            half = "low" if both[0] < 2 else "high"
+            if of_lane is not None or both[1] != both[0] + 1:
+                word, half = _bytes_of(word, 0x4400 + both[0] + 0x10 * both[1], 0x11, of_lane), "low"
+            numbers = _asm(e4m3_to_bf16(half, self.small), word)
+            return [[(numbers, "low")], [(numbers, "high")]]
+        exponents = _bytes_of(word, 0x4040 + both[0] + 0x100 * both[1], 0x0101, of_lane)
+        if self.small and large:
+            first, second = _split_powers(exponents, _nan(word))
+            return [[(first, half), (second, half)] for half in ("low", "high")]
+        powers = _asm(powers_of_two(126 if self.small else 0), exponents)
+        powers = powers if self.small else arith.ori(powers, _nan(word))
+        return [[(powers, "low")], [(powers, "high")]]
 
 
 def _const(x: int) -> Value:
@@ -119,6 +126,12 @@ def _nan(word: Value) -> Value:
     return arith.select(arith.cmpi(arith.CmpIPredicate.ne, found, _const(0)), _const(0x7FC07FC0), _const(0))
 
 
+def _asm(text: str, word: Value) -> Value:
+    """The word that some instructions make of another one."""
+    out: Value = llvm.inline_asm(ir.IntegerType.get_signless(32), [word], text, "=r,r")
+    return out
+
+
 def powers_of_two(up: int) -> str:
     """The instructions that make bfloat16 numbers of e8m0 scales in both halves of a word, times 2**up.
 
@@ -127,55 +140,44 @@ def powers_of_two(up: int) -> str:
     if up:
         return f"mad.lo.u32 $0, $1, 128, {up * 0x00800080:#x};"
     return """{
-        .reg .b32 number;
+        .reg .b32 number, least;
         shl.b32 number, $1, 7;
-        max.u32 $0, number, 0x00400040;
+        mov.b32 least, 0x00400040;
+        max.u16x2 $0, number, least;
     }"""
 
 
-def _power(exponents: Value, up: int, nan: Value | None) -> Value:
-    """Powers of two times 2**up, from e8m0 scales in both halves of a word, or NaN."""
-    i32 = ir.IntegerType.get_signless(32)
-    numbers: Value = llvm.inline_asm(i32, [exponents], powers_of_two(up), "=r,r")
-    return numbers if nan is None else arith.ori(numbers, nan)
+def _split_powers(exponents: Value, nan: Value) -> list[Value]:
+    """Powers of two times 2**126, from e8m0 scales in both halves of a word, as two factors.
 
-
-def _split_power(exponents: Value, nan: Value) -> list[Value]:
-    """Powers of two times 2**126, as two factors: up to 2**127, and the rest or NaN."""
-    one = arith.andi(exponents, _const(0xFF))
-    low = arith.minui(one, _const(128))
-    both = [arith.addi(low, _const(126)), arith.addi(arith.subi(one, low), _const(127))]
-    first, rest = (arith.muli(each, _const(0x00800080)) for each in both)
-    return [first, arith.ori(rest, nan)]
+    They are up to 2**127, and the rest or NaN. A scale of 128 or more has its top bit set: of that, 128 stays in the
+    first factor.
+    """
+    top = arith.andi(exponents, _const(0x00800080))
+    large = arith.muli(arith.shrui(top, _const(7)), _const(0x7F))  # 127 where the top bit is set
+    rest = arith.andi(exponents, large)
+    first, second = arith.subi(exponents, rest), rest
+    both = [arith.addi(first, _const(0x007E007E)), arith.addi(second, _const(0x007F007F))]
+    first, second = (arith.muli(each, _const(128)) for each in both)
+    return [first, arith.ori(second, nan)]
 
 
 def e4m3_to_bf16(half: str, small: bool) -> str:
-    """The instructions that make bfloat16 numbers, each twice, of the two float8_e4m3fn scales in a half of a word.
+    """The instructions that make bfloat16 numbers of the two float8_e4m3fn scales in the low or high half of a word.
 
     They are multiplied by 2**118 for small values. NaN stays NaN.
     """
-    scaled = "mul.f32 first, first, 0f7A800000; mul.f32 second, second, 0f7A800000;" if small else ""
+    scaled = "mov.b32 power, 0x7A807A80; mul.bf16x2 numbers, numbers, power;" if small else ""
     return f"""{{
         .reg .b16 low, high;
-        .reg .b32 numbers;
+        .reg .b32 numbers, power;
         .reg .f32 first, second;
-        mov.b32 {{low, high}}, $2;
+        mov.b32 {{low, high}}, $1;
         cvt.rn.f16x2.e4m3x2 numbers, {half};
         mov.b32 {{low, high}}, numbers;
         cvt.f32.f16 first, low;
         cvt.f32.f16 second, high;
+        cvt.rn.bf16x2.f32 numbers, second, first;
         {scaled}
-        cvt.rn.bf16x2.f32 $0, first, first;
-        cvt.rn.bf16x2.f32 $1, second, second;
+        mov.b32 $0, numbers;
     }}"""
-
-
-def _e4m3_pair(word: Value, both: tuple[int, int], of_lane: Value | None, small: bool) -> list[list[Value]]:
-    """The factors for two float8_e4m3fn scales, bytes of a word, converted together."""
-    i32 = ir.IntegerType.get_signless(32)
-    half = "low" if both[0] < 2 else "high"
-    if of_lane is not None or both[1] != both[0] + 1:
-        word, half = _bytes_of(word, 0x4400 + both[0] + 0x10 * both[1], 0x11, of_lane), "low"
-    pair = llvm.StructType.get_literal([i32, i32])
-    numbers: Value = llvm.inline_asm(pair, [word], e4m3_to_bf16(half, small), "=r,=r,r")
-    return [[llvm.extractvalue(i32, numbers, [i])] for i in range(2)]

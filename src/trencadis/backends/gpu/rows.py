@@ -17,10 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
+from trencadis.backends.gpu.block_scales import BlockScales
 from trencadis.backends.gpu.layout import REWRITE_STAGES, ROW_ALIGN, SWIZZLE, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.mma_shapes import fit
 from trencadis.backends.gpu.operand_scales import Scales
-from trencadis.backends.gpu.scales import column_scales_by_step, row_scales_of_step
+from trencadis.backends.gpu.scales import column_scales_by_step, needs_upcast, row_scales_of_step
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.backends.gpu.transpose import transpose_bytes
 from trencadis.backends.gpu.unpack import unpacked
@@ -128,6 +129,11 @@ class RowsMainloop:
             scales = refs["by_column"].at[tile.group, self.scale_of(step, problem.epilogue.column_block[0]), n]
             mgpu.copy_gmem_to_smem(scales, refs["smem_column_scales"].at[stage], full)
         self.load_rows(refs, tile, k, stage, {"smem_lhs": refs["lhs"].at[low] if cut.hi_lo == "lhs" else refs["lhs"]})
+
+    def prefetch(self, refs: Refs, tile: Tile) -> None:
+        """Fetch what consumers load from global memory themselves, the scales of weights along k, into the L2 cache."""
+        if needs_upcast(self.problem) and self.problem.epilogue.column_block[0]:
+            BlockScales(self.problem, self.layout).prefetch(refs, tile)
 
     def load_rows(self, refs: Refs, tile: Tile, columns: Any, stage: Scalar, sources: Refs) -> None:
         """Start the copies of some columns of as many rows as a tile has, from each source to where it is staged."""

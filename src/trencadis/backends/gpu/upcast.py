@@ -7,7 +7,7 @@ that it holds the pairs of that lane, or `permute_k` permutes the columns of lhs
 
     int4, 32 of k        word of lane 0     0  1  2  3  4  5  6  7      upcast by shifts, so that 0 and 4 make a pair
     pairs of operand A   lanes 0, 1, 2, 3   0 4 | 8 12 | 16 20 | 24 28    1 5 | 9 13 | ...    2 6 | ...    3 7 | ...
-    8 bits, 16 of k      lanes 0, 1, 2, 3   0 1 | 4 5  |  8  9 | 12 13    2 3 | 6 7  | ...
+    8 bits, 16 of k      lanes 0, 1, 2, 3   0 2 | 4 6  |  8 10 | 12 14    1 3 | 5 7  | ...
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import numpy as np
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import llvm, scf
 
-from trencadis.backends.gpu.operand_scales import ROW, Factors, Scales
+from trencadis.backends.gpu.operand_scales import ROW, Factor, Factors, Scales
 from trencadis.backends.gpu.tile_scheduler import Ref
 from trencadis.core.dtypes import bits
 from trencadis.core.interleave import FLOAT4, FLOAT4_MOVES, LANES, WORD, Move, deinterleave_columns
@@ -60,18 +60,17 @@ def rs_parts(ref: Ref, dtype: Any, k: int, interleaved: bool, scales: Scales | N
     run = LANES * word
     loaded = mgpu.Layout.TILED(mgpu.Tiling(((64, run), (16, run), (8, run), (word,))), (-7,), (-3, -2), -1)
     held = mgpu.layout_cast(ref[...], loaded)
-    convert = _conversion(held.dtype, jnp.dtype(dtype), interleaved)
+    convert = _conversion(np.dtype(held.dtype), jnp.dtype(dtype), interleaved)
     for start in range(0, held.shape[1], k):
         part = held if k == held.shape[1] else held[:, start : start + k]
         yield _unpacked(part, loaded, convert, jnp.dtype(dtype), scales, start // run)
 
 
 def _unpacked(
-    held: jax.Array, loaded: Any, convert: Conversion | None, dtype: np.dtype[Any], scales: Scales | None, first: int
+    held: jax.Array, loaded: Any, convert: Conversion, dtype: np.dtype[Any], scales: Scales | None, first: int
 ) -> Any:
     """What lanes have loaded as a register operand; its first run of k has this number in the step, and its scale."""
     values, run = held.dtype, LANES * WORD // bits(held.dtype)
-    held = upcast(held, dtype) if convert is None else held
     result = mgpu.ShapeDtypeStruct(held.shape, dtype, layout=mgpu.Layout.WGMMA)
     given = [] if scales is None else scales.words
 
@@ -82,14 +81,14 @@ def _unpacked(
         registers = np.empty(target.registers_shape(words.shape), dtype=object)
         i32, count = ir.IntegerType.get_signless(32), run // (2 * LANES)
         # as integers: LLVM would take vectors of 4-bit numbers apart where they go into a branch
-        loads = [(at, x if convert is None else utils.bitcast(x, i32)) for at, x in np.ndenumerate(words.registers)]
+        loads = [(at, utils.bitcast(x, i32)) for at, x in np.ndenumerate(words.registers)]
 
         def unpack(large: bool) -> list[Value]:
             factors = _excess_of(values, dtype) if scales is None else scales.factors(given, run, large)
             return [
                 functools.reduce(_times, factors(first + block, rest, i), pair)
                 for (_, block, *rest), word in loads
-                for i, pair in enumerate(_pairs(word, convert))
+                for i, pair in enumerate(convert(word))
             ]
 
         pairs = iter(_either(None if scales is None else scales.large(given), unpack, count * len(loads)))
@@ -139,18 +138,26 @@ def keep(*operands: Any) -> None:
     use(*operands)
 
 
-def _conversion(source: Any, dtype: np.dtype[Any], interleaved: bool) -> Conversion | None:
-    """How a lane's word of weights becomes pairs of 16-bit floats; None where Mosaic's own conversion is as good."""
-    if source == jnp.int4:
-        return functools.partial(_int4_to_floats, dtype=dtype)
-    if bits(source) == 4:
-        return functools.partial(_float4_to_floats, dtype=dtype, interleaved=interleaved)
-    return _int8_to_float16 if source == jnp.int8 and dtype == jnp.float16 else None
+def _conversion(source: np.dtype[Any], dtype: np.dtype[Any], interleaved: bool) -> Conversion:
+    """How a lane's word of weights becomes pairs of 16-bit floats, each from the same bits of both halves."""
+    half = dtype == jnp.float16
+    if bits(source) == 4 and source != jnp.int4:
+        moves = FLOAT4_MOVES if interleaved else FLOAT4_NEIGHBOURS
+        return functools.partial(_pairs, [float4_to_floats(each, half) for each in moves], half)
+    if jnp.issubdtype(source, jnp.floating):
+        return functools.partial(_float8_to_floats, kind=source.name[7:11], half=half)
+    convert = int4_to_floats if bits(source) == 4 else int8_to_floats
+    return functools.partial(_pairs, [convert(by, half) for by in range(0, WORD // 2, bits(source))], half)
 
 
-def _pairs(word: Value, convert: Conversion | None) -> list[Value]:
-    """The pairs of 16-bit floats in a lane's word, converted here or before."""
-    return [utils.vector_slice(word, slice(i, i + 2)) for i in (0, 2)] if convert is None else convert(word)
+def _pairs(texts: Sequence[str], half: bool, word: Value) -> list[Value]:
+    """The pairs of bfloat16 or float16 that some instructions make of a word, one each."""
+    i32 = ir.IntegerType.get_signless(32)
+    return [utils.bitcast(llvm.inline_asm(i32, [word], text, "=r,r"), _pair_type(half)) for text in texts]
+
+
+def _pair_type(half: bool) -> ir.Type:
+    return ir.VectorType.get((2,), ir.F16Type.get() if half else ir.BF16Type.get())
 
 
 def _excess_of(values: np.dtype[Any], dtype: np.dtype[Any]) -> Factors:
@@ -158,7 +165,7 @@ def _excess_of(values: np.dtype[Any], dtype: np.dtype[Any]) -> Factors:
     if values.name != FLOAT4:
         return lambda *_: []
     power = utils.c(0x74007400 if dtype == jnp.float16 else 0x7E807E80, ir.IntegerType.get_signless(32))
-    return lambda *_: [power]
+    return lambda *_: [(power, "low")]
 
 
 def upcast(x: jax.Array, dtype: Any) -> jax.Array:
@@ -167,59 +174,74 @@ def upcast(x: jax.Array, dtype: Any) -> jax.Array:
     return (x.astype(jnp.float16).astype(jnp.float32) if is_float else x).astype(dtype)
 
 
-def _int4_to_floats(word: Value, dtype: np.dtype[Any]) -> list[Value]:
-    """Eight int4 as four pairs of 16-bit floats: bits i to i + 3 of both halves of a word, for i = 0, 4, 8, 12.
+def int4_to_floats(by: int, half: bool) -> str:
+    """The instructions that make a pair of bfloat16, or of float16, of the int4 at bits `by` of both halves of a word.
 
     With the bits of a power of two above them and their sign bit flipped they are the bfloat16 numbers 128 to 143, from
     which 136 is subtracted, or the float16 numbers 1024 to 1039, from which 1032 is.
     """
-    i32, half = ir.IntegerType.get_signless(32), dtype == jnp.float16
-    pair = ir.VectorType.get((2,), ir.F16Type.get() if half else ir.BF16Type.get())
     zero, kind = ("0x64086408", "f16x2") if half else ("0x43084308", "bf16x2")
-    text = f"""{{
+    return f"""{{
         .reg .b32 number, zero;
-        lop3.b32 number, $1, 0x000F000F, {zero}, (0xF0 & 0xCC) ^ 0xAA;
+        shr.b32 number, $1, {by};
+        lop3.b32 number, number, 0x000F000F, {zero}, 0x6A;
         mov.b32 zero, {zero};
         sub.{kind} $0, number, zero;
     }}"""
-    shifted = [word, *(arith.shrui(word, utils.c(by, i32)) for by in (4, 8, 12))]
-
-    def convert(nibbles: Value) -> Value:
-        numbers: Value = llvm.inline_asm(i32, [nibbles], text, "=r,r")
-        return utils.bitcast(numbers, pair)
-
-    return [convert(each) for each in shifted]
 
 
-def _int8_to_float16(word: Value) -> list[Value]:
-    """Four int8 as two pairs of float16: with their sign bit flipped they are the last bits of 1024 to 1279."""
-    i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.F16Type.get())
-    text = """{{
-        .reg .b32 number, zero;
-        xor.b32 number, $1, 0x80808080;
-        mov.b32 zero, 0x64646464;
-        prmt.b32 number, number, zero, {selector};
-        mov.b32 zero, 0x64806480;
-        sub.f16x2 $0, number, zero;
+def int8_to_floats(by: int, half: bool) -> str:
+    """The instructions that make a pair of bfloat16, or of float16, of the int8 at bits `by` of both halves of a word.
+
+    In float16 it is as for int4: 1024 to 1279, minus 1152. A bfloat16 number has a bit less: without their sign bit they
+    are the numbers 128 to 255, from which 128 is subtracted, or 256 where that bit is set.
+    """
+    if half:
+        return f"""{{
+            .reg .b32 number, zero;
+            shr.b32 number, $1, {by};
+            lop3.b32 number, number, 0x00FF00FF, 0x64806480, 0x6A;
+            mov.b32 zero, 0x64806480;
+            sub.f16x2 $0, number, zero;
+        }}"""
+    return f"""{{
+        .reg .b32 number, low, sign;
+        shr.b32 number, $1, {by};
+        lop3.b32 low, number, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 sign, number, 0x00800080, 0x43004300, 0xEA;
+        sub.bf16x2 $0, low, sign;
     }}"""
 
-    def convert(selector: str) -> Value:
-        numbers: Value = llvm.inline_asm(i32, [word], text.format(selector=selector), "=r,r")
-        return utils.bitcast(numbers, pair)
 
-    return [convert(selector) for selector in ("0x4140", "0x4342")]
+def _float8_to_floats(word: Value, kind: str, half: bool) -> list[Value]:
+    """Four float8_e4m3fn or float8_e5m2, as the kind says, as two pairs: bytes 0 and 2, 1 and 3."""
+    i32 = ir.IntegerType.get_signless(32)
+    both = llvm.StructType.get_literal([i32, i32])
+    found: Value = llvm.inline_asm(both, [word], float8_to_floats(kind, half), "=&r,=r,r")
+    return [utils.bitcast(llvm.extractvalue(i32, found, [i]), _pair_type(half)) for i in range(2)]
 
 
-def _float4_to_floats(word: Value, dtype: np.dtype[Any], interleaved: bool) -> list[Value]:
-    """Eight float4_e2m1fn as four pairs of 16-bit floats that are too small by 2**126, or by 2**14 in float16."""
-    i32, half = ir.IntegerType.get_signless(32), dtype == jnp.float16
-    pair = ir.VectorType.get((2,), ir.F16Type.get() if half else ir.BF16Type.get())
+def float8_to_floats(kind: str, half: bool) -> str:
+    """The instructions that make two pairs of bfloat16, or of float16, of four float8 in a word.
 
-    def convert(moves: Sequence[Move]) -> Value:
-        numbers: Value = llvm.inline_asm(i32, [word], float4_to_floats(moves, half), "=r,r")
-        return utils.bitcast(numbers, pair)
-
-    return [convert(moves) for moves in (FLOAT4_MOVES if interleaved else FLOAT4_NEIGHBOURS)]
+    They become bfloat16 only by way of float16 and float32.
+    """
+    if half:
+        pairs = "mov.b32 $0, {a, c}; mov.b32 $1, {b, d};"
+    else:
+        wide = " ".join(f"cvt.f32.f16 {x}_wide, {x};" for x in "abcd")
+        pairs = f"{wide} cvt.rn.bf16x2.f32 $0, c_wide, a_wide; cvt.rn.bf16x2.f32 $1, d_wide, b_wide;"
+    return f"""{{
+        .reg .b16 low, high, a, b, c, d;
+        .reg .b32 first, second;
+        .reg .f32 a_wide, b_wide, c_wide, d_wide;
+        mov.b32 {{low, high}}, $2;
+        cvt.rn.f16x2.{kind}x2 first, low;
+        cvt.rn.f16x2.{kind}x2 second, high;
+        mov.b32 {{a, b}}, first;
+        mov.b32 {{c, d}}, second;
+        {pairs}
+    }}"""
 
 
 def float4_to_floats(moves: Sequence[Move], half: bool) -> str:
@@ -247,9 +269,16 @@ def _rotation(by: int, keep: int) -> str:
     return f"shl.b32 moved, $1, {by};"
 
 
-def _times(pair: Value, scale: Value) -> Value:
-    """A pair of 16-bit floats times a number that stands in both halves of a word."""
+def _times(pair: Value, factor: Factor) -> Value:
+    """A pair of 16-bit floats times a number that stands in a half of a word, which the instruction chooses."""
+    word, half = factor
     i32, kind = ir.IntegerType.get_signless(32), ir.VectorType(pair.type).element_type
-    text = f"mul.{'f16x2' if isinstance(kind, ir.F16Type) else 'bf16x2'} $0, $1, $2;"
-    out: Value = llvm.inline_asm(i32, [utils.bitcast(pair, i32), scale], text, "=r,r,r")
+    text = f"""{{
+        .reg .b16 low, high;
+        .reg .b32 both;
+        mov.b32 {{low, high}}, $2;
+        mov.b32 both, {{{half}, {half}}};
+        mul.{"f16x2" if isinstance(kind, ir.F16Type) else "bf16x2"} $0, $1, both;
+    }}"""
+    out: Value = llvm.inline_asm(i32, [utils.bitcast(pair, i32), word], text, "=r,r,r")
     return utils.bitcast(out, pair.type)
