@@ -133,6 +133,21 @@ def _prefetch(ref: Ref) -> None:
     fetch(ref)
 
 
+def _words_at(scales: Value, row: Value, first: Value, count: int) -> list[Value]:
+    """Two or four neighbouring words of an array in global memory, aligned to as many."""
+    i32, i64 = (ir.IntegerType.get_signless(width) for width in (32, 64))
+    length = ir.MemRefType(scales.type).shape[-1]
+    at = arith.addi(arith.muli(arith.index_castui(i32, row), utils.c(length, i32)), first)
+    offset = arith.muli(arith.extui(i64, at), utils.c(WORD_BYTES, i64))
+    address = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(scales)), offset)
+    names = ", ".join(f"${i}" for i in range(count))
+    found: Value = llvm.inline_asm(
+        llvm.StructType.get_literal([i32] * count), [address], f"ld.global.nc.v{count}.b32 {{{names}}}, [${count}];",
+        ",".join(["=r"] * count + ["l"]), has_side_effects=True,  # so that it stays a step ahead
+    )  # fmt: skip
+    return [llvm.extractvalue(i32, found, [i]) for i in range(count)]
+
+
 def _load(ref: Ref, start: Scalar, count: int, shared: bool) -> list[jax.Array]:
     """Words [64] from global memory [64, all], or [1, all] if rows share them: `count` of them, from `start` on.
 
@@ -143,7 +158,8 @@ def _load(ref: Ref, start: Scalar, count: int, shared: bool) -> list[jax.Array]:
     dtype = jnp.float32 if ref.dtype == jnp.float32 else jnp.int32
     unit = ref.dtype.itemsize
     struct = mgpu.ShapeDtypeStruct((WGMMA_M,), dtype, layout=ROW)
-    last = ref.shape[-1] - 1
+    last, signed = ref.shape[-1] - 1, None if dtype == jnp.float32 else True
+    together = unit == WORD_BYTES and count in (2, 4) and ref.shape[-1] % count == 0  # by one instruction
 
     @mgpu.inline_mgpu(arg_types=(mgpu.RefType(), ROW), return_type=(struct,) * count)
     def words(_: Any, scales: Value, start: FragmentedArray) -> tuple[FragmentedArray, ...]:
@@ -169,10 +185,13 @@ def _load(ref: Ref, start: Scalar, count: int, shared: bool) -> list[jax.Array]:
             where = utils.c(0, index) if shared else row
             register: Value = start.registers[place]
             first = vector.extract(register, [], [0])
-            for which, each in enumerate(registers):
-                number = gathered(where, first, which)
+            if together:
+                numbers = _words_at(scales, where, arith.minui(first, utils.c(last + 1 - count, word)), count)
+            else:
+                numbers = [gathered(where, first, which) for which in range(count)]
+            for each, number in zip(registers, numbers, strict=True):
+                number = utils.bitcast(number, ir.F32Type.get()) if together and signed is None else number
                 each[place] = vector.broadcast(ir.VectorType.get((1,), number.type), number)
-        signed = None if dtype == jnp.float32 else True
         return tuple(FragmentedArray(_registers=each, _layout=layout, _is_signed=signed) for each in registers)
 
     return list(words(ref, mgpu.layout_cast(lax.broadcast(start, (WGMMA_M,)), ROW)))

@@ -53,6 +53,7 @@ MAX_STAGES = 8  # more stages hide no more latency
 LARGE_M, LARGE_N = 256, 192  # the largest tile, exchanged in swap-AB: two consumers have registers for no more sums
 MAX_N = {Form.ROWS: 256, Form.CONTRACTION: LARGE_N}  # of one wgmma; a mask warpgroup leaves fewer registers
 PULLBACK_M = 160  # rows of a tile with the pullback of a gated activation
+SHORTER_K = 192  # entries of k in a step of 4-bit weights, where that divides k and 256 does not: 2880
 UPCAST_N = 128  # columns of a tile whose weights are upcast or transposed
 SMALL_GROUP = 64  # mean rows of a group up to which the product is bound by reading weights
 TINY_GROUP = 16  # mean rows of a group up to which the smallest tiles do
@@ -287,8 +288,22 @@ def _block_k(problem: Problem, swizzle: int, short: bool) -> int:
         return WGMMA_M
     if needs_upcast(problem):  # beside promoted sums, registers hold scales of rows or longer steps
         short = short or problem.epilogue.row_block > 0
+        if not short and _whole_steps(problem, SHORTER_K):
+            return SHORTER_K
         return 2 * swizzle_elements(problem.lhs) if short else swizzle_elements(problem.rhs)
     return swizzle_elements(mma_dtype(problem), SWIZZLE if problem.form is Form.ROWS else swizzle)
+
+
+def _whole_steps(problem: Problem, block_k: int) -> bool:
+    """Whether steps of this length divide k, and those of a swizzle row of the weights do not.
+
+    Weights are multiplied by their scales in the operand, and a step starts with a whole word of them.
+    """
+    if not in_operand(problem) or bits(problem.rhs) != 4 or problem.k % swizzle_elements(problem.rhs) == 0:
+        return False
+    length = problem.epilogue.column_block[0]
+    scales = -(-problem.k // length)
+    return problem.k % block_k == 0 and block_k % length == 0 and block_k // length % math.gcd(scales, 4) == 0
 
 
 def _swizzle(problem: Problem) -> int:

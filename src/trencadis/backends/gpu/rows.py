@@ -92,10 +92,10 @@ class RowsMainloop:
 
     @property
     def weights_run(self) -> int:
-        """The elements in a swizzle row of low-precision weights: it divides their tile and their array."""
+        """The elements in a swizzle row of low-precision weights: it divides their tile, their array and 128 bytes."""
         k_major = self.problem.transpose_rhs
         stage, whole = (self.layout.block_k, self.problem.k) if k_major else (self.layout.block_n, self.problem.n)
-        return math.gcd(stage, whole)
+        return math.gcd(stage, whole, swizzle_elements(self.problem.rhs))
 
     @property
     def weights_swizzle(self) -> int:
