@@ -33,9 +33,9 @@ LANES = 4  # that hold a row of operand A
 WORD = 32  # bits
 FLOAT4 = "float4_e2m1fn"
 
-# Pair p of a word is the union of its moves: signs at bit 15 of each half, exponent and mantissa at bits 8 to 6. No four
-# rotations put all bits to their places, so that one pair takes two. These leave the fewest shifts to the right and
-# logical operations, which limit a kernel; a shift to the left can be a multiplication.
+# Pair p of a word is the union of its moves: signs at bit 15 of each half, exponent and mantissa at bits 8 to 6. No
+# four rotations put all bits to their places, so that one pair takes two. These leave the fewest shifts to the right
+# and logical operations, which limit a kernel; a shift to the left can be a multiplication.
 FLOAT4_MOVES: tuple[tuple[Move, ...], ...] = (
     ((0, 0x81C0),),
     ((4, 0x81C0),),
@@ -125,11 +125,18 @@ def _parts(x: Array, sizes: tuple[int, ...]) -> Array:
 
 
 def _nibbles(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.uint4).astype(jnp.uint32)
+    """The bits of 4-bit floats, from those of float32: XLA cannot fuse a bitcast of them with a slice."""
+    wide = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    from_one = (wide << 1 >> 23).astype(jnp.int32) - 252  # exponent and first bit of the mantissa: 2 is 1.0
+    least = (wide << 1 != 0).astype(jnp.int32)  # 1 is 0.5
+    return wide >> 31 << 3 | jnp.maximum(from_one, least).astype(jnp.uint32)
 
 
 def _float4(nibbles: Array, shape: tuple[int, ...]) -> Array:
-    return lax.bitcast_convert_type(nibbles.reshape(shape).astype(jnp.uint8).astype(jnp.uint4), jnp.float4_e2m1fn)
+    """The 4-bit floats that have these bits, from float32 numbers that have them in their places."""
+    magnitude = nibbles & 7
+    wide = jnp.where(magnitude > 1, magnitude + 252 << 22, magnitude * np.uint32(0x3F000000)) | nibbles >> 3 << 31
+    return lax.bitcast_convert_type(wide, jnp.float32).astype(jnp.float4_e2m1fn).reshape(shape)
 
 
 def _rotated(words: Array, by: int) -> Array:

@@ -23,9 +23,7 @@ def part_of(problem: Problem) -> Problem:
     """The problem of one part of k: its scales are constant, and its result is a float32 sum or wider."""
     epilogue = Epilogue(by_row=problem.epilogue.by_row, by_column=problem.epilogue.by_column)
     out, lhs, rhs = accumulator(problem.acc, np.float32), whole(problem.lhs), whole(problem.rhs)
-    return problem.replace(
-        k=problem.epilogue.part, lhs=lhs, rhs=rhs, out=out, epilogue=epilogue, interleaved=False
-    )
+    return problem.replace(k=problem.epilogue.part, lhs=lhs, rhs=rhs, out=out, epilogue=epilogue, interleaved=False)
 
 
 def sum_of_parts(problem: Problem, multiply: Multiply, *operands: Value) -> Array:

@@ -22,10 +22,10 @@ def prepare(w: Any, *, contracting: int = -2, interleave: bool | None = None) ->
     """Quantized weights, stored in the order in which products on this machine read them fastest.
 
     The contracted axis is stored last, which is how tensor cores read 8 bits. For Hopper GPUs, weights that the kernel
-    unpacks are interleaved along it as well, so that rows need not be permuted to match. Shape and meaning stay: weights
-    `[g, k, n]` are still multiplied without transpose_rhs, on any machine. Call it once, when weights are loaded, on the
-    machine that serves. `quantize` and the loaders of checkpoints store the contracted axis last already, but do not
-    interleave: what they make does not depend on the machine.
+    unpacks are interleaved along it as well, so that rows need not be permuted to match. Shape and meaning stay:
+    weights `[g, k, n]` are still multiplied without transpose_rhs, on any machine. Call it once, when weights are
+    loaded, on the machine that serves. `quantize` and the loaders of checkpoints store the contracted axis last
+    already, but do not interleave: what they make does not depend on the machine.
 
     The gradient with respect to lhs sums over n, so that it wants weights in the order in which they came. Where it is
     taken as often as the product, as in training with frozen weights, one of the two is transposed in any case.
@@ -35,11 +35,11 @@ def prepare(w: Any, *, contracting: int = -2, interleave: bool | None = None) ->
         or float4, which becomes a `Scaled` with a scale of 1, and with that a constant to autodiff.
       contracting: the axis that products sum over, one of the last two. Weights `[g, n, k]` for transpose_rhs=True have
         contracting=-1.
-      interleave: whether to interleave values along the contracted axis. None: for Hopper GPUs, which is the default
-        device or `trencadis.target`, values of 4 bits, and of 8 bits with scales of 8 bits (mxfp8), without zero points.
-        True: also int8 and float8, which beside bfloat16 or float16 rows makes products with many rows faster; beside
-        rows of their own dtype, which then are permuted to match, slower. The axis has to have a multiple of 32 entries
-        of 4 bits, or of 16 of 8; by default other weights stay as they are.
+      interleave: whether to interleave values along the contracted axis, which then has a multiple of 32 entries of 4
+        bits, or of 16 of 8. None: where the default device, or `trencadis.target`, is a Hopper GPU, for what its kernel
+        unpacks whatever the rows are: 4 bits, and 8 bits with scales of 8 bits (mxfp8), without zero points. Other
+        weights stay in order. True: also int8 and float8 with float32 scales. Beside bfloat16 or float16 rows that is
+        faster; beside rows of their own dtype, which are permuted to match, slower.
 
     Returns:
       A `Scaled`; w itself if it is one in this order.

@@ -263,7 +263,8 @@ class Scaled(_Fields):
             named = zip(LEAVES[2:], self._stored[2:], strict=True)
             others = "".join(f", {name}={x!r}" for name, x in named if x is not None)
             return f"Scaled({self._stored[0]!r}, {self._stored[1]!r}, {self.format!r}, {self.block!r}{others})"
-        values = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        values = jax.ShapeDtypeStruct(self._stored[0].shape, self.dtype)  # nothing is put in order for it
+        values = _exchanged(values) if self.transposed else values
         typed = [None if x is None else _typed(x) for x in (values, self.scale, self.zeros)]
         name = "" if self.format == self.dtype.name else f"{self.format}: "
         total = "" if self.total is None else f", times a total {_typed(self.total)}"
@@ -363,7 +364,7 @@ def _swapped(x: Shape) -> Shape:
 
 def _exchanged(x: Any) -> Any:
     """A leaf with its last two axes exchanged; one that is no array is itself."""
-    if isinstance(x, jax.ShapeDtypeStruct):
+    if isinstance(x, jax.ShapeDtypeStruct) and len(x.shape) >= 2:
         return jax.ShapeDtypeStruct(_swapped(x.shape), x.dtype)
     return x.swapaxes(-1, -2) if hasattr(x, "swapaxes") and x.ndim >= 2 else x
 

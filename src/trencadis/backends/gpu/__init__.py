@@ -86,10 +86,11 @@ def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan |
     tile = overrides.tilings.forward
     layout = choose(inner, card) if tile is None else choose_for_tile(inner, card, tile)
     inner = inner.replace(interleaved=_reads_interleaved(problem, layout, overrides.interpret))
+    slow, advice = _slow_order(problem, inner, layout) if overrides.advise else ("", "")
     return Plan(
         asked=problem, problem=inner, target=target, backend="gpu", interpret=overrides.interpret,
         tiling=tiling_of(inner, layout), layout=layout,
-        because=reason(inner, layout, card), **_slow_order(problem, inner, layout, overrides),
+        because=reason(inner, layout, card), slow=slow, advice=advice,
     )  # fmt: skip
 
 
@@ -100,14 +101,11 @@ def _reads_interleaved(problem: Problem, layout: Layout, interpret: bool) -> boo
     return problem.rhs.name != FLOAT4 or (layout.upcast and not layout.upcast_in_smem and not interpret)
 
 
-def _slow_order(problem: Problem, inner: Problem, layout: Layout, overrides: Overrides) -> dict[str, str]:
-    """What a plan says of low-precision weights in an order that costs time, and its advice; nothing otherwise."""
-    if not overrides.advise:
-        return {}
+def _slow_order(problem: Problem, inner: Problem, layout: Layout) -> tuple[str, str]:
+    """What a plan says of low-precision weights in an order that costs time, or nothing, and its advice."""
     if problem.interleaved and not inner.interleaved:
-        return {"slow": DEINTERLEAVED, "advice": PREPARE_IN_ORDER}
-    said = _not_k_major(problem, layout)
-    return {"slow": said, "advice": PREPARE} if said else {}
+        return DEINTERLEAVED, PREPARE_IN_ORDER
+    return _not_k_major(problem, layout), PREPARE
 
 
 def _not_k_major(problem: Problem, layout: Layout) -> str:

@@ -26,9 +26,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from trencadis.backends.gpu.layout import WGMMA_M, Layout
+from trencadis.backends.gpu.operand_scales import ROW, WORD_BYTES, Scales
 from trencadis.backends.gpu.scales import in_operand
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
-from trencadis.backends.gpu.operand_scales import ROW, WORD_BYTES, Scales
 from trencadis.core.problem import Problem
 
 Value = Any  # an MLIR value: its type is generic or not, by the version of jaxlib
@@ -82,7 +82,6 @@ class BlockScales:
         if self.packed:
             count, start = -(-count // WORD_BYTES), lax.div(start, i32(ref.dtype.itemsize))
         return _load(rows, start, count, shared=across > 1)
-
 
     def prefetch(self, refs: Refs, tile: Tile) -> None:
         """Fetch the scales of a tile into the L2 cache, long before consumers load them.

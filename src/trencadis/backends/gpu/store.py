@@ -341,7 +341,7 @@ class Store:
     def _apply_epilogue(self, tile: Tile, subtile: Subtile, row: Any, acc: jax.Array) -> jax.Array:
         """Scales, bias and activation of sums that start at a row of the tile; a tile without steps stays zero."""
         acc = acc.astype(jnp.float32)  # int8 sums are integers, and what is added to them need not be
-        # here and not beside the mainloop, where the compiler would have too few registers for the sums, and serialize it
+        # not beside the mainloop: there the compiler has too few registers for it, and serializes the products
         excess = operand_excess(self.problem)
         acc = acc if excess == 1 else acc * jnp.float32(excess)
         epilogue, wanted = self.problem.epilogue, vectors(self.problem, self.layout)

@@ -36,6 +36,7 @@ Conversion = Callable[[Value], list[Value]]  # of a lane's word to pairs of 16-b
 FLOAT4_NEIGHBOURS = tuple(((12 - 4 * p, 0x8000), ((6 - 4 * p) % WORD, 0x01C0)) for p in range(4))
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def permute_k(x: jax.Array, weights: Any) -> jax.Array:
     """x [m, k] with its columns in the order of k that weights of this dtype, as they lie, have as a register operand.
 
@@ -153,7 +154,8 @@ def _conversion(source: np.dtype[Any], dtype: np.dtype[Any], interleaved: bool) 
 def _pairs(texts: Sequence[str], half: bool, word: Value) -> list[Value]:
     """The pairs of bfloat16 or float16 that some instructions make of a word, one each."""
     i32 = ir.IntegerType.get_signless(32)
-    return [utils.bitcast(llvm.inline_asm(i32, [word], text, "=r,r"), _pair_type(half)) for text in texts]
+    found: list[Value] = [llvm.inline_asm(i32, [word], text, "=r,r") for text in texts]
+    return [utils.bitcast(x, _pair_type(half)) for x in found]
 
 
 def _pair_type(half: bool) -> ir.Type:
@@ -193,8 +195,8 @@ def int4_to_floats(by: int, half: bool) -> str:
 def int8_to_floats(by: int, half: bool) -> str:
     """The instructions that make a pair of bfloat16, or of float16, of the int8 at bits `by` of both halves of a word.
 
-    In float16 it is as for int4: 1024 to 1279, minus 1152. A bfloat16 number has a bit less: without their sign bit they
-    are the numbers 128 to 255, from which 128 is subtracted, or 256 where that bit is set.
+    In float16 it is as for int4: 1024 to 1279, minus 1152. A bfloat16 number has a bit less: without their sign bit
+    they are the numbers 128 to 255, from which 128 is subtracted, or 256 where that bit is set.
     """
     if half:
         return f"""{{
@@ -261,12 +263,12 @@ def float4_to_floats(moves: Sequence[Move], half: bool) -> str:
 def _rotation(by: int, keep: int) -> str:
     """The instruction that rotates a word to the left, as far as the bits to keep of both halves can tell.
 
-    Those to the left can be multiplications to the compiler, which have another pipe than shifts to the right, rotations
-    and logical operations.
+    Shifts to the left can be multiplications to the compiler, which have another pipe than shifts to the right,
+    rotations and logical operations.
     """
-    if not keep >> by << by == keep:
-        return f"shf.l.wrap.b32 moved, $1, $1, {by};"
-    return f"shl.b32 moved, $1, {by};"
+    if keep >> by << by == keep:
+        return f"shl.b32 moved, $1, {by};"
+    return f"shf.l.wrap.b32 moved, $1, $1, {by};"
 
 
 def _times(pair: Value, factor: Factor) -> Value:
