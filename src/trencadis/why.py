@@ -36,12 +36,8 @@ from trencadis.quant.qarray import from_qarray, is_qarray
 from trencadis.quant.scaled import Scaled
 
 SMALL = 1 << 16  # bytes of an array that is too small to be reported as a copy
-FUSED = (
-    "hi_lo",
-    "permute_k",
-    "interleave_columns",
-    "deinterleave",
-)  # functions that count as one operation, whatever they consist of
+# functions that count as one operation, whatever they consist of
+FUSED = ("hi_lo", "permute_k", "interleave_columns", "deinterleave")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
