@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -58,7 +57,7 @@ def prepare(w: Any, *, contracting: int = -2, interleave: bool | None = None) ->
         raise ValueError(f"w: want weights of at least 2 dimensions, such as [g, k, n]; got shape {w.shape}")
     found = ordered(w, contracting)
     wanted = _unpacked_on_hopper(found) if interleave is None else bool(interleave)
-    return found if found.interleaved == wanted else dataclasses.replace(found, interleaved=wanted)
+    return found.interleave(wanted)
 
 
 def _unpacked_on_hopper(w: Scaled) -> bool:

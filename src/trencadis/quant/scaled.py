@@ -37,7 +37,7 @@ class _Fields:
     total: Array | None = None
     zeros: Array | None = None
     transposed: bool = False
-    interleaved: bool = False
+    interleaved: bool = dataclasses.field(default=False, init=False)
 
 
 @exportable
@@ -59,8 +59,8 @@ class Scaled(_Fields):
       zeros: one zero point for each block, shaped like scale and in the dtype of values, which are integers; or None.
       transposed: True if values, scale and zeros are stored with their last two axes exchanged, as `prepare` does it
         for weights. The shape and all other attributes are those of the array, whichever way it is stored.
-      interleaved: True if values are stored interleaved along their last axis, as the kernel for Hopper GPUs reads them
-        fastest. That axis has a multiple of 32 entries of 4 bits, or of 16 of 8.
+      interleaved: True if values are stored interleaved along their last axis, as `interleave` and `prepare` do it. The
+        constructor takes values in order.
 
     >>> x = Scaled(jnp.array([[3, -1], [5, 2]], jnp.int8), jnp.array([[0.5], [2.0]]), "int8", (1, 2))
     >>> x
@@ -83,7 +83,6 @@ class Scaled(_Fields):
         total: Leaf | None = None,
         zeros: Leaf | None = None,
         transposed: bool = False,
-        interleaved: bool = False,
     ) -> None:
         kind, stored, scales = format_of(format), _leaf("values", values), _leaf("scale", scale)
         if stored.dtype != kind.values:
@@ -100,9 +99,7 @@ class Scaled(_Fields):
         leaves = (stored, scales, whole, points)
         _check_shapes("", tuple(stored.shape), lengths, leaves)
         leaves = tuple(x if i == 2 else _exchanged(x) for i, x in enumerate(leaves)) if transposed else leaves
-        if interleaved:
-            leaves = (_interleaved(leaves[0]), *leaves[1:])
-        self._fill((kind.name, lengths, bool(transposed), bool(interleaved)), leaves)
+        self._fill((kind.name, lengths, bool(transposed), False), leaves)
 
     def _fill(self, static: Static, leaves: Any) -> None:
         fields = zip(("format", "block", "transposed", "interleaved", "total"), (*static, leaves[2]), strict=True)
@@ -115,9 +112,7 @@ class Scaled(_Fields):
     @property
     def values(self) -> Array:
         """The low-precision values, with the shape of the array, in order; what is stored otherwise is moved."""
-        values = self._stored[0]
-        if self.interleaved and isinstance(values, (jax.Array, np.ndarray)):
-            values = deinterleave(values)
+        values = _in_order(self._stored[0]) if self.interleaved else self._stored[0]
         return _exchanged(values) if self.transposed else values
 
     @property
@@ -171,6 +166,18 @@ class Scaled(_Fields):
         return Scaled.tree_unflatten(
             (self.format, _swapped(self.block), not self.transposed, self.interleaved), self._stored
         )
+
+    def interleave(self, interleaved: bool = True) -> Scaled:
+        """The same array with its values stored interleaved along their last axis, or in order.
+
+        The kernel for Hopper GPUs reads interleaved weights fastest. The axis must have a multiple of 32 entries of 4
+        bits, or of 16 of 8.
+        """
+        if interleaved == self.interleaved:
+            return self
+        values = _interleaved(self._stored[0]) if interleaved else _in_order(self._stored[0])
+        static = (self.format, self.block, self.transposed, bool(interleaved))
+        return Scaled.tree_unflatten(static, (values, *self._stored[1:]))
 
     def transpose(self, *axes: int) -> Scaled:
         """The array with its axes in another order, or in reverse if no order is given."""
@@ -308,6 +315,11 @@ def _interleaved(values: Any) -> Any:
         want = f"a multiple of {run_length(values.dtype)} entries along the last axis as it is stored"
         raise ValueError(f"interleaved: want {want}; got shape {tuple(values.shape)}")
     return interleave(values) if isinstance(values, (jax.Array, np.ndarray)) else values
+
+
+def _in_order(values: Any) -> Any:
+    """Interleaved values in order along the last axis; what is no array stays as it is."""
+    return deinterleave(values) if isinstance(values, (jax.Array, np.ndarray)) else values
 
 
 def _leaf(name: str, x: Any) -> Any:
