@@ -135,6 +135,7 @@ LOWERED = {
     "float16, int4, RS operand": lambda: rows("float16", "int4"),
     "int8 x int4, unpacked in shared memory": lambda: rows("int8", "int4"),
     "float4, RS operand, promoted every 32": lambda: along_k("float4_e2m1fn", 32),
+    "float4, RS operand, promoted every 32, k of 288": lambda: along_k("float4_e2m1fn", 32, k=288),
     "mxfp4, interleaved": lambda: along_k("mxfp4", 32, interleaved=True),
     "nvfp4, interleaved, steps of 192": lambda: along_k("nvfp4", 16, k=576, interleaved=True),
     "mxfp8, interleaved": lambda: along_k("mxfp8", 32, interleaved=True),

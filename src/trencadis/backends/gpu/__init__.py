@@ -63,6 +63,7 @@ Array = jax.Array
 
 RESULTS = ("bfloat16", "float16", "float32")
 OPERANDS = (*RESULTS, "float8_e4m3fn", "float8_e5m2", "int8")
+LEAST_SWIZZLE = 32  # bytes of the shortest swizzle row
 TMA_BOX = 256  # entries that one TMA copy takes along an axis
 TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
 
@@ -335,7 +336,11 @@ def _prepared(
     problem = problem.replace(lhs=dtype, rhs=problem.rhs if layout.upcast else dtype)
     run, out_run = swizzle_elements(dtype, layout.swizzle), swizzle_elements(problem.out)
     rows_form = problem.form is Form.ROWS
-    rows, k = round_up(problem.rows, ROW_ALIGN), round_up(problem.k, layout.block_k if interpret and rows_form else run)
+    k_run = max(run, 8 * LEAST_SWIZZLE // bits(problem.rhs)) if layout.upcast else run
+    rows, k = (
+        round_up(problem.rows, ROW_ALIGN),
+        round_up(problem.k, layout.block_k if interpret and rows_form else k_run),
+    )
     n = round_up(problem.n, out_run if layout.k_major else max(WGMMA_M if layout.transpose_in_smem else run, out_run))
     if rows_form:
         k_major = problem.transpose_rhs or layout.k_major
