@@ -332,11 +332,12 @@ def _copies(chosen: Plan) -> Iterator[str]:
     """The large arrays that are made before a kernel and after it."""
     if chosen.backend not in {name for names in KERNELS.values() for name in names}:
         return
+    asked = chosen.asked.replace(gate=chosen.problem.gate)
     if chosen.problem.gate is None:
-        shapes = chosen.asked.operands
-        run = functools.partial(execute, dataclasses.replace(chosen, asked=chosen.asked.replace(gate=None)))
+        shapes = asked.operands
+        run = functools.partial(execute, dataclasses.replace(chosen, asked=asked))
     else:
-        shapes = chosen.asked.operands + chosen.asked.gate_operands
+        shapes = asked.operands + asked.gate_operands
         run = functools.partial(BACKENDS[chosen.backend].run, chosen)
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     for equation in _plain(jax.make_jaxpr(run)(*operands).jaxpr):

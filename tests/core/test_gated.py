@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gated_cases import BIAS, check, forward, numbers, pullback, spoil, total
+from gated_cases import BIAS, check, forward, gathered, numbers, pullback, spoil, total
 from jax.test_util import check_grads
 
 from trencadis.core import gated
@@ -23,6 +23,7 @@ SIZES = np.array([[2, 3, 0, 5]], np.int32)
 CASES = {
     "forward": forward(12, 5, 6, 4, keep=False),
     "both kept": forward(12, 5, 6, 4, local=3, epilogue=BIAS),
+    "rows gathered": gathered(12, 5, 6, 4, local=3, epilogue=BIAS),
     "bf16": forward(12, 5, 6, 4, "bf16 bf16 bf16", local=3),
     "pullback": pullback(12, 5, 6, 4, local=3),
     "sum": total(12, 5, 6, 4, local=3),
@@ -53,6 +54,22 @@ def test_derivatives_and_batches(name):
         np.testing.assert_allclose(got, np.stack(want), rtol=1e-5, atol=1e-5)
 
 
+def test_derivatives_and_batches_of_gathered_rows():
+    """They are those of the composition: a gather, and its transpose without a scatter, before the product."""
+    problem = CASES["rows gathered"]
+    *floats, token, inverse = map(jnp.asarray, numbers(problem, 1))
+
+    def outs(*floats):
+        return run(problem, (*floats, token, inverse))
+
+    check_grads(outs, floats, order=1, modes=("fwd", "rev"), atol=2e-2, rtol=2e-2)
+    gradients = jax.make_jaxpr(lambda *floats: jax.vjp(outs, *floats)[1](outs(*floats)))(*floats)
+    assert "scatter" not in str(gradients)
+    shifted = [jnp.stack([each, each[::-1]]) for each in floats]
+    for got, *want in zip(jax.vmap(outs)(*shifted), *(outs(*(x[i] for x in shifted)) for i in range(2)), strict=True):
+        np.testing.assert_allclose(got, np.stack(want), rtol=1e-5, atol=1e-5)
+
+
 def test_cost_counts_all_operands_and_results():
     for problem, products in ((CASES["forward"], 2), (CASES["both kept"].replace(epilogue=BIAS), 2)):
         assert cost(problem).flops == products * cost(problem.replace(gate=None)).flops
@@ -60,6 +77,9 @@ def test_cost_counts_all_operands_and_results():
         problem = CASES[name]
         arrays = [*problem.operands[:2], *problem.gate_operands, *problem.results]
         assert cost(problem).bytes == sum(np.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
+    rows = CASES["rows gathered"]
+    saved = cost(rows.of_rows).bytes - cost(rows).bytes  # half of lhs, less the token of each row
+    assert saved == (12 * 5 // 2 - 12) * 4
 
 
 def test_the_plan_where_no_kernel_applies_it_is_that_of_the_products():
@@ -70,6 +90,15 @@ def test_the_plan_where_no_kernel_applies_it_is_that_of_the_products():
     assert found.plan == dataclasses.replace(plan(problem.replace(gate=None), target), asked=problem)
     assert "then swiglu of gate and up in XLA" in str(found)
     assert list(found.refusals) == ["tpu", "gpu"]
+
+
+def test_rows_are_gathered_before_a_kernel_that_does_not():
+    problem, target = CASES["rows gathered"], Target(platform="tpu")
+    chosen = gated_plan(problem, target, Overrides())
+    assert chosen == dataclasses.replace(gated_plan(problem.of_rows, target, Overrides()), asked=problem)
+    operands = [jax.ShapeDtypeStruct(*each) for each in (*problem.operands, *problem.gate_operands)]
+    (found, *_) = why(lambda *xs: gated.run(problem, Overrides(), *xs), *operands, target="tpu").passes
+    assert found.plan == chosen and "rows gathered" in str(found)
 
 
 def test_the_plan_of_a_kernel_is_shown():

@@ -4,8 +4,9 @@ import numpy as np
 import oracle
 from poisoned import rows_problem, spans
 
-from trencadis.core.epilogue import Epilogue, Gate
+from trencadis.core.epilogue import Epilogue, Gate, Gather
 from trencadis.moe import swiglu
+from trencadis.moe.permutation import rows_of_tokens
 
 BIAS = Epilogue(bias=np.dtype("float32"))
 
@@ -13,6 +14,12 @@ BIAS = Epilogue(bias=np.dtype("float32"))
 def forward(*shape, keep=True, **changes):
     """A problem with SwiGLU in its epilogue."""
     return rows_problem(*shape, gate=Gate(activation=swiglu(), keep=keep), **changes)
+
+
+def gathered(m, *shape, keep=True, k=2, **changes):
+    """The same with rows that are gathered from tokens, each of which has k rows."""
+    gate = Gate(activation=swiglu(), keep=keep, gather=Gather(m // k, rows_of_tokens))
+    return rows_problem(m, *shape, gate=gate, **changes)
 
 
 def pullback(*shape, **changes):
@@ -29,7 +36,11 @@ def numbers(problem, seed):
     """The operands without sizes and first group, in numpy so that they can be spoilt."""
     rng = np.random.default_rng(seed)
     wanted = [*problem.operands[:2], *problem.operands[4:], *problem.gate_operands]
-    return [rng.normal(size=shape).astype(dtype) for shape, dtype in wanted]
+    if problem.gather is None:
+        return [rng.normal(size=shape).astype(dtype) for shape, dtype in wanted]
+    inverse = rng.permutation(problem.m).astype(np.int32)  # the row of each assignment, k of them to a token
+    token = np.argsort(inverse).astype(np.int32) // (problem.m // problem.gather.tokens)
+    return [*(rng.normal(size=shape).astype(dtype) for shape, dtype in wanted[:-2]), token, inverse]
 
 
 def meaning(problem, sizes, first, lhs, rhs, *rest):
@@ -37,6 +48,9 @@ def meaning(problem, sizes, first, lhs, rhs, *rest):
     mine = np.zeros((problem.m, 1), bool)
     for span in spans(problem, sizes, first):
         mine[list(span)] = True
+    if problem.gather is not None:
+        *rest, token, _ = rest
+        lhs = lhs[token]
     window = dict(first=int(first[0]), transpose_rhs=problem.transpose_rhs)
     if problem.gate.activation is None:
         pairs = ((lhs, rhs), rest)
@@ -57,10 +71,17 @@ def meaning(problem, sizes, first, lhs, rhs, *rest):
 
 
 def spoil(problem, sizes, first, operands, bad, poison):
-    """Poison in all unowned rows, in those of span `bad`, and in the weights and biases of its group."""
+    """Poison in all unowned rows, in those of span `bad`, and in the weights and biases of its group.
+
+    Where rows are gathered it is in the tokens that have no other rows.
+    """
     mine = spans(problem, sizes, first)
-    rows = np.setdiff1d(np.arange(problem.m), [row for i, span in enumerate(mine) if i != bad for row in span])
-    found = [np.array(each) for each in operands]
+    good = [row for i, span in enumerate(mine) if i != bad for row in span]
+    found, rows = [np.array(each) for each in operands], np.setdiff1d(np.arange(problem.m), good)
+    if problem.gather is not None:
+        tokens = np.setdiff1d(np.arange(problem.gather.tokens), found[-2][good])
+        found[0][tokens] = poison
+        return [found[0], *spoil(problem.of_rows, sizes, first, found[1:-2], bad, poison), *found[-2:]]
     for each in found:
         each[rows if each.shape[0] == problem.m else bad] = poison
     return found

@@ -80,7 +80,7 @@ def _gated(problem: Problem) -> tuple[int, int, int, int]:
         return 2, 2, 1, 0
     if problem.gate.pullback:  # gate, up, d gate, d up and weight * h; weight and d weight
         return 1, 1, 5, 2
-    return 1, 2, 3 if problem.gate.keep else 1, 0
+    return 1, 2, 3 if problem.gate.keep else 1, 0 if problem.gather is None else 1  # the token of each row
 
 
 def _share(whole: int, part: int, of: int) -> int:

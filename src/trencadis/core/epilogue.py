@@ -113,11 +113,23 @@ class Epilogue:
         return acc if self.activation is None else activated(self.activation, acc, out)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gather:
+    """Rows of a product that are gathered from those of lhs: row i is lhs[token[i]].
+
+    Two operands follow all others: `token`, i32[m], and the inverse of the permutation, i32[m], which gradients need.
+    """
+
+    tokens: int  # the rows of lhs
+    rows: Callable[[Array, Array, Array], Array]  # of lhs, token and inverse: the rows [m, k]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
     """A gated activation in the epilogue of a rows product, its pullback, or the gradient of the rows.
 
-        forward     lhs @ gate, lhs @ up -> activation of both    a second rhs follows; `keep`: both sums are results
+        forward     lhs @ gate, lhs @ up -> activation of both    a second rhs follows; `keep`: both sums are results,
+                                                                  `gather`: rows are gathered
         pullback    the product is d h                            both sums follow, and the weight of each row [m]
         sum         lhs @ gate + lhs_up @ up                      a second lhs and rhs follow; there is no activation
 
@@ -127,12 +139,15 @@ class Gate:
     activation: Activation | None  # of gate and up; None: the sum of two products
     keep: bool = False
     pullback: bool = False
+    gather: Gather | None = None
 
     def __str__(self) -> str:
         if self.activation is None:
             return "sum of two products"
         name = getattr(self.activation, "__name__", type(self.activation).__name__)
-        return f"pullback of {name}" if self.pullback else f"{name} of gate and up" + ", both kept" * self.keep
+        if self.pullback:
+            return f"pullback of {name}"
+        return f"{name} of gate and up" + ", both kept" * self.keep + ", rows gathered" * (self.gather is not None)
 
 
 def add(a: Array, b: Array) -> Array:

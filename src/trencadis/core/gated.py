@@ -4,6 +4,7 @@
     pullback    d h = lhs @ rhs, then d gate, d up, weight * h and d weight, from gate, up and the weight of each row
     sum         d gate @ w_gate + d up @ w_up
 
+The rows of the forward pass may be gathered from lhs by token. A kernel that cannot do so gets them gathered before.
 A backend may compute either in one kernel. Otherwise, and wherever they are differentiated or batched, they are
 composed of plain products and elementwise operations. Unowned rows of every result are 0.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ from trencadis.core.spans import owned
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 
+V = TypeVar("V", bound=Value)
 Multiply: TypeAlias = Callable[..., Array]  # problem, overrides, operands -> the result of a plain product
 
 gated_p = Primitive("gated_matmul")
@@ -55,7 +57,7 @@ def run(problem: Problem, overrides: Overrides, *operands: Value) -> list[Array]
 def composed(problem: Problem, overrides: Overrides, multiply: Multiply, *operands: Value) -> list[Array]:
     """The same results from plain products and elementwise operations."""
     assert problem.gate is not None
-    lhs, rhs, sizes, first, *rest = operands
+    lhs, rhs, sizes, first, *rest = operands = _with_rows(problem, *operands)
     plain = problem.replace(gate=None)
     if problem.gate.activation is None:
         total, (lhs, rhs) = multiply(plain, overrides, lhs, rhs, sizes, first), rest
@@ -71,6 +73,14 @@ def composed(problem: Problem, overrides: Overrides, multiply: Multiply, *operan
     z = [multiply(plain, overrides, lhs, w, sizes, first, *bias) for w, bias in zip((rhs, up), biases, strict=True)]
     h = jnp.where(mine, _activated(problem.gate, *z), 0).astype(problem.out)
     return [h, *z] if problem.gate.keep else [h]
+
+
+def _with_rows(problem: Problem, *operands: V) -> tuple[V | Array, ...]:
+    """The operands of `problem.of_rows`: rows are gathered, if the problem asks for it."""
+    if problem.gather is None:
+        return operands
+    lhs, *rest, token, inverse = operands
+    return (problem.gather.rows(*map(jnp.asarray, (lhs, token, inverse))), *rest)
 
 
 def _activated(gate: Gate, *z: Array) -> Array:
@@ -117,6 +127,7 @@ def _batch(
 def _execute(*operands: Array, problem: Problem, overrides: Overrides, target: Target) -> list[Array]:
     chosen = gated_plan(problem, target, overrides)
     if chosen is not None:
+        operands = operands if chosen.problem.gather is not None else _with_rows(problem, *operands)
         with jax.named_scope(f"gated_{chosen.backend}"):
             return list(BACKENDS[chosen.backend].run(chosen, *operands))
 

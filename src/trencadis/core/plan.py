@@ -62,7 +62,16 @@ def gated_plan(problem: Problem, target: Target, overrides: Overrides) -> Plan |
 def gated_answers(problem: Problem, target: Target, overrides: Overrides) -> dict[str, Plan | Refusal]:
     """What each backend with kernels for gated activations says of a problem with one."""
     target = _seen(target, overrides)
-    return {name: BACKENDS[name].plan(problem, target, overrides) for name in GATED}
+    return {name: _gated_answer(name, problem, target, overrides) for name in GATED}
+
+
+def _gated_answer(name: str, problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
+    """What one of them says; if it does not gather rows, what it says of the problem with rows gathered before."""
+    answer = BACKENDS[name].plan(problem, target, overrides)
+    if isinstance(answer, Plan) or problem.gather is None:
+        return answer
+    answer = BACKENDS[name].plan(problem.of_rows, target, overrides)
+    return dataclasses.replace(answer, asked=problem) if isinstance(answer, Plan) else answer
 
 
 def _first(problem: Problem, target: Target, overrides: Overrides) -> Plan | None:

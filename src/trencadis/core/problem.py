@@ -16,7 +16,7 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import Epilogue, Gate
+from trencadis.core.epilogue import Epilogue, Gate, Gather
 
 Shape = tuple[int, ...]
 
@@ -102,8 +102,20 @@ class Problem:
         return self.rhs_batch * self.local_groups
 
     @property
+    def gather(self) -> Gather | None:
+        """How rows are gathered from those of lhs; None if they are those of lhs."""
+        return None if self.gate is None else self.gate.gather
+
+    @property
+    def of_rows(self) -> Problem:
+        """The same problem where lhs is the rows, if they are to be gathered from it here."""
+        return self if self.gate is None else self.replace(gate=dataclasses.replace(self.gate, gather=None))
+
+    @property
     def lhs_shape(self) -> Shape:
         """Shape of lhs as it is stored."""
+        if self.gather is not None:
+            return (self.gather.tokens, self.k)
         return (self.k, self.rows) if self.transpose_lhs else (self.rows, self.k)
 
     @property
@@ -142,7 +154,8 @@ class Problem:
         if self.gate.pullback:  # gate, up, weight
             return [(self.out_shape, self.out)] * 2 + [((self.rows,), np.float32)]
         bias = [] if self.epilogue.bias is None else [((self.local_groups, self.n), self.epilogue.bias)]
-        return [(self.rhs_shape, self.rhs), *bias]  # up
+        indices = [((self.rows,), np.int32)] * (0 if self.gather is None else 2)  # token, inverse
+        return [(self.rhs_shape, self.rhs), *bias, *indices]  # up
 
     @property
     def results(self) -> list[tuple[Shape, DTypeLike]]:

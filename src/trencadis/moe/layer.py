@@ -13,7 +13,8 @@
     d w               (weight * h)ᵀ d y, rowsᵀ d z_gate, rowsᵀ d z_up
     d x     [t, d]    sum over k of d z_gate @ w_gateᵀ + d z_up @ w_upᵀ
 
-rows and h are computed again in the backward pass: one is a gather and the other elementwise.
+rows and h are computed again in the backward pass: one is a gather and the other elementwise. In the forward pass rows
+are not stored where the kernel of the first product gathers them.
 """
 
 from __future__ import annotations
@@ -28,10 +29,18 @@ import numpy as np
 from jaxtyping import Array
 
 from trencadis.core import arguments, gated
-from trencadis.core.epilogue import Activation, Epilogue, Gate
+from trencadis.core.epilogue import Activation, Epilogue, Gate, Gather
 from trencadis.core.linear import with_backward
 from trencadis.core.spans import clamp_first, offsets
-from trencadis.moe.permutation import Permutation, assignments_of, permute, rows_of, sum_rows, weighted_sum
+from trencadis.moe.permutation import (
+    Permutation,
+    assignments_of,
+    permute,
+    rows_of,
+    rows_of_tokens,
+    sum_rows,
+    weighted_sum,
+)
 from trencadis.quant.product import Options, Steps, contraction_product, overrides_of, rows_product, sizes_and_window
 from trencadis.quant.recipe import Recipe
 from trencadis.quant.scaled import Scaled
@@ -106,7 +115,7 @@ def run(layer: Layer, indices: Indices, inputs: Inputs) -> Array:
 def value(layer: Layer, indices: Indices, inputs: Inputs) -> Array:
     """The result [t, d] of the layer, as a composition of functions that are differentiable by themselves."""
     experts = _merged(indices.frozen, inputs.experts)
-    h, _ = _activations(layer, indices, experts, permute(inputs.x, indices.permutation), keep=False)
+    h, _ = _activations(layer, indices, experts, inputs.x, None, keep=False)
     y = _product(layer, indices, h, experts.down, experts.bias_down)
     return weighted_sum(y, inputs.weights, indices.permutation)
 
@@ -126,17 +135,17 @@ def quantized(layer: Layer, recipe: Recipe, indices: Indices, inputs: Inputs) ->
 
 def _forward(layer: Layer, indices: Indices, inputs: Inputs) -> tuple[Array, Kept]:
     experts = _merged(indices.frozen, inputs.experts)
-    rows = permute(inputs.x, indices.permutation)
-    h, z = _activations(layer, indices, experts, rows, keep=layer.save != "inputs")
+    rows = permute(inputs.x, indices.permutation) if layer.save == "fast" else None
+    h, z = _activations(layer, indices, experts, inputs.x, rows, keep=layer.save != "inputs")
     y = _product(layer, indices, h, experts.down, experts.bias_down)
     out = weighted_sum(y, inputs.weights, indices.permutation)
-    return out, Kept(z, rows=rows) if layer.save == "fast" else Kept(z)
+    return out, Kept(z, rows=rows)
 
 
 def _backward(layer: Layer, indices: Indices, inputs: Inputs, kept: Kept, ct: Array) -> Inputs:
     permutation, experts = indices.permutation, _merged(indices.frozen, inputs.experts)
     rows = permute(inputs.x, permutation) if kept.rows is None else kept.rows
-    z = kept.z or _activations(layer, indices, experts, rows, keep=True)[1]
+    z = kept.z or _activations(layer, indices, experts, inputs.x, rows, keep=True)[1]
     d_y = permute(ct, permutation)
     weight = rows_of(inputs.weights, permutation).astype(jnp.float32)  # [m]
     d_z, weighted, d_weight = _pullback(layer, indices, experts, d_y, z, weight)
@@ -154,17 +163,23 @@ def _backward(layer: Layer, indices: Indices, inputs: Inputs, kept: Kept, ct: Ar
 
 
 def _activations(
-    layer: Layer, indices: Indices, experts: Experts, rows: Array, *, keep: bool
+    layer: Layer, indices: Indices, experts: Experts, x: Array, rows: Array | None, *, keep: bool
 ) -> tuple[Array, tuple[Array, ...]]:
-    """The activations [m, f], and with keep the pre-activations of gate and up, or of up alone."""
+    """The activations [m, f], and with keep the pre-activations of gate and up, or of up alone.
+
+    Without rows, which are those of x by token, the product gathers them.
+    """
     if _one_kernel(layer, experts):
         biased = experts.bias_gate is not None or experts.bias_up is not None
         zeros = jnp.zeros(experts.up.shape[::2], layer.wide) if biased else None
         bias_gate, bias_up = (zeros if bias is None else bias for bias in (experts.bias_gate, experts.bias_up))
-        gate = Gate(activation=layer.activation, keep=keep)
-        after = () if bias_up is None else (bias_up,)
-        h, *kept = _gated(layer, indices, gate, rows, experts.gate, bias_gate, (experts.up, *after))
+        gather = Gather(x.shape[0], rows_of_tokens) if rows is None else None
+        gate = Gate(activation=layer.activation, keep=keep, gather=gather)
+        rest = (experts.up, *(() if bias_up is None else (bias_up,)), *(indices.permutation[:2] if gather else ()))
+        lhs = x if rows is None else rows
+        h, *kept = _gated(layer, indices, gate, lhs, experts.gate, bias_gate, rest)
         return h, tuple(kept)
+    rows = permute(x, indices.permutation) if rows is None else rows
     pairs = ((experts.gate, experts.bias_gate), (experts.up, experts.bias_up))[not layer.gated :]
     z = tuple(_product(layer, indices, rows, w, bias) for w, bias in pairs)
     return layer.apply(z).astype(layer.dtype), z if keep else ()
@@ -202,7 +217,7 @@ def _gated(
     epilogue = Epilogue(bias=None if bias is None else np.dtype(bias.dtype))
     problem = arguments.rows_problem(
         lhs, rhs, indices.permutation.sizes, layer.dtype, transpose_rhs=transposed, epilogue=epilogue, precision=None
-    ).replace(gate=gate)
+    ).replace(gate=gate, m=indices.permutation.token.shape[0])
     after = sizes_and_window(problem, indices.permutation.sizes, indices.first)
     biases = () if bias is None else (bias,)
     return gated.run(problem, overrides_of(problem, layer.options), lhs, rhs, *after, *biases, *rest)

@@ -65,6 +65,11 @@ def permute(x: Num[Array, "t d"], permutation: Permutation) -> Num[Array, "rows 
     return linear(gather, gather_sum, permutation, x)
 
 
+def rows_of_tokens(x: Array, token: Array, inverse: Array) -> Array:
+    """`permute` by the token of each row and the inverse of the permutation: what a product that gathers rows needs."""
+    return permute(x, Permutation(token, inverse, sizes=jnp.zeros((0,), jnp.int32)))
+
+
 def sum_rows(y: Num[Array, "rows d"], permutation: Permutation, tokens: int) -> Num[Array, "t d"]:
     """The sum `[tokens, d]` of the rows of each token, in float32, rounded to the dtype of y; the transpose of permute.
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gated_cases import BIAS, check, forward, numbers, pullback, spoil, total
+from gated_cases import BIAS, check, forward, gathered, numbers, pullback, spoil, total
 from poisoned import rows_problem
 from sweep import sweep
 
@@ -37,6 +37,9 @@ CASES = {
     "forward": (forward(203, 100, 136, 6, BF16, local=4, keep=False), GATED),
     "both kept, biases": (forward(203, 100, 200, 6, BF16, local=4, epilogue=BIAS), GATED),
     "both kept, stored [n, k]": (forward(140, 70, 72, 6, F16, transpose_rhs=True), {**GATED, "num_ctas": 1}),
+    # tokens with one row, and with three; more steps than stages
+    "rows gathered": (gathered(203, 200, 136, 6, BF16, local=4, keep=False, k=1), GATED),
+    "rows gathered, both kept, biases": (gathered(201, 100, 200, 6, BF16, local=4, epilogue=BIAS, k=3), GATED),
     # columns that only align copies; a consumer without columns
     "pullback": (pullback(203, 100, 264, 6, BF16, local=4), PULLBACK),
     # consumers with one block, and steps for blocks that are not there
@@ -44,7 +47,7 @@ CASES = {
     "sum": (total(203, 100, 136, 6, BF16, local=4), {"pairs": True}),
     "sum, swap-AB": (total(140, 70, 72, 6, F16), {**GATED, "gated": False, "pairs": True}),
 }
-DEFAULT = ["both kept, biases", "pullback", "sum"]
+DEFAULT = ["both kept, biases", "rows gathered", "pullback", "sum"]
 
 
 def close(got, want):
@@ -113,6 +116,7 @@ def test_the_layer_and_its_gradients_through_interpreted_kernels():
         (forward(64, 128, 128, 2, BF16, epilogue=Epilogue(by_column=True)), "scales"),
         (forward(64, 128, 128, 2, BF16, epilogue=Epilogue(accumulate=True)), "existing_out"),
         (forward(64, 128, 128, 2, BF16, batch=2), "batch"),
+        (gathered(2**21, 2048, 128, 2, BF16, k=1), "32 bits"),
         (pullback(64, 128, 128, 2, BF16).replace(transpose_rhs=False), "not stored"),
         (rows_problem(64, 64, 64, 2, BF16, gate=Gate(activation=lambda a, b: jax.lax.igamma(a, b))), "does not lower"),
     ],
@@ -120,6 +124,12 @@ def test_the_layer_and_its_gradients_through_interpreted_kernels():
 def test_refusals(problem, why):
     answer = plan(problem, H200, Overrides())
     assert isinstance(answer, Refusal) and why in answer.reason
+
+
+def test_the_kernel_gathers_rows():
+    problem = gathered(512, 64, 64, 2, BF16)
+    answer = plan(problem, H200, Overrides())
+    assert isinstance(answer, Plan) and answer.problem.gather == problem.gather
 
 
 @pytest.mark.parametrize("activation", [moe.swiglu(7.0, 1.702, 1.0), lambda gate, up: jax.nn.gelu(gate) * up], ids=str)

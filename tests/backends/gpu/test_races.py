@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import gated_cases
+import numpy as np
 import pytest
 from poisoned import numbers
 
 from trencadis.core.jax_compat import JAX, gpu_interpreter
 
-from .interpreted import check, layout_of, rows_problem, sum_problem
+from .interpreted import check, kernel, layout_of, rows_problem, sum_problem
 
 pytestmark = [
     pytest.mark.core,
@@ -27,4 +29,18 @@ def test_no_races(problem):
     params = dataclasses.replace(gpu_interpreter(), detect_races=True)
     layout = layout_of(problem, block_n=64, num_ctas=1)
     check(problem, layout, *numbers(problem, 0), [21, problem.m - 30], [0], params=params)
+    assert not gpu_callbacks.get_races().races_found
+
+
+def test_no_races_where_rows_are_gathered():
+    """The producer arrives for a step after it has started the next one."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    params = dataclasses.replace(gpu_interpreter(), detect_races=True)
+    problem = gated_cases.gathered(72, 192, 64, 2, "bf16 bf16 bf16", keep=False)
+    layout = layout_of(problem, swap_ab=True, gated=True, block_m=96, store_buffers=1, num_ctas=1)
+    lhs, rhs, *rest = operands = gated_cases.numbers(problem, 0)
+    sizes, first = np.array([[21, 42]], np.int32), np.zeros(1, np.int32)
+    found = kernel(problem, layout, params)(lhs, rhs, sizes, first, *rest)
+    gated_cases.check(problem, sizes, first, operands, [np.asarray(x) for x in found])
     assert not gpu_callbacks.get_races().races_found

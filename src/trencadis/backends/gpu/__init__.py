@@ -5,6 +5,7 @@ layout           what a layout holds
 kernel           the warpgroups of a CTA and their barriers
 rows             the mainloop of the rows form; contraction: that of the other form, with its mask
 consumer         the consumer warpgroups; mma_shapes: the products that they issue
+gather           loads of gathered rows
 gated            gated activations and their pullback; registers: what they need beside the operations of Pallas
 upcast           low-precision weights as a register (RS) operand; block_scales: their scales, where they change along k
 store            the epilogue, and the stores to global memory
@@ -221,6 +222,8 @@ def _gated(problem: Problem) -> Refusal | None:
         return _refusal("a gated activation in the kernel goes with a bias and no batch, scales or existing_out")
     if problem.lhs != problem.rhs or problem.lhs.itemsize != 2 or problem.out.itemsize != 2:
         return _refusal("operands and results of a gated activation are not of 16 bits, or operands of two dtypes")
+    if gate.gather is not None and round_up(problem.k, WGMMA_M) * gate.gather.tokens * problem.lhs.itemsize >= 2**32:
+        return _refusal("lhs, whose rows are to be gathered, has more bytes than 32 bits count", costly=False)
     if gate.pullback and (problem.out != problem.lhs or not problem.transpose_rhs):
         return _refusal("a pullback has weights that are not stored [g, n, k], or results of another dtype")
     if gate.activation is not None and not _gate_lowers(gate):
@@ -288,9 +291,11 @@ def _gate_operands(problem: Problem, product: dict[str, Array], n: int, *operand
         return {**named, "weight": pad_to(weight, (round_up(problem.rows, 4),))}
     if problem.gate is not None and problem.gate.activation is None:
         return {name: pad_to(x, shape) for name, x, shape in zip(("lhs_up", "up"), operands, shapes, strict=True)}
-    up, *bias = operands
+    up, *rest = operands
     named = {"up": pad_to(up, shapes[1])}
-    return named if not bias else {**named, "bias_up": pad_to(bias[0], (problem.local_groups, n))}
+    if problem.epilogue.bias is not None:
+        named["bias_up"] = pad_to(rest.pop(0), (problem.local_groups, n))
+    return named if problem.gather is None else {**named, "token": rest[0]}
 
 
 def _interpreted(problem: Problem, layout: Layout, rhs: Array) -> tuple[Problem, Layout, Array]:
@@ -347,6 +352,7 @@ def _prepared(
         rhs = rhs.mT if layout.k_major and not problem.transpose_rhs else rhs
         weights = problem.weights
         last = round_up(problem.k, ROW_ALIGN) if not interpret else k  # a copy of rows past the end reads 0
+        rows = rows if problem.gather is None else problem.gather.tokens
         shapes: list[tuple[int, ...]] = [(rows, k), (weights, n, k) if k_major else (weights, last, n)]
         inner = problem.replace(k=k, n=n, transpose_rhs=k_major)
     else:

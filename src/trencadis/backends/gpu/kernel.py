@@ -1,6 +1,7 @@
 """The persistent, warp-specialized kernel of both forms: a producer, consumers, and at most one warpgroup between.
 
-    producer    runs the tile scheduler and publishes its tiles; waits for an empty stage, starts the copies of a step
+    producer    runs the tile scheduler and publishes its tiles; waits for an empty stage, starts the copies of a step,
+                and where rows are gathered waits for them
     mask        contraction: zeroes the rows of other groups in the first and the last step of a sum
     rewrite     low-precision weights: upcasts them to the dtype of the rows, or transposes them, into other buffers
     consumers   two; three or four where weights are multiplied by scales. A share of the blocks of a tile each: wait
@@ -27,6 +28,7 @@ from trencadis.backends.gpu import store, tile_queue
 from trencadis.backends.gpu.consumer import Consumer, Mainloop
 from trencadis.backends.gpu.contraction import ContractionMainloop
 from trencadis.backends.gpu.gated import PairsMainloop, PullbackMainloop, approximates, results
+from trencadis.backends.gpu.gather import load_gathered
 from trencadis.backends.gpu.layout import CONSUMERS, REWRITE_STAGES, Layout
 from trencadis.backends.gpu.rows import RowsMainloop
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
@@ -137,6 +139,8 @@ def _body(problem: Problem, layout: Layout, mainloop: Mainloop, refs: Refs) -> N
     def produce() -> None:
         mgpu.set_max_registers(of_producer, action="decrease")
         load = functools.partial(_load, layout, mainloop, refs, scheduler)
+        if problem.gather is not None and isinstance(mainloop, RowsMainloop):
+            load = functools.partial(load_gathered, mainloop, refs)
         done = tile_queue.publish(scheduler, layout, refs, cta, load)
         tile_queue.drain(refs["empty"], done, layout.stages)
 

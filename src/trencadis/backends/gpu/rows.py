@@ -111,15 +111,8 @@ class RowsMainloop:
         """Start the TMA copies of one step: as many rows of lhs as the tile has, and the weights of its columns."""
         problem, cut = self.problem, self.layout
         low, step, _ = scheduler.hi_lo_step(tile, step)
-        k = pl.ds(pl.multiple_of(step * i32(cut.block_k), cut.block_k), cut.block_k)
-        n = pl.ds(pl.multiple_of(tile.column, cut.block_n), cut.block_n)
-        full = refs["full"].at[stage]
-        group = tile.group if problem.weights == problem.spans else lax.rem(tile.group, i32(problem.weights))
-        place = (group, n, k) if problem.transpose_rhs else (group, k, n)
-        rhs = refs["rhs"].at[(low, *place) if cut.hi_lo == "rhs" else place]
-        mgpu.copy_gmem_to_smem(rhs, refs["smem_weights" if cut.rewrites else "smem_rhs"].at[stage], full)
-        if cut.gated:
-            mgpu.copy_gmem_to_smem(refs["up"].at[place], refs["smem_up"].at[stage], full)
+        k, n, full = self.columns(step), self._n(tile), refs["full"].at[stage]
+        self.load_weights(refs, tile, low, step, stage)
         if problem.epilogue.row_block:
             rows_of_tile = pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), cut.block_m)
             first = self.scale_of(step, problem.epilogue.row_block)
@@ -134,6 +127,25 @@ class RowsMainloop:
         """Fetch what consumers load from global memory themselves, the scales of weights along k, into the L2 cache."""
         if needs_upcast(self.problem) and self.problem.epilogue.column_block[0]:
             BlockScales(self.problem, self.layout).prefetch(refs, tile)
+
+    def columns(self, step: Scalar) -> Any:
+        """The entries of k of a step."""
+        return pl.ds(pl.multiple_of(step * i32(self.layout.block_k), self.layout.block_k), self.layout.block_k)
+
+    def _n(self, tile: Tile) -> Any:
+        """The columns of a tile."""
+        return pl.ds(pl.multiple_of(tile.column, self.layout.block_n), self.layout.block_n)
+
+    def load_weights(self, refs: Refs, tile: Tile, low: Scalar, step: Scalar, stage: Scalar) -> None:
+        """Start the TMA copies of the weights of one step, of a part of a hi/lo split."""
+        problem, cut, full = self.problem, self.layout, refs["full"].at[stage]
+        k, n = self.columns(step), self._n(tile)
+        group = tile.group if problem.weights == problem.spans else lax.rem(tile.group, i32(problem.weights))
+        place = (group, n, k) if problem.transpose_rhs else (group, k, n)
+        rhs = refs["rhs"].at[(low, *place) if cut.hi_lo == "rhs" else place]
+        mgpu.copy_gmem_to_smem(rhs, refs["smem_weights" if cut.rewrites else "smem_rhs"].at[stage], full)
+        if cut.gated:
+            mgpu.copy_gmem_to_smem(refs["up"].at[place], refs["smem_up"].at[stage], full)
 
     def load_rows(self, refs: Refs, tile: Tile, columns: Any, stage: Scalar, sources: Refs) -> None:
         """Start the copies of some columns of as many rows as a tile has, from each source to where it is staged."""

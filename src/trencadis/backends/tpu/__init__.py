@@ -134,6 +134,8 @@ def _gated(problem: Problem) -> Refusal | None:
     unknown = unknown_dtype("tpu", problem, Dtypes(*(GATED_DTYPES,) * 4))
     if unknown is not None:
         return unknown
+    if gate.gather is not None:
+        return _refusal("rows are gathered before the kernel", costly=False)
     if gate.activation is None:
         return _refusal("the second of two products is added to the first as existing_out", costly=False)
     if problem.batch > 1 or epilogue.scaled or epilogue.activation is not None or epilogue.accumulate:
