@@ -1,14 +1,19 @@
 """The interleaved order: what the word of each lane holds, and the way there and back."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from trencadis.core import interleave as module
 from trencadis.core.interleave import FLOAT4_MOVES, deinterleave, interleave, interleaves, run_length
 
 pytestmark = pytest.mark.core
 
+TO_NIBBLES = module._to_nibbles, module._to_nibbles_by_value
+FROM_NIBBLES = module._from_nibbles, module._from_nibbles_by_value
 DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "float4_e2m1fn")
 
 
@@ -61,6 +66,14 @@ def test_a_word_of_4_bit_floats_is_unpacked_by_its_moves(rng):
         numbers = np.ascontiguousarray(found.astype(np.uint32)).view(jnp.bfloat16).astype(np.float64) * 2.0**126
         want = np.asarray(x).astype(np.float64).reshape(2, 4, 8)[:, pair]  # eight neighbours, two for each lane
         np.testing.assert_array_equal(numbers.reshape(2, 8), want)
+
+
+def test_bits_of_4_bit_floats_on_any_platform():
+    """On a CPU they go by way of float32 numbers, elsewhere by way of bytes."""
+    nibbles = jnp.arange(16, dtype=jnp.uint32)
+    for there, back in itertools.product(TO_NIBBLES, FROM_NIBBLES):
+        np.testing.assert_array_equal(raw(back(nibbles)), np.arange(16))
+        np.testing.assert_array_equal(there(back(nibbles)), nibbles)
 
 
 def test_whole_runs_of_low_precision():

@@ -124,19 +124,42 @@ def _parts(x: Array, sizes: tuple[int, ...]) -> Array:
     return x.reshape(*x.shape[:-1], x.shape[-1] // math.prod(sizes), *sizes)
 
 
+# Bits of 4-bit floats, there and back. XLA for CPUs cannot fuse their bitcast with a slice, as of the layers in a scan;
+# it goes by float32 numbers, whose exponent and first bit of the mantissa are those of 0.5, or of 1.0 on.
+
+
 def _nibbles(x: Array) -> Array:
-    """The bits of 4-bit floats, from those of float32: XLA cannot fuse a bitcast of them with a slice."""
-    wide = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    from_one = (wide << 1 >> 23).astype(jnp.int32) - 252  # exponent and first bit of the mantissa: 2 is 1.0
-    least = (wide << 1 != 0).astype(jnp.int32)  # 1 is 0.5
-    return wide >> 31 << 3 | jnp.maximum(from_one, least).astype(jnp.uint32)
+    """The bits of 4-bit floats, as integers."""
+    return lax.platform_dependent(x, cpu=_to_nibbles_by_value, default=_to_nibbles)
 
 
 def _float4(nibbles: Array, shape: tuple[int, ...]) -> Array:
-    """The 4-bit floats that have these bits, from float32 numbers that have them in their places."""
+    """The 4-bit floats that have these bits."""
+    return lax.platform_dependent(nibbles.reshape(shape), cpu=_from_nibbles_by_value, default=_from_nibbles)
+
+
+def _to_nibbles(x: Array) -> Array:
+    both = lax.bitcast_convert_type(_parts(x, (2,)), jnp.uint8).astype(jnp.uint32)
+    return jnp.stack([both & 15, both >> 4], axis=-1).reshape(x.shape)
+
+
+def _from_nibbles(nibbles: Array) -> Array:
+    pairs = _parts(nibbles, (2,))
+    both = (pairs[..., 0] | pairs[..., 1] << 4).astype(jnp.uint8)
+    return lax.bitcast_convert_type(both, jnp.float4_e2m1fn).reshape(nibbles.shape)
+
+
+def _to_nibbles_by_value(x: Array) -> Array:
+    wide = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    from_one = (wide << 1 >> 23).astype(jnp.int32) - 252
+    least = (wide << 1 != 0).astype(jnp.int32)
+    return wide >> 31 << 3 | jnp.maximum(from_one, least).astype(jnp.uint32)
+
+
+def _from_nibbles_by_value(nibbles: Array) -> Array:
     magnitude = nibbles & 7
     wide = jnp.where(magnitude > 1, magnitude + 252 << 22, magnitude * np.uint32(0x3F000000)) | nibbles >> 3 << 31
-    return lax.bitcast_convert_type(wide, jnp.float32).astype(jnp.float4_e2m1fn).reshape(shape)
+    return lax.bitcast_convert_type(wide, jnp.float32).astype(jnp.float4_e2m1fn)
 
 
 def _rotated(words: Array, by: int) -> Array:
