@@ -1,14 +1,17 @@
 """Train a small Mixture-of-Experts language model on the documentation of this repository, character by character.
 
-    python examples/train_moe.py [--steps 1000] [--quick] [--save model.npz] [--svg train_moe.svg]
+    python examples/train_moe.py [--steps 1000] [--quick] [--experts-over 4] [--save model.npz] [--svg train_moe.svg]
 
 It takes about three minutes on two CPU cores. A layer is causal attention and `moe.apply`. Experts are kept balanced by
-a bias instead of a loss. `serve_moe.py` runs the saved model with int4 experts.
+a bias instead of a loss. `serve_moe.py` runs the saved model with int4 experts. With `--experts-over 4`, texts and
+experts are sharded over four devices, which are virtual ones on a CPU; `train_moe_processes.py` runs the same in two
+processes. All sums over devices are ordered, so that the losses do not depend on the number of processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -21,13 +24,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from trencadis import moe
+from trencadis import moe, moe_mlp, parallel
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RATE, WARM_UP, BALANCE = 3e-3, 10, 1e-2  # of the optimizer, in steps, and of the balance bias
 BARS = " ▁▂▃▄▅▆▇█"
+AXIS = "expert"  # the mesh axis over which texts and experts are sharded
 Params = dict[str, Any]
+Mlp = Callable[..., jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +113,13 @@ def attention(layer: Params, x: jax.Array, cache: jax.Array, at: jax.Array) -> t
 
 
 def forward(
-    model: Model, params: Params, bias: jax.Array, tokens: jax.Array, cache: jax.Array, at: jax.Array | int = 0
+    model: Model,
+    params: Params,
+    bias: jax.Array,
+    tokens: jax.Array,
+    cache: jax.Array,
+    at: jax.Array | int = 0,
+    mlp: Mlp = moe_mlp,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Logits [b, s, vocabulary] of the next characters, rows of each expert [layers, experts], and the cache."""
     position = jax.lax.dynamic_slice_in_dim(params["position"], at, tokens.shape[1])
@@ -115,7 +128,7 @@ def forward(
         weights, bias, cache = each
         mixed, cache = attention(weights, normalized(x), cache, jnp.asarray(at))
         x = x + mixed
-        y, routing = moe.apply(weights["moe"], normalized(x), model.moe, bias=bias)
+        y, routing = moe.apply(weights["moe"], normalized(x), model.moe, bias=bias, mlp=mlp)
         return x + y, (routing.sizes, cache)
 
     x = params["embedding"][tokens] + position
@@ -133,11 +146,42 @@ def unrolled(layer: Callable[..., Any], x: jax.Array, layers: tuple[Any, ...]) -
     return x, tuple(map(jnp.stack, zip(*found, strict=True)))
 
 
-def loss(model: Model, params: Params, bias: jax.Array, text: jax.Array) -> tuple[jax.Array, jax.Array]:
+def loss(
+    model: Model, params: Params, bias: jax.Array, text: jax.Array, mlp: Mlp = moe_mlp
+) -> tuple[jax.Array, jax.Array]:
     """The mean cross entropy of each next character of texts [b, length + 1], in nats; and the rows of experts."""
-    logits, sizes, _ = forward(model, params, bias, text[:, :-1], empty_cache(model, text.shape[0]))
+    logits, sizes, _ = forward(model, params, bias, text[:, :-1], empty_cache(model, text.shape[0]), mlp=mlp)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), text[:, 1:, None], axis=-1)
     return -jnp.mean(chosen), sizes
+
+
+def loss_over(mesh: Mesh, model: Model) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The same loss of params, bias and text, with texts and experts sharded over a mesh."""
+
+    def mlp(*args: Any, **options: Any) -> jax.Array:
+        return parallel.expert_parallel(*args, axis=AXIS, ordered=True, **options)[0]
+
+    def local(params: Params, bias: jax.Array, text: jax.Array) -> tuple[jax.Array, jax.Array]:
+        params = jax.tree.map(
+            lambda p, spec: p if AXIS in spec else parallel.ordered_pvary(p, AXIS), params, specs_of(params)
+        )
+        value, sizes = loss(model, params, bias, text, mlp)
+        return parallel.ordered_psum(value, AXIS) / mesh.size, jax.lax.psum(sizes, AXIS)
+
+    def whole(params: Params, bias: jax.Array, text: jax.Array) -> tuple[jax.Array, jax.Array]:
+        specs = (specs_of(params), P(), P(AXIS))
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())(params, bias, text)
+
+    return whole
+
+
+def specs_of(params: Params) -> Params:
+    """How parameters are sharded: those of experts, [layers, experts, ...], by expert, and others not at all."""
+
+    def spec(at: Any, _: Any) -> P:
+        return P(None, AXIS) if at[-1].key in ("w_gate", "w_up", "w_down") else P()
+
+    return jax.tree_util.tree_map_with_path(spec, params)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -161,18 +205,28 @@ def generate(
 # Training
 
 
-def start(key: jax.Array, model: Model) -> State:
-    params = init(key, model)
-    first, second = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
-    return State(params, jnp.zeros((model.layers, model.experts)), first, second, jnp.zeros((), jnp.int32))
+def start(key: jax.Array, model: Model, mesh: Mesh | None) -> State:
+    """Random parameters and zeros, on one device or sharded over a mesh."""
+
+    def made(key: jax.Array) -> State:
+        params = init(key, model)
+        first, second = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        return State(params, jnp.zeros((model.layers, model.experts)), first, second, jnp.zeros((), jnp.int32))
+
+    if mesh is None:
+        return made(key)
+    specs = specs_of(jax.eval_shape(made, key).params)
+    shardings = jax.tree.map(functools.partial(NamedSharding, mesh), State(specs, P(), specs, specs, P()))
+    return jax.jit(made, out_shardings=shardings)(key)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def train_step(model: Model, steps: int, state: State, text: jax.Array) -> tuple[State, jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def train_step(
+    model: Model, steps: int, mesh: Mesh | None, state: State, text: jax.Array
+) -> tuple[State, jax.Array, jax.Array]:
     """One step of Adam, and of the bias: the new state, the loss, and the rows of each expert [layers, experts]."""
-    (value, sizes), grads = jax.value_and_grad(functools.partial(loss, model), has_aux=True)(
-        state.params, state.bias, text
-    )
+    function = functools.partial(loss, model) if mesh is None else loss_over(mesh, model)
+    (value, sizes), grads = jax.value_and_grad(function, has_aux=True)(state.params, state.bias, text)
     step = state.step + 1
     rate = RATE * jnp.minimum(step / WARM_UP, 0.55 + 0.45 * jnp.cos(jnp.pi * step / steps))
     first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state.first, grads)
@@ -193,18 +247,25 @@ def corpus() -> tuple[np.ndarray, str]:
     return np.array([number.get(c, number["?"]) for c in text], np.int32), "".join(frequent)
 
 
-def pieces(text: np.ndarray, model: Model, batch: int, rng: np.random.Generator) -> np.ndarray:
-    """Random pieces of the text: [batch, length + 1]."""
+def pieces(
+    text: np.ndarray, model: Model, batch: int, rng: np.random.Generator, mesh: Mesh | None
+) -> np.ndarray | jax.Array:
+    """Random pieces of the text: [batch, length + 1]; a process makes those of its own devices."""
     starts = rng.integers(0, len(text) - model.length, batch)
-    return np.stack([text[at : at + model.length + 1] for at in starts])
+    found = np.stack([text[at : at + model.length + 1] for at in starts])
+    if mesh is None:
+        return found
+    return jax.make_array_from_callback(found.shape, NamedSharding(mesh, P(AXIS)), lambda at: found[at])
 
 
-def train(model: Model, text: np.ndarray, steps: int, batch: int) -> tuple[State, list[float], list[np.ndarray]]:
+def train(
+    model: Model, text: np.ndarray, steps: int, batch: int, mesh: Mesh | None = None
+) -> tuple[State, list[float], list[np.ndarray]]:
     """Train from random parameters: the final state, and the losses and loads of all steps."""
-    state, rng = start(jax.random.key(0), model), np.random.default_rng(0)
+    state, rng = start(jax.random.key(0), model, mesh), np.random.default_rng(0)
     losses, loads, began = [], [], time.perf_counter()
     for step in range(steps):
-        state, value, sizes = train_step(model, steps, state, pieces(text, model, batch, rng))
+        state, value, sizes = train_step(model, steps, mesh, state, pieces(text, model, batch, rng, mesh))
         losses.append(float(value))
         loads.append(np.asarray(sizes))
         progress(step + 1, steps, losses[-1], began)
@@ -279,21 +340,42 @@ def load(path: pathlib.Path) -> tuple[Model, str, Params, jax.Array]:
         return model, str(file["characters"]), params, jnp.asarray(file["bias"])
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def mesh_over(devices: int, coordinator: str | None, processes: int, process: int) -> Mesh:
+    """A mesh of so many devices, virtual ones on a CPU, in this process or in several that find each other."""
+    with contextlib.suppress(RuntimeError):  # there are devices already
+        jax.config.update("jax_num_cpu_devices", devices // processes)
+    if coordinator:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(coordinator, processes, process, heartbeat_timeout_seconds=30)
+    axis_types = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((devices,), (AXIS,), axis_types=axis_types, devices=jax.devices()[:devices])
+
+
+def main(argv: Sequence[str] | None = None) -> list[float]:
+    """Train as the command line says; return the losses of all steps."""
     ask = argparse.ArgumentParser(description="Train a small Mixture-of-Experts language model.")
     ask.add_argument("--steps", type=int, help="default: 1000, or 20 with --quick")
     ask.add_argument("--quick", action="store_true", help="a tiny model: that it runs and learns, not how well")
     ask.add_argument("--save", type=pathlib.Path, help="write the model to this file, for serve_moe.py")
     ask.add_argument("--svg", type=pathlib.Path, default=pathlib.Path("train_moe.svg"), help="default: %(default)s")
+    ask.add_argument("--experts-over", type=int, help="shard texts and experts over so many devices")
+    ask.add_argument("--coordinator", help="host:port of the first of several processes")
+    ask.add_argument("--processes", type=int, default=1, help="their number")
+    ask.add_argument("--process", type=int, default=0, help="the number of this one")
     asked = ask.parse_args(argv)
+    mesh = asked.experts_over and mesh_over(asked.experts_over, asked.coordinator, asked.processes, asked.process)
     text, characters = corpus()
     model, batch = Model(vocabulary=len(characters)), 16
     if asked.quick:
         model, batch = dataclasses.replace(model, layers=2, length=32, d=32, f=32, experts=4), 8
     steps = asked.steps or (20 if asked.quick else 1000)
     print(f"{len(text)} characters, {len(characters)} different ones; {model}")
-    state, losses, loads = train(model, text, steps, batch)
+    state, losses, loads = train(model, text, steps, batch, mesh)
     show(losses, loads)
+    assert losses[-1] < losses[0], "the loss did not fall"
+    if asked.processes > 1:  # no process has all parameters
+        return losses
+    state = jax.device_get(state)
     prompt = np.array([[characters.index(c) for c in "A grouped "]], np.int32)
     more = generate(model, state.params, model.length - prompt.shape[1], state.bias, prompt, jax.random.key(1))
     print("a sample: A grouped", "".join(characters[i] for i in np.asarray(more[0])))
@@ -302,8 +384,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if asked.save:
         save(asked.save, model, characters, state.params, state.bias)
         print(f"the model: {asked.save}")
-    assert losses[-1] < losses[0], "the loss did not fall"
+    return losses
 
 
 if __name__ == "__main__":
-    main()
+    losses = main()
+    print("losses to the bit:", *(each.hex() for each in losses[:4]))

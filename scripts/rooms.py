@@ -33,6 +33,7 @@ PATH = {
     "gemm.xla": {"plan", "run"},
     "quant.product": {"rows_product", "with_scales"},
     "core.arguments": {"rows_problem"},
+    "core.sharded": {"run"},
     "core.autodiff": {"run"},
     "core.plan": {"plan"},
     "core.execute": {"execute"},

@@ -19,6 +19,7 @@ PUBLIC = {
     "show",
     "trained",
     "moe_mlp",
+    "expert_parallel",
     "route",
 }
 

@@ -1,11 +1,11 @@
-"""Four CPU devices for the sharded tests, and one profile for hypothesis: values vary, shapes do not."""
+"""Eight CPU devices for the sharded tests, and one profile for hypothesis: values vary, shapes do not."""
 
 import gc
 import os
 import threading
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 # A test runs once: what LLVM would win, it loses. And the older emitters of fusions take half the time of those that
 # users have, which examples run with; a jax that has none of them ignores the option. To test with all that users
 # have: XLA_FLAGS=--xla_backend_optimization_level=3.
@@ -44,7 +44,17 @@ def reuse_mlir_contexts(times=10):
         thread.uses += 1
         return thread.context
 
-    mlir.make_ir_context = reused
+    build = mlir.build_mlir_module_helper
+
+    def built_apart(*args, **options):
+        """A program that XLA asks for while it compiles another, whose context is in use."""
+        mlir.make_ir_context = make
+        try:
+            return build(*args, **options)
+        finally:
+            mlir.make_ir_context = reused
+
+    mlir.make_ir_context, mlir.build_mlir_module_helper = reused, built_apart
 
 
 if not hasattr(mlir, "_thread_local_context"):

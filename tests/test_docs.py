@@ -81,7 +81,7 @@ def test_the_top_of_the_package_is_that_of_the_design():
     names = {path.name for path in (ROOT / "src/trencadis").iterdir() if path.name != "__pycache__"}
     assert names == {
         "__init__.py", "__main__.py", "py.typed", "why.py",
-        "api", "backends", "cli", "compat", "core", "gemm", "inspect", "moe", "quant", "viz",
+        "api", "backends", "cli", "compat", "core", "gemm", "inspect", "moe", "parallel", "quant", "viz",
     }  # fmt: skip
 
 

@@ -9,11 +9,12 @@ import runpy
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 HERE = ("block_sparse", "feature_slices", "load_checkpoint")
-ALSO = ("quickstart", "expert_parallel", "demo", "train_moe", "serve_moe")
+ALSO = ("quickstart", "expert_parallel", "demo", "train_moe", "serve_moe", "train_moe_processes")
 
 
 def run(name, *words, cwd, flags=""):
@@ -51,16 +52,23 @@ def test_an_example_that_chooses_its_devices(tmp_path):
 
 
 def test_training_and_serving(tmp_path, monkeypatch, capsys):
-    """A tiny model learns, is saved, and is served with int4 experts."""
+    """A tiny model learns, is saved, and is served with int4 experts; over four devices it learns the same."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLES)
     train_moe, serve_moe = map(importlib.import_module, ("train_moe", "serve_moe"))
-    train_moe.main(["--quick", "--steps", "8", "--save", "model.npz"])
+    losses = train_moe.main(["--quick", "--steps", "8", "--save", "model.npz"])
     said = capsys.readouterr()
     assert "loss" in said.out and "layer 1" in said.out and "step 8/8" in said.err
     serve_moe.main(["--load", "model.npz", "--batch", "2", "--tokens", "4"])
     said = capsys.readouterr().out
     assert "int4" in said and "tokens/s" in said
+    spread = train_moe.main(["--quick", "--steps", "8", "--experts-over", "4"])
+    np.testing.assert_allclose(spread, losses, rtol=1e-5)
+
+
+@pytest.mark.sweep
+def test_training_in_two_processes(tmp_path):
+    assert "equal to the bit" in run("train_moe_processes", "--steps", "3", cwd=tmp_path, flags=cheap())
 
 
 def test_demo(tmp_path):

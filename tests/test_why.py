@@ -124,7 +124,7 @@ def test_backends_answer_for_the_part_of_k_that_is_planned():
 
 
 def test_shardings_inside_of_a_function_count():
-    """A program is for several devices as a whole, wherever it says so; XLA cannot partition a kernel over them."""
+    """A program is for several devices as a whole, wherever it says so; XLA cannot partition a TPU kernel over them."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     split, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
 
@@ -139,8 +139,9 @@ def test_shardings_inside_of_a_function_count():
     into = jax.jit(grouped_matmul, in_shardings=(split, whole, whole))
     out = jax.jit(grouped_matmul, out_shardings=split)
     for fn in (constrained, into, out):
-        assert [each.plan.backend for each in why(fn, *args, target="h200").passes] == ["xla"] * 3
-    assert [each.plan.backend for each in why(manual, *args, target="h200").passes[:2]] == ["xla", "gpu"]
+        assert [each.plan.backend for each in why(fn, *args, target="v6e").passes] == ["xla"] * 3
+        assert [each.plan.backend for each in why(fn, *args, target="h200").passes] == ["gpu"] * 3
+    assert [each.plan.backend for each in why(manual, *args, target="v6e").passes[:2]] == ["xla", "tpu"]
 
 
 def test_integers_that_are_known_stay_known():

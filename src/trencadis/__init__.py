@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from trencadis.api.gemm import grouped_dense, grouped_gemm
 from trencadis.api.lax import ragged_dot, ragged_dot_general
 from trencadis.api.matmul import GroupMetadata, grouped_matmul, make_group_metadata, transposed_grouped_matmul
+from trencadis.api.sharding import sharded
 from trencadis.core.debug import debug_checks
 from trencadis.core.decision import PerformanceWarning
 from trencadis.core.named_target import target
@@ -16,11 +17,11 @@ from trencadis.viz import show, show_gemm
 from trencadis.why import why
 
 if TYPE_CHECKING:
-    from trencadis import compat, gemm, inspect, moe, quant, viz
+    from trencadis import compat, gemm, inspect, moe, parallel, quant, viz
 
 __version__ = "0.1.0"
 
-_PACKAGES = ("compat", "gemm", "inspect", "moe", "quant", "viz")
+_PACKAGES = ("compat", "gemm", "inspect", "moe", "parallel", "quant", "viz")
 
 __all__ = [
     "GroupMetadata",
@@ -38,9 +39,11 @@ __all__ = [
     "make_group_metadata",
     "moe",
     "moe_mlp",
+    "parallel",
     "quant",
     "ragged_dot",
     "ragged_dot_general",
+    "sharded",
     "show",
     "show_gemm",
     "target",

@@ -8,34 +8,42 @@ from __future__ import annotations
 import dataclasses
 import functools
 import textwrap
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from trencadis.api.matmul import grouped_matmul, transposed_grouped_matmul
 from trencadis.backends import BACKENDS, KERNELS
 from trencadis.core import arguments
-from trencadis.core.autodiff import grouped_p
+from trencadis.core.autodiff import PRODUCTS
 from trencadis.core.cost import Cost, cost
+from trencadis.core.decision import PARTITIONED
 from trencadis.core.devices import target_of
 from trencadis.core.execute import execute
 from trencadis.core.gated import gated_p
-from trencadis.core.jax_compat import current_target, newly_manual_axes
-from trencadis.core.plan import Plan, Refusal, answers, gated_answers, gated_plan, plan
+from trencadis.core.jax_compat import DIVIDED_BY_RULE, current_target
+from trencadis.core.mesh import entries
+from trencadis.core.partition import dimensions, partition
+from trencadis.core.plan import Plan, Refusal, answers, gated_answers, gated_plan, gathered, plan
 from trencadis.core.problem import Problem
 from trencadis.core.split import part_of
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
+from trencadis.core.traced import Collective, Product, collectives, products, spread, spread_mesh, spreads
 from trencadis.gemm import plan as gemm_plan
 from trencadis.gemm.autodiff import gemm_p
 from trencadis.gemm.problem import GemmProblem
 from trencadis.quant.qarray import from_qarray, is_qarray
 from trencadis.quant.scaled import Scaled
 
+T = TypeVar("T")
+
 SMALL = 1 << 16  # bytes of an array that is too small to be reported as a copy
+PRIMITIVES = (*PRODUCTS, gated_p, gemm_p)
 # functions that count as one operation, whatever they consist of
 FUSED = ("hi_lo", "permute_k", "interleave_columns", "deinterleave")
 
@@ -49,6 +57,7 @@ class Pass:
     backends: tuple[Plan | Refusal, ...] = ()  # in the order of preference
     copies: tuple[str, ...] = ()  # large arrays that are made of operands and results beside the kernel
     cost: Cost | None = None
+    mesh: str = ""  # how it is divided over the devices of a mesh, if it is
     reason: str = ""  # why there is no product
 
     @property
@@ -65,7 +74,7 @@ class Pass:
         if self.plan is None:
             return f"{self.name:<10} none: {self.reason}"
         lines = [f"{self.name:<10} {self.plan.asked}", f"{'':<10} {self.plan}"]
-        lines += [f"{'':<10} {note}" for note in self.plan.notes]
+        lines += [f"{'':<10} {note}" for note in (*self.plan.notes, self.mesh) if note]
         lines += [f"{'':<10} slow: {self.plan.slow}; {self.plan.advice}"] if self.plan.slow else []
         return "\n".join(lines + [f"{'':<10} besides: {copy}" for copy in self.copies])
 
@@ -86,6 +95,7 @@ class Why:
 
     target: Target
     passes: tuple[Pass, ...]  # forward, d lhs, d rhs; of a function, all its products, then those of its gradient
+    exchanges: tuple[tuple[str, Collective], ...] = ()  # between devices, by the pass in which they are
 
     @property
     def problem(self) -> Problem:
@@ -113,7 +123,7 @@ class Why:
             for each in self.passes:
                 lines.append(f"{each}{each.news(known)}")
                 known |= each.refusals
-            return "\n".join(lines)
+            return "\n".join(lines) + self._exchanged()
         first = self.passes[0]
         backends = "\n".join(_verdict(each, first.plan) for each in self.backends)
         passes = "\n".join(f"{each}{each.news(first.refusals)}" for each in self.passes)
@@ -125,7 +135,10 @@ class Why:
             textwrap.indent(backends, "  "),
             "passes",
             textwrap.indent(passes, "  "),
-        ])  # fmt: skip
+        ]) + self._exchanged()  # fmt: skip
+
+    def _exchanged(self) -> str:
+        return "".join(f"\nexchange     {name}: {collective}" for name, collective in self.exchanges)
 
     __repr__ = __str__
 
@@ -177,15 +190,6 @@ def why(
 # Any function
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Found:
-    """A grouped product in a traced program."""
-
-    problem: Problem | GemmProblem
-    overrides: Overrides
-    partitioned: bool  # whether XLA will split it over devices
-
-
 def _function(fn: Callable[..., Any], args: Any, options: dict[str, Any], target: Any) -> Why:
     leaves, tree = jax.tree.flatten((args, options))
     given = [i for i, leaf in enumerate(leaves) if _traced(leaf)]
@@ -199,14 +203,16 @@ def _function(fn: Callable[..., Any], args: Any, options: dict[str, Any], target
         return [x for x in jax.tree.leaves(fn(*args, **options)) if hasattr(x, "dtype")]
 
     traced = jax.make_jaxpr(call)(*arrays).jaxpr
-    split = any(map(_spread, shardings)) or _spread_mesh(jax.sharding.get_abstract_mesh(), ()) or _spreads(traced)
-    forward = list(_products(traced, split))
-    passes = [_pass(f"product {i + 1}", each, seen) for i, each in enumerate(forward)]
-    return Why(target=seen, passes=(*passes, *_gradient(call, arrays, split, seen)))
+    split = any(map(spread, shardings)) or spread_mesh(jax.sharding.get_abstract_mesh(), ()) or spreads(traced)
+    passes = [_pass(f"product {i + 1}", each, seen) for i, each in enumerate(products(traced, PRIMITIVES, split))]
+    pulled, exchanged = _gradient(call, arrays, split, seen)
+    return Why(target=seen, passes=(*passes, *pulled), exchanges=(*_named("forward", collectives(traced)), *exchanged))
 
 
-def _gradient(call: Callable[..., Any], arrays: list[Any], split: bool, target: Target) -> Iterator[Pass]:
-    """The products that the gradient with respect to all float arguments adds to those of the call itself."""
+def _gradient(
+    call: Callable[..., Any], arrays: list[Any], split: bool, target: Target
+) -> tuple[list[Pass], Sequence[tuple[str, Collective]]]:
+    """The products that the gradient in all float arguments adds to those of the call itself; its exchanges."""
     inexact = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     def primal(*arrays: Any) -> Any:
@@ -222,13 +228,22 @@ def _gradient(call: Callable[..., Any], arrays: list[Any], split: bool, target: 
         return pullback([jnp.ones_like(x) for x in outs])
 
     try:
-        before = list(_products(jax.make_jaxpr(lambda *x: primal(*x)[0])(*arrays).jaxpr, split))
-        after = list(_products(jax.make_jaxpr(pull)(*arrays).jaxpr, split))
+        before = jax.make_jaxpr(lambda *x: primal(*x)[0])(*arrays).jaxpr
+        after = jax.make_jaxpr(pull)(*arrays).jaxpr
     except Exception as error:  # not every function has a gradient; what JAX says is the answer
-        yield Pass(name="gradient", reason=f"{type(error).__name__}: {str(error).splitlines()[0]}")
-        return
-    for i, each in enumerate(after[len(before) :]):
-        yield _pass(f"gradient {i + 1}", each, target)
+        return [Pass(name="gradient", reason=f"{type(error).__name__}: {str(error).splitlines()[0]}")], ()
+    found = _added(lambda jaxpr: products(jaxpr, PRIMITIVES, split), before, after)
+    passes = [_pass(f"gradient {i + 1}", each, target) for i, each in enumerate(found)]
+    return passes, _named("gradient", _added(collectives, before, after))
+
+
+def _added(find: Callable[[Any], Iterator[T]], before: Any, after: Any) -> list[T]:
+    """What is found in one program and not in another that it starts with."""
+    return list(find(after))[len(list(find(before))) :]
+
+
+def _named(name: str, found: Iterable[Collective]) -> list[tuple[str, Collective]]:
+    return [(name, each) for each in found]
 
 
 def _traced(x: Any) -> bool:
@@ -243,7 +258,10 @@ def _traced(x: Any) -> bool:
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+    """An array without its numbers, but with its sharding if that is over a mesh."""
+    sharding = getattr(x, "sharding", None)
+    named = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=named)
 
 
 def _target(shardings: list[Any], target: Any) -> Target:
@@ -254,55 +272,12 @@ def _target(shardings: list[Any], target: Any) -> Target:
     return target_of(target)
 
 
-def _spread(sharding: Any) -> bool:
-    """Whether an array is on several devices."""
-    return sharding is not None and getattr(sharding, "num_devices", 1) > 1
-
-
-def _spread_mesh(mesh: Any, manual: Any) -> bool:
-    """Whether a mesh has several devices along axes that are not manual."""
-    return any(size > 1 for name, size in mesh.shape.items() if name not in manual)
-
-
-def _products(jaxpr: Any, partitioned: bool, manual: frozenset[Any] = frozenset()) -> Iterator[_Found]:
-    """The grouped products of a traced program, in order; inside `shard_map`, over which axes the program is manual."""
-    for equation in jaxpr.eqns:
-        params = equation.params
-        if equation.primitive in (grouped_p, gated_p, gemm_p):
-            yield _Found(params["problem"], params["overrides"], partitioned)
-        inside, axes = partitioned, manual
-        if equation.primitive.name == "shard_map":
-            axes = manual | newly_manual_axes(params)
-            inside = _spread_mesh(params["mesh"], axes)
-        for inner in _inner(params):
-            yield from _products(inner, inside, axes)
-
-
-def _inner(params: dict[str, Any]) -> Iterator[Any]:
-    """The traced programs among the parameters of an equation."""
-    for value in params.values():
-        for inner in value if isinstance(value, (tuple, list)) else (value,):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield inner
-
-
-def _spreads(jaxpr: Any) -> bool:
-    """Whether a traced program is for several devices, as a sharding or a `shard_map` anywhere in it says."""
-    for equation in jaxpr.eqns:
-        params = equation.params
-        shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()), params.get("sharding"))
-        mesh = params["mesh"] if equation.primitive.name == "shard_map" else None
-        if any(map(_spread, shardings)) or (mesh is not None and _spread_mesh(mesh, ())):
-            return True
-        if any(map(_spreads, _inner(params))):
-            return True
-    return False
-
-
-def _pass(name: str, found: _Found, target: Target, sizes: list[int] | None = None, stored: Any = None) -> Pass:
+def _pass(name: str, found: Product, target: Target, sizes: list[int] | None = None, stored: Any = None) -> Pass:
     """The explanation of a product."""
-    target = dataclasses.replace(target, partitioned=target.partitioned or found.partitioned)
+    divided = found.partitioned and target.platform in DIVIDED_BY_RULE and not isinstance(found.problem, GemmProblem)
+    target = dataclasses.replace(target, partitioned=target.partitioned or (found.partitioned and not divided))
+    mesh = f"one device of {found.devices} computes this part, under shard_map" if found.devices > 1 else ""
+    mesh = "XLA divides it over the mesh by its sharding rule, and chooses the collectives" if divided else mesh
     if isinstance(found.problem, GemmProblem):
         general = gemm_plan.answers(found.problem, target, found.overrides)
         return Pass(
@@ -315,9 +290,11 @@ def _pass(name: str, found: _Found, target: Target, sizes: list[int] | None = No
         said = answers(part_of(found.problem), target, found.overrides.untiled)
     else:
         said = answers(found.problem, target, found.overrides)
+    if target.partitioned:
+        mesh = f"XLA partitions it{gathered(chosen)}; {PARTITIONED[1]}"
     copies = tuple(_copies(chosen))
     price = cost(found.problem, sizes, stored)
-    return Pass(name=name, plan=chosen, backends=tuple(said.values()), copies=copies, cost=price)
+    return Pass(name=name, plan=chosen, backends=tuple(said.values()), copies=copies, cost=price, mesh=mesh)
 
 
 def _plan(problem: Problem, target: Target, overrides: Overrides) -> Plan:
@@ -387,12 +364,30 @@ def _operation(arrays: tuple[Any, ...], options: dict[str, Any], target: Any) ->
         return call(lhs, rhs, sizes, out)
 
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(tuple(operands))]
-    seen, split = _target(shardings, target), any(map(_spread, shardings))
-    found = next(_products(jax.make_jaxpr(product)(lhs, rhs, sizes).jaxpr, split))
-    known = _known_sizes(operands[2], options.get("group_offset"), found.problem)
-    forward = _pass("forward", found, seen, known, (_bytes(lhs), _bytes(rhs)))
-    pulled = (_derivative(product, i, (lhs, rhs, sizes), split, seen) for i in (0, 1))
-    return Why(target=seen, passes=(forward, *pulled))
+    seen, split = _target(shardings, target), any(map(spread, shardings))
+    traced = jax.make_jaxpr(product)(lhs, rhs, sizes).jaxpr
+    found = next(products(traced, PRIMITIVES, split))
+    known = None if found.devices > 1 else _known_sizes(operands[2], options.get("group_offset"), found.problem)
+    forward = _pass("forward", found, seen, known, (_bytes(lhs) // found.devices, _bytes(rhs) // found.devices))
+    passes, exchanged = [forward], _named("forward", collectives(traced))
+    if found.partitioned and seen.platform in DIVIDED_BY_RULE:
+        exchanged = _named("forward", _by_rule(found.problem, (lhs, rhs)))
+    for which in (0, 1):
+        pulled, more = _derivative(product, which, (lhs, rhs, sizes), split, seen)
+        passes.append(pulled)
+        exchanged += _named(pulled.name, more[len(list(collectives(traced))) :])
+    return Why(target=seen, passes=tuple(passes), exchanges=tuple(exchanged))
+
+
+def _by_rule(problem: Problem, operands: tuple[Any, Any]) -> list[Collective]:
+    """What devices exchange of a product that XLA divides by its rule, as the shardings of lhs and rhs imply."""
+    leaves = [jax.tree.leaves(x)[0] for x in operands]
+    named = [x.sharding for x in leaves if isinstance(x.sharding, jax.sharding.NamedSharding)]
+    if not named:
+        return []
+    specs = [entries(x.sharding.spec if x.sharding in named else PartitionSpec(), x.ndim) for x in leaves]
+    rest = [((),) * len(names) for names in dimensions(problem)[2:]]
+    return partition(problem, [*specs, *rest], dict(named[0].mesh.shape)).exchanges
 
 
 def _abstract(name: str, x: Any) -> Any:
@@ -413,27 +408,30 @@ def _known_sizes(group_sizes: Any, group_offset: Any, asked: Problem | GemmProbl
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in (group_sizes, group_offset)):
         return None
     sizes, first = arguments.concrete(group_sizes), arguments.concrete(arguments.first_group(group_offset))
-    if sizes is None or first is None or isinstance(asked, GemmProblem):
+    if sizes is None or first is None or sizes.ndim != 1 or isinstance(asked, GemmProblem):
         return None
     arguments.check_sizes(sizes, asked.m)
     return [int(size) for size in np.asarray(sizes)[int(first) :][: asked.local_groups]]
 
 
-def _derivative(call: Callable[..., Any], which: int, operands: Any, split: bool, target: Target) -> Pass:
-    """The pass that gives the cotangent of lhs (0) or rhs (1)."""
+def _derivative(
+    call: Callable[..., Any], which: int, operands: Any, split: bool, target: Target
+) -> tuple[Pass, list[Collective]]:
+    """The pass that gives the cotangent of lhs (0) or rhs (1), and the exchanges of both passes."""
     name = ("d lhs", "d rhs")[which]
     if isinstance(operands[which], Scaled):
-        return Pass(name=name, reason=f"{name[2:]} is quantized, and a constant")
+        return Pass(name=name, reason=f"{name[2:]} is quantized, and a constant"), []
     if not jnp.issubdtype(operands[which].dtype, jnp.inexact):
-        return Pass(name=name, reason=f"{name[2:]} is {operands[which].dtype.name}, which has no derivative")
+        return Pass(name=name, reason=f"{name[2:]} is {operands[which].dtype.name}, which has no derivative"), []
     out = jax.eval_shape(call, *operands)
     if not jnp.issubdtype(out.dtype, jnp.inexact):
-        return Pass(name=name, reason=f"the result is {out.dtype.name}, which has no derivative")
+        return Pass(name=name, reason=f"the result is {out.dtype.name}, which has no derivative"), []
 
     def pull(lhs: Any, rhs: Any, sizes: Any, cotangent: Any) -> Any:
         given = [lhs, rhs]
         _, pullback = jax.vjp(lambda x: call(*given[:which], x, *given[which + 1 :], sizes), given[which])
         return pullback(cotangent)
 
-    traced = list(_products(jax.make_jaxpr(pull)(*operands, out).jaxpr, split))
-    return _pass(name, traced[-1], target)  # the first is the forward pass, which vjp runs as well
+    traced = jax.make_jaxpr(pull)(*operands, out).jaxpr
+    *_, last = products(traced, PRIMITIVES, split)  # the first is the forward pass, which vjp runs as well
+    return _pass(name, last, target), list(collectives(traced))

@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import trencadis as tr
-from trencadis import backends
 from trencadis.core.devices import CARDS, CHIPS
 from trencadis.core.jax_compat import abstract_device
 
@@ -97,30 +96,50 @@ def test_once_for_each_reason():
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit])
-def test_a_mesh_drops_the_kernel_aloud_and_why_says_so(axis, monkeypatch):
-    """Under plain jit over a mesh XLA partitions the program, and kernels cannot be partitioned."""
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(axis,))
+def spread(axis):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(axis,), devices=jax.devices()[:4])
     args = [jnp.ones((64, 128), jnp.bfloat16), jnp.ones((4, 128, 128), jnp.bfloat16), jnp.full((4,), 16)]
-    spread = [jax.device_put(x, NamedSharding(mesh, P(*("d",) * (i == 1)))) for i, x in enumerate(args)]
-    answer = tr.why(tr.grouped_matmul, *spread, target="h200")
-    assert [each.plan.backend for each in answer.passes] == ["xla"] * 3
-    assert "cannot partition a kernel" in str(answer)
-    assert tr.why(*spread, target="v6e").passes[0].plan.backend == "xla"
+    return mesh, args, [jax.device_put(x, NamedSharding(mesh, P(*("d",) * (i == 1)))) for i, x in enumerate(args)]
+
+
+def test_why_says_what_a_mesh_does():
+    """Kernels on explicit axes; on automatic ones, too, where XLA asks a rule how to divide a product."""
+    mesh, args, given = spread(AxisType.Explicit)
+    for target, backend in (("v6e", "tpu"), ("h200", "gpu")):
+        answer = tr.why(tr.grouped_matmul, *given, target=target)
+        assert [each.plan.backend for each in answer.passes] == [backend] * 3
+        assert answer.problem.local_groups == 1 and "one device of 4 computes this part, under shard_map" in str(answer)
+        assert "exchange     forward: all-reduce of float32[64,128] over d: 32,768 bytes" in str(answer)
+        assert "exchange     gradient: all-reduce of bfloat16[64,128] over d: 16,384 bytes" in str(answer)
+    names = [name for name, _ in tr.why(*given, target="v6e").exchanges]
+    assert names == ["forward", "d lhs"]
     inside = jax.shard_map(tr.grouped_matmul, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"d"})
     assert tr.why(inside, *args, target="h200").passes[0].plan.backend == "gpu"
-    # this machine's CPU stands for an accelerator: its refusal is the one that a TPU mesh gets
-    monkeypatch.setitem(backends.KERNELS, "cpu", ("tpu",))
-    monkeypatch.setattr(backends.tpu, "_elsewhere", lambda target: _partitioned(target))
-    with pytest.warns(
-        tr.PerformanceWarning, match="cannot partition a kernel over devices; wrap the call in jax.shard_map"
+
+    _, _, given = spread(AxisType.Auto)
+    answer = tr.why(*given, target="h200")
+    assert answer.passes[0].plan.backend == "gpu" and "XLA divides it over the mesh by its sharding rule" in str(answer)
+    assert [str(each) for _, each in answer.exchanges] == ["all-reduce of float32[64,128] over d: 32,768 bytes"]
+
+
+def test_automatic_axes_drop_a_tpu_kernel_aloud():
+    """XLA cannot partition a kernel for TPUs: the warning says what it gathers, and what to do."""
+    mesh, _, given = spread(AxisType.Auto)
+    answer = tr.why(tr.grouped_matmul, *given, target="v6e")
+    assert [each.plan.backend for each in answer.passes] == ["xla"] * 3
+    assert "gathers rhs if sharded, 131,072 bytes on each device; wrap the call in jax.shard_map" in str(answer)
+    with (
+        tr.target("v6e"),
+        pytest.warns(
+            tr.PerformanceWarning,
+            match=r"131,072 bytes.*cannot partition a kernel over devices; wrap the call in.*trencadis\.sharded",
+        ),
     ):
-        jax.jit(tr.grouped_matmul).lower(*spread)
-
-
-def _partitioned(target):
-    advice = {"reason": "XLA cannot partition a kernel over devices", "advice": "wrap the call in jax.shard_map"}
-    return backends.Refusal(backend="tpu", **advice) if target.partitioned else None
+        jax.jit(tr.grouped_matmul).trace(*given).lower(lowering_platforms=("tpu",))
+    call = tr.sharded(mesh, P(), P("d"), P())(tr.grouped_matmul)
+    with tr.target("v6e"):
+        lowered = jax.jit(call).trace(*given).lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" in lowered.as_text()
 
 
 def test_groups_that_differ_in_several_dimensions():

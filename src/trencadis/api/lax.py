@@ -34,6 +34,7 @@ from trencadis.core.dtypes import ShapeDtype, accumulator, bits
 from trencadis.core.jax_compat import without_mesh
 from trencadis.core.spans import clamped, offsets
 from trencadis.quant.operand import Operand, Sizes, array_operand
+from trencadis.quant.product import Options, contraction_product, rows_product
 from trencadis.quant.scaled import Scaled
 
 SizesArray: TypeAlias = Array | np.ndarray  # numpy's where the sizes are known inside `jit`
@@ -57,7 +58,8 @@ def ragged_dot(
 
     The arguments are lax's, and the work does not grow with the number of groups. Beyond lax, group_offset works (rhs
     then holds a window of the groups, as in `grouped_matmul`), rows past the last group are 0 on every platform, and
-    every derivative and `vmap` exists. Either operand may be quantized, as a `quant.Scaled` or a `qwix.QArray`; then
+    every derivative and `vmap` exists. With out_sharding on a mesh with explicit axes, sums over devices are
+    scattered as the result is sharded. Either operand may be quantized, as a `quant.Scaled` or a `qwix.QArray`; then
     the dtype of its scales takes part in the promotion that gives the default dtype of the result.
 
     >>> ragged_dot(jnp.ones((4, 2)), jnp.ones((2, 2, 1)), jnp.array([1, 2])).reshape(4)
@@ -93,7 +95,10 @@ def ragged_dot_general(
     if isinstance(lhs, Scaled) or isinstance(rhs, Scaled):
         _check_single(lhs, rhs, dims)
     mode: Callable[..., Array] = _single if _is_single(lhs, rhs, dims) else _mode(dims)
-    result = mode(lhs, rhs, group_sizes, dims, out, precision=precision, group_offset=group_offset)
+    options = {"precision": precision, "group_offset": group_offset}
+    if mode is _single:  # a product that divides itself so that its result has this sharding
+        return mode(lhs, rhs, group_sizes, dims, out, **options, out_sharding=out_sharding)
+    result = mode(lhs, rhs, group_sizes, dims, out, **options)
     return result if out_sharding is None else jax.sharding.reshard(result, out_sharding)
 
 
@@ -161,8 +166,9 @@ def _check_single(lhs: Array | Scaled, rhs: Array | Scaled, dims: Dims) -> None:
 
 
 def _single(
-    lhs: Array | Scaled, rhs: Array | Scaled, sizes: SizesArray, dims: Dims, out: ShapeDtypeStruct, **options: Any
-) -> Array:
+    lhs: Array | Scaled, rhs: Array | Scaled, sizes: SizesArray, dims: Dims, out: ShapeDtypeStruct,
+    *, group_offset: ArrayLike | None, **options: Any,
+) -> Array:  # fmt: skip
     """Modes 1 and 2 for operands with one m, one k and one n, in any order."""
     (lhs_k, rhs_k), _ = dims.dot_dimension_numbers
     (ragged,) = dims.lhs_ragged_dimensions
@@ -172,11 +178,13 @@ def _single(
         transposed = rhs_k[0] > n  # keep k and n in the order in which they are stored
         rhs = _transposed(rhs, group, *((n, *rhs_k) if transposed else (*rhs_k, n)))
         lhs = _transposed(lhs, ragged, *lhs_k)
-        return grouped_matmul(lhs, rhs, sizes, out.dtype, transpose_rhs=transposed, **options)
+        return rows_product(
+            lhs, rhs, sizes, out.dtype, Options(**options), transpose_rhs=transposed, group_offset=group_offset
+        )
     rhs = _transposed(rhs, *rhs_k, *_rest(rhs, rhs_k))
-    groups, sizes = sizes.shape[-1], _with_room(sizes, options["group_offset"])
-    return transposed_grouped_matmul(
-        lhs, rhs, sizes, out.dtype, transpose_lhs=ragged == 0, num_actual_groups=groups, **options
+    groups, sizes = sizes.shape[-1], _with_room(sizes, group_offset)
+    return contraction_product(
+        lhs, rhs, sizes, out.dtype, Options(**options), transpose_lhs=ragged == 0, window=(group_offset, groups)
     )
 
 

@@ -41,13 +41,15 @@ def grouped_matmul(
 
     Group i holds the `group_sizes[i]` rows after those of group i - 1. Rows that no group covers are exactly 0 in the
     result and in the gradient of lhs. NaN or Inf in one group never reaches another. Sums are kept in float32 (float64
-    for float64, int32 for integers). Differentiable in lhs, rhs, bias and existing_out, any number of times.
+    for float64, int32 for integers). Differentiable in lhs, rhs, bias and existing_out, any number of times. Operands
+    may be sharded over a mesh: each device computes its part, and matrices are not gathered; see the guide on sharding.
 
     Args:
       lhs: `[m, k]`, the rows, sorted by group; an array, a `quant.Scaled` or a `qwix.QArray`.
       rhs: `[g, k, n]`, or `[g, n, k]` with transpose_rhs: one matrix per group; likewise.
       group_sizes: integers, one per group. They may name more groups than rhs holds: see group_offset. Negative sizes
-        or a sum past m raise if they are known now; traced ones are clamped (`debug_checks` makes them errors).
+        or a sum past m raise if they are known now; traced ones are clamped (`debug_checks` makes them errors). With
+        `[blocks, g]`, each block of `m / blocks` rows is sorted by itself and has its own sizes, as do shards of rows.
       preferred_element_type: the dtype of the result. Gradients have the dtypes of their operands.
       tiling: tile sizes in the units of m, k and n: None (planned), a `Tiling`, `(tm, tk, tn)`, a function of
         `(m, k, n)` that gives one of these, or a `Tilings` with one for each pass. The xla backend splits rows by it
@@ -106,7 +108,7 @@ def transposed_grouped_matmul(
     Args:
       lhs: `[k, m]`. Training has it as `[m, k]`: pass that with `transpose_lhs=True`, and nothing is transposed.
       rhs: `[m, n]`.
-      group_sizes: as in `grouped_matmul`.
+      group_sizes: as in `grouped_matmul`, one per group.
       preferred_element_type: as in `grouped_matmul`.
       tiling: as in `grouped_matmul`.
       group_offset: the first group to compute.

@@ -27,7 +27,7 @@ def rows_problem(
     _rank("lhs", lhs, 2, "[m, k]")
     _rank("rhs", rhs, 3, "[g, n, k]" if transpose_rhs else "[g, k, n]")
     _numeric(lhs=lhs, rhs=rhs)
-    groups = _groups(group_sizes)
+    blocks, groups = _blocks_and_groups(group_sizes, lhs.shape[0])
     (m, k), (local, rhs_k, n) = lhs.shape, rhs.shape
     if transpose_rhs:
         rhs_k, n = n, rhs_k
@@ -43,7 +43,7 @@ def rows_problem(
             "want as many as group_sizes, or a window of fewer with group_offset"
         )
     return Problem(
-        form=Form.ROWS, m=m, k=k, n=n, groups=groups, local_groups=local,
+        form=Form.ROWS, m=m // blocks, k=k, n=n, groups=groups, local_groups=local, batch=blocks,
         lhs=np.dtype(lhs.dtype), rhs=np.dtype(rhs.dtype), out=result_dtype(out, lhs, rhs),
         transpose_rhs=bool(transpose_rhs), epilogue=epilogue, precision=checked_precision(precision),
     )  # fmt: skip
@@ -123,9 +123,13 @@ def check_bias(problem: Problem, bias: ShapeDtype | None) -> None:
 
 
 def check_sizes(group_sizes: object, m: int) -> None:
-    """Sizes [g] known now are nonnegative and fit into m rows; traced ones are clamped at run time."""
+    """Sizes [g] or [blocks, g] known now are nonnegative and fit into m rows; traced ones are clamped at run time."""
     sizes = concrete(group_sizes)
     if sizes is None:
+        return
+    if sizes.ndim == 2:
+        for block in sizes:
+            check_sizes(block, m)
         return
     if sizes.size and sizes.min() < 0:
         i = int(np.argmin(sizes))
@@ -302,6 +306,20 @@ def _numeric(**operands: ShapeDtype) -> None:
     for name, x in operands.items():
         if not jnp.issubdtype(x.dtype, jnp.number):
             raise TypeError(f"{name}: want a number dtype; got {x.dtype}")
+
+
+def _blocks_and_groups(group_sizes: ShapeDtype, m: int) -> tuple[int, int]:
+    """The number of blocks of rows that have sizes of their own, 1 for sizes [g], and the number of groups."""
+    if group_sizes.ndim != 2:
+        return 1, _groups(group_sizes)
+    blocks, groups = group_sizes.shape
+    if not blocks or m % blocks or (blocks == 1 and jax.typeof(group_sizes).sharding.mesh.empty):
+        raise ValueError(
+            f"group_sizes: want 1 dimension [g], or [blocks, g] where several blocks divide m = {m}; "
+            f"got shape {group_sizes.shape}"
+        )
+    _groups(jax.ShapeDtypeStruct((groups,), group_sizes.dtype))
+    return blocks, groups
 
 
 def _groups(group_sizes: ShapeDtype) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -23,22 +23,27 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Effect, Primitive
 from jax.interpreters import ad
+from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array
 
 from trencadis.backends import INTERPRETED
 from trencadis.core import unfused
+from trencadis.core.alike import sharded_like
 from trencadis.core.dtypes import accumulator, cast
 from trencadis.core.epilogue import Epilogue, Extras
 from trencadis.core.execute import execute
 from trencadis.core.jax_compat import (
+    Divided,
+    Factors,
     Rules,
     Value,
     interpreter_effects,
     register,
-    replicated,
     result_type,
     vary_alike,
 )
+from trencadis.core.mesh import Spec, all_manual, explicit_axes, explicit_mesh, mapped, replicated, spec_of
+from trencadis.core.partition import compute, dimensions, partition, result_dimensions
 from trencadis.core.plan import plan, warn_if_slow
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import clamped
@@ -50,11 +55,17 @@ Tangent: TypeAlias = Value | ad.Zero  # or a cotangent; symbolic zeros cost noth
 Linear: TypeAlias = Value | ad.UndefinedPrimal  # undefined where the transpose rule gives a cotangent
 
 grouped_p = Primitive("grouped_matmul")
+# the same inside `jax.shard_map`, where nothing is left to divide, and devices need not be known at lowering
+local_p = Primitive("grouped_matmul")
+PRODUCTS = (grouped_p, local_p)
 
 
 def run(problem: Problem, overrides: Overrides, *operands: Value) -> Array:
     """The result of a problem: operands are lhs, rhs, sizes [batch, groups], first group [batch], then extras."""
-    return grouped_p.bind(*vary_alike(*map(replicated, operands)), problem=problem, overrides=overrides)
+    if problem.batch > 1 and problem.epilogue:  # kernels apply the epilogue of one batch entry
+        return expand(problem, overrides, *operands)
+    primitive = local_p if all_manual(*operands) else grouped_p
+    return primitive.bind(*vary_alike(*map(replicated, operands)), problem=problem, overrides=overrides)
 
 
 def expand(problem: Problem, overrides: Overrides, *operands: Value) -> Array:
@@ -118,15 +129,16 @@ def _jvp(
     d_by_row, d_by_column, d_bias, d_existing = problem.epilogue.split(tuple(d_extras))
     if any(x is not None and not isinstance(x, ad.Zero) for x in (d_by_row, d_by_column)):
         return jax.jvp(functools.partial(expand, problem, overrides), *_instantiated(primals, tangents))
-    scales = problem.epilogue.split(tuple(extras))[:2]
+    *scales, bias, _ = problem.epilogue.split(tuple(extras))
     plain = problem.replace(epilogue=problem.epilogue.scaling)
     after = (sizes, first, *(x for x in scales if x is not None))
     d_z: list[Value] = []
     if not isinstance(d_lhs, ad.Zero):
-        d_z.append(run(plain, overrides, d_lhs, rhs, *after))
+        d_z.append(run(plain, overrides, sharded_like(d_lhs, lhs), rhs, *after))
     if not isinstance(d_rhs, ad.Zero):
-        d_z.append(run(plain, overrides, lhs, d_rhs, *after))
-    if d_bias is not None and not isinstance(d_bias, ad.Zero):
+        d_z.append(run(plain, overrides, lhs, sharded_like(d_rhs, rhs), *after))
+    if bias is not None and not isinstance(d_bias, ad.Zero):
+        d_bias = sharded_like(d_bias, bias)
         d_z.append(_bias_rows(problem, d_bias, sizes, first, problem.out))
     if d_existing is not None and not isinstance(d_existing, ad.Zero):
         d_z.append(d_existing)
@@ -282,7 +294,11 @@ ADJOINTS = {
 def _batch(
     args: Sequence[Value], dims: Sequence[int | None], *, problem: Problem, overrides: Overrides
 ) -> tuple[Array, int]:
-    args = tuple(map(replicated, args))
+    mesh = explicit_mesh(*args)
+    if mesh is not None and any(kind == AxisType.Manual for kind in mesh.axis_types):
+        args = tuple(map(replicated, args))  # XLA refuses a `shard_map` inside of another here
+    elif mesh is not None:  # the axis itself is sharded
+        return _batch_on_mesh(mesh, args, dims, problem, overrides)
     if problem.epilogue:
         return jax.vmap(functools.partial(expand, problem, overrides), in_axes=tuple(dims))(*args), 0
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
@@ -300,6 +316,24 @@ def _batch(
     lhs, sizes, first = (everywhere(x, batched[i]) for i, x in ((0, lhs), (2, sizes), (3, first)))
     rhs = rhs if shared else everywhere(rhs, batched[1])
     return _lay_end_to_end(problem, overrides, size, shared, lhs, rhs, sizes, first)
+
+
+def _batch_on_mesh(
+    mesh: AbstractMesh, args: Sequence[Value], dims: Sequence[int | None], problem: Problem, overrides: Overrides
+) -> tuple[Array, int]:
+    """Each device has the entries of an axis that are on it; other dimensions are not sharded here."""
+    specs = [spec_of(jax.typeof(x).sharding, mesh, x.ndim) for x in args]
+    over = next((spec[d] for spec, d in zip(specs, dims, strict=True) if d is not None and spec[d]), ())
+
+    def local(*args: Array) -> Array:
+        out, axis = _batch(args, dims, problem=problem, overrides=overrides)
+        return jnp.moveaxis(out, axis, 0)
+
+    divided = [
+        tuple(over if i == d else () for i in range(x.ndim)) for x, d in zip(args, dims, strict=True)
+    ]  # fmt: skip
+    result = (over, *((),) * len(problem.out_shape))
+    return mapped(local, mesh, divided, result, explicit_axes(mesh))(*args), 0
 
 
 def _fold_rows(
@@ -386,4 +420,26 @@ def _impl(*operands: Value, problem: Problem, overrides: Overrides) -> Array:
         return _eager(*operands, problem=problem, overrides=overrides)
 
 
-register(grouped_p, Rules(_impl, _abstract, _jvp, _transpose, _batch, executed))
+def _divide(
+    specs: Sequence[Spec], devices: Mapping[Hashable, int], wanted: Spec, *, problem: Problem, overrides: Overrides
+) -> Divided:
+    """What each device computes of a problem that XLA divides over a mesh."""
+    part = partition(problem, specs, devices, wanted)
+
+    def multiply(problem: Problem, *operands: Value) -> Array:
+        return local_p.bind(*operands, problem=problem, overrides=overrides)
+
+    return Divided(functools.partial(compute, part, multiply), part.operands, part.result)
+
+
+def _factors(*, problem: Problem, overrides: Overrides) -> Factors:
+    """The dimensions of a problem by name; those of sizes and of blocks have names of their own."""
+    operands = [
+        [f"{name}{i}" if name in "bhKN" else name for name in names] for i, names in enumerate(dimensions(problem))
+    ]
+    whole = [name for names in operands for name in names if len(name) > 1]
+    return Factors(operands, list(result_dimensions(problem)), whole)
+
+
+register(local_p, Rules(_impl, _abstract, _jvp, _transpose, _batch, executed))
+register(grouped_p, Rules(_impl, _abstract, _jvp, _transpose, _batch, executed, _divide, _factors))

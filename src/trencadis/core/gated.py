@@ -18,24 +18,20 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Effect, Primitive
+from jax.sharding import AbstractMesh
 from jaxtyping import Array
 
 from trencadis.backends import BACKENDS, INTERPRETED
-from trencadis.core import autodiff
+from trencadis.core import autodiff, sharded
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Epilogue, Gate
-from trencadis.core.jax_compat import (
-    Rules,
-    Value,
-    interpreter_effects,
-    register,
-    replicated,
-    result_type,
-    vary_alike,
-)
+from trencadis.core.jax_compat import Rules, Value, interpreter_effects, register, result_type, vary_alike
 from trencadis.core.linear import jvp_of_varied
+from trencadis.core.mesh import explicit_mesh, mapped, replicated
+from trencadis.core.partition import Partition, dimensions
 from trencadis.core.plan import gated_plan
 from trencadis.core.problem import Problem
 from trencadis.core.spans import owned
@@ -51,7 +47,39 @@ gated_p.multiple_results = True
 
 def run(problem: Problem, overrides: Overrides, *operands: Value) -> list[Array]:
     """The results of a problem with a gated activation: operands are those of a plain one, then those of the gate."""
+    mesh = explicit_mesh(*operands)
+    if mesh is None:
+        return _bind(problem, overrides, *operands)
+    problem, operands = problem.of_rows, _with_rows(problem, *operands)
+    plain = problem.replace(gate=None)
+    part = sharded.partition_of(plain, mesh, operands[: len(dimensions(plain))])
+    if part.k or part.gathered or any(part.scattered):  # results of the products are exchanged before the activation
+        return composed(problem, overrides, sharded.run, *operands)
+    return _on_mesh(*operands, problem=problem, part=part, overrides=overrides, mesh=mesh)
+
+
+def _bind(problem: Problem, overrides: Overrides, *operands: Value) -> list[Array]:
     return gated_p.bind(*vary_alike(*map(replicated, operands)), problem=problem, overrides=overrides)
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "part", "overrides", "mesh"))
+def _on_mesh(
+    *operands: Value, problem: Problem, part: Partition, overrides: Overrides, mesh: AbstractMesh
+) -> list[Array]:
+    """The results on all devices of a mesh, each of which has some groups, rows or columns."""
+    assert problem.gate is not None
+    biased, (lhs, rhs, *_) = problem.epilogue.bias is not None, dimensions(part.problem)
+    rest = ["mn", "mn", "m"] if problem.gate.pullback else [rhs, *["gn"] * biased]
+    rest = [lhs, rhs] if problem.gate.activation is None else rest
+    results = ["m" if len(shape) == 1 else "mn" for shape, _ in problem.results]
+
+    def compute(*operands: Array) -> list[Array]:
+        found = _bind(part.local.replace(gate=problem.gate), overrides, *part.windowed(*operands))
+        sums = [part.g + part.n if names == "m" else part.g for names in results]
+        return [lax.psum(x, axes) if axes else x for x, axes in zip(found, sums, strict=True)]
+
+    specs = [*part.operands, *map(part.divided, rest)]
+    return mapped(compute, mesh, specs, list(map(part.divided, results)), dict(part.devices))(*operands)
 
 
 def composed(problem: Problem, overrides: Overrides, multiply: Multiply, *operands: Value) -> list[Array]:
@@ -125,6 +153,8 @@ def _batch(
 
 
 def _execute(*operands: Array, problem: Problem, overrides: Overrides, target: Target) -> list[Array]:
+    if target.partitioned:  # XLA divides the products by themselves
+        return composed(problem, overrides, autodiff.run, *operands)
     chosen = gated_plan(problem, target, overrides)
     if chosen is not None:
         operands = operands if chosen.problem.gather is not None else _with_rows(problem, *operands)

@@ -19,9 +19,12 @@ import jax
 import numpy as np
 from jax import export, lax
 from jax._src.config import _check_vma
+from jax._src.core import get_axis_env
+from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.state.types import TransformedRef
 from jax.core import ShapedArray
 from jax.experimental import io_callback
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Effect, Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.mlir import ir
@@ -44,18 +47,14 @@ JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 SLICES_WIDEN_NARROW_FLOATS = JAX < (0, 12)
 
 
+# The platforms on which XLA asks a rule how to divide a primitive over automatic axes of a mesh; TPU is not among them.
+DIVIDED_BY_RULE = ("cpu", "cuda", "rocm")
+
+
 def varying_axes(x: Value) -> frozenset[Hashable]:
     """The manual mesh axes over which x varies inside `jax.shard_map`; empty outside."""
     axes: frozenset[Hashable] = jax.typeof(x).manual_axis_type.varying
     return axes
-
-
-def replicated(x: V) -> V:
-    """The array with no dimension sharded over an explicit mesh axis; shards are gathered where there are any."""
-    sharding = jax.typeof(x).sharding
-    if all(axis is None for axis in sharding.spec):
-        return x
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*(None,) * x.ndim)))
 
 
 def vary_alike(*xs: V) -> tuple[V, ...]:
@@ -66,6 +65,24 @@ def vary_alike(*xs: V) -> tuple[V, ...]:
         lax.pcast(x, tuple(sorted(union - mine, key=str)), to="varying") if union - mine else x
         for x, mine in zip(xs, axes, strict=True)
     )
+
+
+def vary_over(x: V, axes: tuple[str, ...]) -> V:
+    """The array, varying over these manual mesh axes too."""
+    missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def mesh_platform() -> str | None:
+    """The platform of the devices of the mesh in use, such as "cpu", "gpu" or "tpu"; None if it is not known."""
+    chosen = current_target()
+    if chosen is not None:
+        return chosen.platform
+    device: Any = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return None
+    known: str | None = getattr(device, "platform", None)  # an abstract device of jax < 0.11 may have none
+    return known or ("tpu" if device.device_kind.startswith("TPU") else device.device_kind)
 
 
 def result_type(operands: tuple[ShapedArray, ...], shape: tuple[int, ...], dtype: DTypeLike) -> ShapedArray:
@@ -80,6 +97,12 @@ def result_type(operands: tuple[ShapedArray, ...], shape: tuple[int, ...], dtype
         sharding=NamedSharding(mesh, PartitionSpec(*(None,) * len(shape))),
         manual_axis_type=operands[0].manual_axis_type.update(varying=varying),
     )
+
+
+def vmapped_axes() -> frozenset[Hashable]:
+    """The explicit mesh axes that `jax.vmap` maps over here, and which nothing else can be sharded over."""
+    axes: frozenset[Hashable] = get_axis_env().explicit_mesh_axis_names
+    return axes
 
 
 named_target = jax.make_user_context(None)  # the Target to plan for, a part of the keys of JAX's caches; or None
@@ -142,6 +165,22 @@ def interpreter_effects() -> set[Effect]:
     return set(jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects)
 
 
+class Factors(NamedTuple):
+    """The dimensions of a primitive's operands and of its result by name, as Shardy's sharding rules have them."""
+
+    operands: Sequence[Sequence[str]]
+    result: Sequence[str]
+    whole: Sequence[str] = ()  # dimensions that are never divided
+
+
+class Divided(NamedTuple):
+    """What each device computes of a primitive: a function of its parts of the operands; how all arrays are divided."""
+
+    function: Callable[..., Any]
+    operands: Sequence[Sequence[tuple[Hashable, ...]]]
+    result: Sequence[tuple[Hashable, ...]]
+
+
 class Rules(NamedTuple):
     """The rules of a primitive."""
 
@@ -151,6 +190,8 @@ class Rules(NamedTuple):
     transpose: Callable[..., Sequence[Any]] | None
     batch: Callable[..., tuple[Any, Any]]
     execute: Callable[..., Any]  # what it lowers to, from its operands, its parameters and a `target`
+    divide: Callable[..., Divided] | None = None  # over a mesh with automatic axes: see `Divided`
+    factors: Callable[..., Factors] | None = None
 
 
 def register(primitive: Primitive, rules: Rules) -> None:
@@ -162,29 +203,78 @@ def register(primitive: Primitive, rules: Rules) -> None:
         ad.primitive_transposes[primitive] = rules.transpose
     batching.primitive_batchers[primitive] = rules.batch
     for platform in ("cpu", "cuda", "rocm", "tpu", None):  # None: any other
-        rule = functools.partial(_lower, rules.execute, primitive.multiple_results, platform=platform or "other")
+        rule = functools.partial(_lower, primitive, rules, platform=platform or "other")
         mlir.register_lowering(primitive, rule, platform=platform, inline=False)
+    if rules.divide is not None:
+        prim_requires_devices_during_lowering.add(primitive)  # or the mesh is not known at lowering
 
 
 def _lower(
-    execute: Callable[..., Any], several: bool, context: mlir.LoweringRuleContext, *operands: IrValue,
+    primitive: Primitive, rules: Rules, context: mlir.LoweringRuleContext, *operands: IrValue,
     platform: str, **params: Any,
 ) -> Sequence[IrValue]:  # fmt: skip
     """The program of a call, traced without meshes: what it makes is local by then.
 
     A kernel's references, and what it returns, cannot vary over manual axes or be sharded over explicit ones.
     """
-    call = functools.partial(execute, target=target(context, platform))
+    several = primitive.multiple_results
+    if rules.divide is not None and divided_by_rule(context, platform):
+        call = _divided(primitive, rules, params)
+    else:
+        call = functools.partial(rules.execute, target=target(context, platform), **params)
     avals_in: Sequence[Any] = context.avals_in  # the types of arrays
     plain = context.replace(
         avals_in=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in avals_in],
         avals_out=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in context.avals_out],
     )
     with _check_vma(False), without_mesh():
-        out = mlir.lower_fun(call, multiple_results=several)(plain, *operands, **params)
+        out = mlir.lower_fun(call, multiple_results=several)(plain, *operands)
     if plain.tokens_out is not None:  # of a kernel that is interpreted
         context.set_tokens_out(plain.tokens_out)
     return out
+
+
+def divided_by_rule(context: mlir.LoweringRuleContext, platform: str) -> bool:
+    """Whether XLA will ask how to divide a primitive: on CPU and GPU, over the automatic axes of a mesh.
+
+    The compiler for TPUs knows no custom partitioning, nor does any inside `jax.shard_map`. A program that is exported
+    cannot call Python, and an interpreted kernel has effects, which cannot be divided.
+    """
+    module = context.module_context
+    mesh = getattr(module.axis_context, "abstract_mesh", None)
+    if platform not in DIVIDED_BY_RULE or mesh is None or not partitioned(context):
+        return False
+    return not (module.lowering_parameters.for_export or len(context.tokens_in))
+
+
+def _divided(primitive: Primitive, rules: Rules, params: dict[str, Any]) -> Callable[..., Any]:
+    """The call of a primitive that XLA divides over a mesh by the rules of the primitive."""
+    assert rules.divide is not None and rules.factors is not None
+    divide, factors = rules.divide, rules.factors(**params)
+    call = custom_partitioning(lambda *operands: primitive.bind(*operands, **params))
+
+    def parts(mesh: jax.sharding.Mesh, operands: Sequence[Any], result: Any) -> tuple[Any, ...]:
+        specs = [_axes(x) for x in operands]
+        found = divide(specs, dict(mesh.shape), _axes(result), **params)
+        sharding = [NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec))) for spec in found.operands]
+        out = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in found.result)))
+        return mesh, found.function, out, tuple(sharding)
+
+    names = dict.fromkeys(name for operand in factors.operands for name in operand)  # in order of appearance
+    summed = (name for name in names if name not in factors.result and name not in factors.whole)
+    call.def_partition(
+        partition=parts,
+        sharding_rule=f"{', '.join(map(' '.join, factors.operands))} -> {' '.join(factors.result)}",
+        reduction_factors=tuple(summed),
+        need_replication_factors=tuple(factors.whole),
+    )
+    return call
+
+
+def _axes(x: Any) -> tuple[tuple[Hashable, ...], ...]:
+    """The mesh axes of each dimension of an array or of its shape."""
+    found = [() if each is None else each if isinstance(each, tuple) else (each,) for each in x.sharding.spec]
+    return (*found, *((),) * (len(x.shape) - len(found)))
 
 
 def apart(call: Callable[[], T]) -> T:

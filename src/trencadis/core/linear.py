@@ -19,6 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from trencadis.core.jax_compat import Value, vary_alike
+from trencadis.core.mesh import resharded_like
 
 Tree: TypeAlias = Any  # a pytree of arrays
 Arrays: TypeAlias = Sequence[Any]
@@ -61,7 +62,8 @@ def linear(
 
     def flat_transpose(known: Arrays, cotangents: Arrays) -> Arrays:
         found = transpose(jax.tree.unflatten(known_tree, known), jax.tree.unflatten(out_tree, cotangents))
-        return [x.astype(like.dtype) for x, like in zip(jax.tree.leaves(found), given, strict=True)]
+        pairs = zip(jax.tree.leaves(found), given, strict=True)
+        return [resharded_like(x.astype(like.dtype), like) for x, like in pairs]
 
     function = Linear(flat_apply, flat_transpose, len(known))
     operands = vary_alike(*map(jnp.asarray, (*known, *given)))

@@ -17,8 +17,9 @@ from jax.extend.core import Effect, Primitive
 from jaxtyping import Array
 
 from trencadis.backends.triton import card_of
-from trencadis.core.jax_compat import Rules, Value, register, replicated, result_type, vary_alike
+from trencadis.core.jax_compat import Rules, Value, register, result_type, vary_alike
 from trencadis.core.linear import jvp_of_varied
+from trencadis.core.mesh import replicated
 from trencadis.core.target import Target
 
 operation_p = Primitive("operation")

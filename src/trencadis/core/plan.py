@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
+
+import numpy as np
 
 from trencadis.backends import BACKENDS, GATED, INTERLEAVED, INTERPRETED, KERNELS
 from trencadis.backends.prepare import DEINTERLEAVED, PREPARE_IN_ORDER
 from trencadis.core.decision import PerformanceWarning, Plan, Refusal
-from trencadis.core.problem import Problem
+from trencadis.core.problem import Form, Problem
 from trencadis.core.split import part_of
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
@@ -21,6 +24,7 @@ __all__ = [
     "check_backend",
     "gated_answers",
     "gated_plan",
+    "gathered",
     "plan",
     "warn_if_slow",
     "warn_slow",
@@ -114,7 +118,8 @@ def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
         refusals = [_answer(name, problem, chosen.target, overrides) for name in kernels]
         for refusal in refusals:
             if isinstance(refusal, Refusal) and refusal.costly:
-                warn_slow(f"a grouped product runs as XLA loops instead of a kernel: {refusal.reason}", refusal.advice)
+                how = f"a grouped product runs as XLA loops instead of a kernel{gathered(chosen)}"
+                warn_slow(f"{how}: {refusal.reason}", refusal.advice)
     elif chosen.split:
         warn_slow(
             f"a quantized product runs one kernel for each block of {chosen.split} along k, since no kernel takes its "
@@ -123,6 +128,16 @@ def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
         )
     elif chosen.slow:
         warn_slow(chosen.slow, chosen.advice)
+
+
+def gathered(chosen: Plan) -> str:
+    """What XLA gathers of a product that it partitions, if its operands are sharded."""
+    if not chosen.target.partitioned:
+        return ""
+    names = ("rhs",) if chosen.asked.form is Form.ROWS else ("lhs", "rhs")
+    operands = dict(zip(("lhs", "rhs"), chosen.asked.operands, strict=False))
+    total = sum(math.prod(operands[name][0]) * np.dtype(operands[name][1]).itemsize for name in names)
+    return f", and gathers {' and '.join(names)} if sharded, {total:,} bytes on each device"
 
 
 def warn_slow(reason: str, advice: str = "") -> None:

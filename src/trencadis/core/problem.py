@@ -135,11 +135,11 @@ class Problem:
         """Shapes and dtypes of all operands: of every problem, and those of the epilogue."""
         steps = self.epilogue
         parts, (k, n) = _ceil(self.k, steps.row_block), steps.column_block
-        rows = (self.m,) if self.form is Form.ROWS else (self.local_groups, self.k)
+        rows = (self.rows,) if self.form is Form.ROWS else (self.local_groups, self.k)
         columns = (self.local_groups, _ceil(self.k, k), _ceil(self.n, n)) if k else (self.local_groups, self.n)
         found: list[tuple[Shape, DTypeLike]] = [(self.lhs_shape, self.lhs), (self.rhs_shape, self.rhs)]
         found += [((self.batch, self.groups), np.int32), ((self.batch,), np.int32)]
-        found += [((self.m, parts) if steps.row_block else rows, np.float32)] * steps.by_row
+        found += [((self.rows, parts) if steps.row_block else rows, np.float32)] * steps.by_row
         found += [(columns, np.float32)] * steps.by_column
         if steps.bias is not None:
             found.append(((self.local_groups, self.n), steps.bias))

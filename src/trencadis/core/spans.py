@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -111,10 +112,15 @@ def owner(group_sizes: Integer[Array | np.ndarray, " g"], m: int) -> Int32[Array
     return jnp.repeat(jnp.arange(lengths.shape[0], dtype=jnp.int32), lengths, total_repeat_length=m)
 
 
-def local_group(problem: Problem, group_sizes: Sizes, first: First) -> Int32[Array, " {problem.m}"]:
-    """The index, from 0, of the local group of each row of a problem with batch 1: i32[m].
+def local_group(problem: Problem, group_sizes: Sizes, first: First) -> Int32[Array, " {problem.rows}"]:
+    """The index, from 0, of the local group of each row: i32[rows].
 
     An unowned row gets the index of some local group, so that it can be used to gather; mask it with `owned`.
     """
-    first = clamp_first(first[0], problem.groups, problem.local_groups)
-    return jnp.clip(owner(group_sizes[0], problem.m) - first, 0, max(problem.local_groups - 1, 0))
+    first = clamp_first(first, problem.groups, problem.local_groups)
+    if problem.batch == 1:
+        owners = owner(group_sizes[0], problem.m) - first[0]
+    else:
+        each = jax.vmap(lambda sizes: owner(sizes, problem.m))(jnp.asarray(group_sizes))
+        owners = (each - first[:, None]).reshape(-1)
+    return jnp.clip(owners, 0, max(problem.local_groups - 1, 0))

@@ -27,7 +27,7 @@ def part_of(problem: Problem) -> Problem:
 
 
 def sum_of_parts(problem: Problem, multiply: Multiply, *operands: Value) -> Array:
-    """The scaled sums [m, n] of a problem: `multiply(part_of(problem), ...)` for each part of k, added up in order.
+    """The scaled sums [rows, n] of a problem: `multiply(part_of(problem), ...)` for each part of k, added up in order.
 
     Operands are lhs, rhs, group sizes, first group, then the scales of rows `[m, k / block]` or `[m]` and of columns
     `[g, k / block, n / block]` or `[g, n]` where the problem has them.
@@ -48,7 +48,7 @@ def sum_of_parts(problem: Problem, multiply: Multiply, *operands: Value) -> Arra
     if count == 1:
         return part(0)
     # inside shard_map a loop carries arrays that vary over the same mesh axes
-    sums = jnp.zeros((problem.m, problem.n), inner.out)
+    sums = jnp.zeros((problem.rows, problem.n), inner.out)
     total, *_ = vary_alike(sums, lhs, rhs, sizes, first, *scales)
     return lax.scan(lambda sums, i: (sums + part(i), None), jnp.asarray(total), jnp.arange(count))[0]
 

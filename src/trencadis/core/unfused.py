@@ -56,7 +56,7 @@ def finish(
 def bias_rows(problem: Problem, bias: Num[Value, "g n"], sizes: Sizes, first: First) -> Num[Array, "rows n"]:
     """The bias of each row [m, n]: that of its group, or 0 for unowned rows."""
     if problem.spans == 0:
-        return jnp.zeros((problem.m, problem.n), bias.dtype)
+        return jnp.zeros((problem.rows, problem.n), bias.dtype)
     rows = jnp.take(bias, local_group(problem, sizes, first), axis=0)
     return jnp.where(owned(problem, sizes, first)[:, None], rows, jnp.zeros_like(rows))
 

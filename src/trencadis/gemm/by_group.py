@@ -17,7 +17,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from trencadis.core.jax_compat import replicated, result_type, vary_alike
+from trencadis.core.jax_compat import result_type, vary_alike
+from trencadis.core.mesh import replicated
 from trencadis.gemm.problem import Buffer, Extras, GemmProblem, Groups, Packing
 
 Array = jax.Array

@@ -29,8 +29,10 @@ import numpy as np
 from jaxtyping import Array
 
 from trencadis.core import arguments, gated
+from trencadis.core.alike import sharded_like
 from trencadis.core.epilogue import Activation, Epilogue, Gate, Gather
 from trencadis.core.linear import with_backward
+from trencadis.core.mesh import sharding_of
 from trencadis.core.spans import clamp_first, offsets
 from trencadis.moe.permutation import (
     Permutation,
@@ -256,11 +258,13 @@ def _d_experts(
     def contracted(param: Array | None, lhs: Array, rhs: Array | None) -> Array | None:
         if param is None or rhs is None:
             return None
+        whole = param if param.ndim == 3 else param[:, None, :]
         out = contraction_product(
-            lhs, rhs, indices.permutation.sizes, param.dtype, layer.options,
+            lhs, rhs, indices.permutation.sizes, param.dtype,
+            dataclasses.replace(layer.options, out_sharding=sharding_of(whole)),
             transpose_lhs=True, window=(indices.first, param.shape[0]),
         )  # fmt: skip
-        return out.reshape(param.shape)
+        return sharded_like(out.reshape(param.shape), param)
 
     return Experts(
         gate=contracted(experts.gate, rows, d_gate),

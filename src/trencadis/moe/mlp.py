@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from trencadis.core import arguments
 from trencadis.core.epilogue import Activation, static_activation
+from trencadis.core.mesh import replicated, resharded_like
 from trencadis.core.plan import check_backend
 from trencadis.moe import layer as layers
 from trencadis.moe.activation import swiglu
@@ -78,6 +79,7 @@ def moe_mlp(
     given |= {"bias_gate": bias_gate, "bias_up": bias_up, "bias_down": bias_down}
     experts = Experts(*(None if w is None else array_operand(name, w) for name, w in given.items()))
     _check(x, routing, experts, save)
+    given_x, x, routing = x, replicated(x), Routing(*map(replicated, routing))  # any token may go to any expert
     first = arguments.first_group(group_offset)
     arguments.check_window_given(group_offset, experts.up.shape[0], routing.sizes.shape[0])
     if x.shape[0] == 0:
@@ -94,10 +96,12 @@ def moe_mlp(
     if quantization is not None:
         if any(w is not None for w in frozen):
             raise ValueError("quantization: want weights that are arrays; got weights that are quantized already")
-        return layers.quantized(layer, quantization, _indices(routing, first, frozen), inputs)
-    if static is None:  # it closes over traced values, whose gradients the layer's own backward pass would miss
-        return layers.value(layer, _indices(routing, first, frozen), inputs)
-    return _run(layer, routing, first, frozen, inputs)
+        out = layers.quantized(layer, quantization, _indices(routing, first, frozen), inputs)
+    elif static is None:  # it closes over traced values, whose gradients the layer's own backward pass would miss
+        out = layers.value(layer, _indices(routing, first, frozen), inputs)
+    else:
+        out = _run(layer, routing, first, frozen, inputs)
+    return resharded_like(out, given_x)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
+from trencadis.moe.mlp import moe_mlp
 from trencadis.moe.params import Config, apply, init
 from trencadis.moe.routing import Routing, update_bias
 
@@ -45,13 +48,18 @@ class MoE(nnx.Module):
         *,
         mask: Bool[Array, "*batch"] | None = None,
         experts: Integer[Array, "*batch k"] | None = None,
+        mlp: Callable[..., Array] = moe_mlp,
     ) -> tuple[Float[Array, "*batch d"], Routing]:
         """The result, of the shape and dtype of x, and the routing; arguments are those of `moe.apply`."""
         params = {name: getattr(self, name).get_value() for name in self.config.shapes}
-        return apply(params, x, self.config, bias=self.balance_bias.get_value(), mask=mask, experts=experts)
+        return apply(params, x, self.config, bias=self.balance_bias.get_value(), mask=mask, experts=experts, mlp=mlp)
 
-    def update_bias(self, sizes: Int32[Array, " e"], rate: float = 1e-3) -> None:
+    def update_bias(
+        self, sizes: Int32[Array, " e"], rate: float = 1e-3, *, axis_name: str | tuple[str, ...] | None = None
+    ) -> None:
         """Move the bias toward balance, given the sizes of a routing: once after each step of the optimizer.
+
+        With axis_name the sizes are summed over all shards.
 
         >>> from trencadis.moe import Config
         >>> layer = MoE(Config(d=8, f=16, experts=3, k=1), rngs=nnx.Rngs(0))
@@ -59,4 +67,4 @@ class MoE(nnx.Module):
         >>> layer.balance_bias.get_value()
         Array([ 0.5,  0. , -0.5], dtype=float32)
         """
-        self.balance_bias.set_value(update_bias(self.balance_bias.get_value(), sizes, rate))
+        self.balance_bias.set_value(update_bias(self.balance_bias.get_value(), sizes, rate, axis_name=axis_name))

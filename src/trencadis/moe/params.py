@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -95,6 +96,7 @@ def apply(
     bias: Float[Array, " e"] | None = None,
     mask: Bool[Array, "*batch"] | None = None,
     experts: Integer[Array, "*batch k"] | None = None,
+    mlp: Callable[..., Array] = moe_mlp,
 ) -> tuple[Float[Array, "*batch d"], Routing]:
     """The result of a layer, of the shape and dtype of x, and the routing, for losses, load and `update_bias`.
 
@@ -108,6 +110,7 @@ def apply(
         changes it, and no optimizer should.
       mask: `[...]`; where it is False, a token goes to no expert, and its result is 0.
       experts: `[..., k]`, given ids instead of the choice by score.
+      mlp: what runs the experts, a function with the arguments of `moe_mlp`, such as one over a mesh.
 
     >>> config = Config(d=8, f=16, experts=4, k=2)
     >>> y, routing = apply(init(jax.random.key(0), config), jnp.ones((2, 3, 8)), config)
@@ -127,7 +130,7 @@ def apply(
     )  # fmt: skip
     own = {name: _as(p, x.dtype) for name, p in params.items() if name not in ROUTER}
     biases = {name: own.get(name) for name in ("bias_gate", "bias_up", "bias_down")}
-    y = moe_mlp(
+    y = mlp(
         tokens, routing, own.get("w_gate"), own["w_up"], own["w_down"], **biases,
         activation=config.activation, save=config.save, quantization=config.quantization,
     )  # fmt: skip

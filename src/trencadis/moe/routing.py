@@ -10,6 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
+from trencadis.core.mesh import replicated
 from trencadis.moe.permutation import sort_by_expert
 from trencadis.moe.selection import SCORES, Rule, Score, choose, picked
 
@@ -70,7 +71,9 @@ def route(
     """
     logits = jnp.asarray(logits)
     _check(logits, k, score, bias, groups, group_k, mask, experts)
-    there = None if mask is None else jnp.asarray(mask)[:, None]
+    logits = replicated(logits)
+    mask, experts = (x if x is None else replicated(jnp.asarray(x)) for x in (mask, experts))
+    there = None if mask is None else mask[:, None]
     if there is not None:
         logits = jnp.where(there, logits, 0)  # NaN of a masked token reaches nothing
     rule = Rule(score, normalize)
@@ -80,7 +83,7 @@ def route(
         if experts is None:
             keys = _keys(rule, logits, bias, groups, group_k)
             experts = lax.top_k(lax.stop_gradient(rule.keys(logits)) if keys is None else keys, k)[1]
-        experts = jnp.asarray(experts).astype(jnp.int32)
+        experts = experts.astype(jnp.int32)
         weights, probs = rule.weights(experts, logits)
     if there is not None:
         experts = jnp.where(there, experts, logits.shape[1])
@@ -167,15 +170,18 @@ def z_loss(logits: Float[Array, "t e"], *, mask: Bool[Array, " t"] | None = None
     return jnp.sum(jnp.where(mask, squares, 0)) / jnp.maximum(jnp.sum(mask), 1)
 
 
-def update_bias(bias: Float[Array, " e"], sizes: Int32[Array, " e"], rate: float) -> Float[Array, " e"]:
+def update_bias(
+    bias: Float[Array, " e"], sizes: Int32[Array, " e"], rate: float, *, axis_name: str | tuple[str, ...] | None = None
+) -> Float[Array, " e"]:
     """The bias for the choice of experts after a step: up by rate for experts with few rows, down for those with many.
 
-    This balances experts without a loss. Sum the sizes over the shards first, if there are several.
+    This balances experts without a loss. With axis_name the sizes are summed over all shards.
 
     >>> update_bias(jnp.zeros(3), jnp.array([1, 3, 5]), 0.5)
     Array([ 0.5,  0. , -0.5], dtype=float32)
     """
-    sizes = jnp.asarray(sizes).astype(jnp.float32)
+    sizes = jnp.asarray(sizes)
+    sizes = (sizes if axis_name is None else lax.psum(sizes, axis_name)).astype(jnp.float32)
     return bias + rate * jnp.sign(jnp.mean(sizes) - sizes).astype(bias.dtype)
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -105,20 +104,26 @@ class PullBackWeights(operation.Operation):
         return None if found is None else [found]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def choose(rule: Rule, k: int, logits: Array, keys: Array | None) -> tuple[Array, Array, Array]:
     """The k experts of each token with the best keys, by default the rule's, their weights, and all scores.
 
     The rule's score is one with a name: a function may close over values that have gradients of their own. Weights and
     scores are differentiable in logits; the backward pass keeps the logits and the experts.
     """
-    experts, weights, probs = operation.run(ChooseExperts(rule, k), logits, *(() if keys is None else (keys,)))
-    return experts, weights, probs
+    given = lax.stop_gradient((logits,) if keys is None else (logits, keys))
+    experts, weights, probs = operation.run(ChooseExperts(rule, k), *given)
+    return experts, *_of_logits(rule, logits, experts, weights, probs)
 
 
-@choose.defjvp
-def _(rule: Rule, k: int, primals: tuple[Array, Any], tangents: tuple[Array, Any]) -> tuple[Any, Any]:
-    experts, weights, probs = choose(rule, k, *primals)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _of_logits(rule: Rule, logits: Array, experts: Array, weights: Array, probs: Array) -> tuple[Array, Array]:
+    """Weights and scores, as given, as functions of the logits that they were computed from."""
+    return weights, probs
+
+
+@_of_logits.defjvp
+def _(rule: Rule, primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    logits, experts, weights, probs = primals
 
     def tangent(known: tuple[Array, Array], d_logits: Array) -> Any:
         logits, experts = known
@@ -127,5 +132,4 @@ def _(rule: Rule, k: int, primals: tuple[Array, Any], tangents: tuple[Array, Any
     def cotangent(known: tuple[Array, Array], ct: tuple[Array, Array]) -> Array:
         return operation.run(PullBackWeights(rule), *known, *ct)[0]
 
-    found = linear(tangent, cotangent, (primals[0], experts), tangents[0])
-    return (experts, weights, probs), (np.zeros(experts.shape, jax.dtypes.float0), *found)
+    return (weights, probs), linear(tangent, cotangent, (logits, experts), tangents[0])

@@ -8,6 +8,7 @@ sum: the plan decides whether a kernel applies it or the product is split. Weigh
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -18,12 +19,13 @@ from jax import lax
 
 from trencadis.backends import INTERPRETED
 from trencadis.core import arguments, unfused
-from trencadis.core.autodiff import run
 from trencadis.core.debug import check_traced
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Activation, Epilogue, static_activation
+from trencadis.core.mesh import replicated, resharded_like
 from trencadis.core.plan import check_backend
 from trencadis.core.problem import Form, Problem
+from trencadis.core.sharded import OutSharding, run
 from trencadis.core.spans import clamp_first, local_group, owned
 from trencadis.core.tiling import Overrides, TilingLike, resolve
 from trencadis.quant.operand import Operand, Sizes, array_operand
@@ -43,6 +45,7 @@ class Options:
     interpret: bool = False
     precision: Any = None
     backend: str | None = None
+    out_sharding: OutSharding = None
     advise: bool = True  # whether the caller stores the operands, and can be told how
 
 
@@ -85,14 +88,13 @@ def rows_product(
     extras = [
         arguments.as_array(name, x) for name, x in (("bias", bias), ("existing_out", existing_out)) if x is not None
     ]
-    if activation is None:
-        return run(problem, overrides, *operands, *after, *scales, *extras)
-    static = static_activation(activation, problem.sum, problem.out)
-    if static is not None:
-        problem = problem.replace(epilogue=dataclasses.replace(problem.epilogue, activation=static))
-        return run(problem, overrides, *operands, *after, *scales, *extras)
-    z = run(problem.replace(out=problem.sum), overrides, *operands, *after, *scales, *extras)
-    return unfused.activate(problem, activation, z, *after)
+    call = functools.partial(run, out_sharding=options.out_sharding)
+    static = None if activation is None else static_activation(activation, problem.sum, problem.out)
+    if activation is not None and static is None:
+        z = call(problem.replace(out=problem.sum), overrides, *operands, *after, *scales, *extras)
+        return resharded_like(unfused.activate(problem, activation, replicated(z), *after), z)
+    problem = problem.replace(epilogue=dataclasses.replace(problem.epilogue, activation=static))
+    return call(problem, overrides, *operands, *after, *scales, *extras)
 
 
 def contraction_product(
@@ -120,7 +122,7 @@ def contraction_product(
     after = sizes_and_window(problem, sizes, first)
     problem, operands, scales = with_scales(problem, x, y, *after)
     extras = [] if existing_out is None else [arguments.as_array("existing_out", existing_out)]
-    return run(problem, overrides, *operands, *after, *scales, *extras)
+    return run(problem, overrides, *operands, *after, *scales, *extras, out_sharding=options.out_sharding)
 
 
 def overrides_of(problem: Problem, options: Options) -> Overrides:
@@ -137,14 +139,17 @@ def overrides_of(problem: Problem, options: Options) -> Overrides:
 
 
 def sizes_and_window(problem: Problem, group_sizes: Sizes, group_offset: Any) -> tuple[Array, Array]:
-    """The checked run-time integers of a problem: group sizes `[1, groups]`, first group of the window `[1]`."""
+    """The checked run-time integers of a problem: group sizes `[batch, groups]`, first group of each `[batch]`."""
     first = arguments.first_group(group_offset)
     arguments.check_sizes(group_sizes, problem.m)
     arguments.check_window(first, problem.local_groups, problem.groups)
     sizes = jnp.asarray(group_sizes)
-    check_traced(sizes, first, problem.m, problem.local_groups)
+    check = functools.partial(check_traced, first=first, m=problem.m, local_groups=problem.local_groups)
+    _ = jax.vmap(check)(sizes) if sizes.ndim == 2 else check(sizes)
     if arguments.concrete(first) is None:  # so that no kernel counts past 2**31
         first = clamp_first(first, problem.groups, problem.local_groups)
+    if sizes.ndim == 2:
+        return sizes, jnp.broadcast_to(jnp.asarray(first), (problem.batch,))
     return sizes[None], jnp.asarray(first)[None]
 
 
@@ -207,11 +212,11 @@ def _rows_scales(
         rhs = Scaled.tree_unflatten(static, (values, scale, None, zeros))
     if isinstance(lhs, Scaled):
         by_row, block = _along_k(lhs, 1)  # [m or 1, k / block or 1]
-        by_row = jnp.broadcast_to(by_row if total is None else by_row * total, (problem.m, by_row.shape[1]))
+        by_row = jnp.broadcast_to(by_row if total is None else by_row * total, (problem.rows, by_row.shape[1]))
         scales.append(by_row if block else by_row[:, 0])
         epilogue = dataclasses.replace(epilogue, by_row=True, row_block=block)
     elif total is not None:
-        scales.append(jnp.broadcast_to(total, (problem.m,)))
+        scales.append(jnp.broadcast_to(total, (problem.rows,)))
         epilogue = dataclasses.replace(epilogue, by_row=True)
     x, y, interleaved = _values(lhs), rhs, False
     if isinstance(rhs, Scaled):

@@ -22,7 +22,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from trencadis.core import arguments, unfused
 from trencadis.core.epilogue import Epilogue, static_activation
-from trencadis.core.jax_compat import replicated, vary_alike
+from trencadis.core.jax_compat import vary_alike
+from trencadis.core.mesh import replicated
 from trencadis.core.problem import Problem
 from trencadis.core.spans import local_group, owned
 from trencadis.core.tiling import Tilings, resolve

@@ -50,7 +50,7 @@ from trencadis.backends.prepare import (
     round_up,
     with_k_last,
 )
-from trencadis.core.decision import Dtypes, Plan, Refusal, missing, unknown_dtype
+from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, unknown_dtype
 from trencadis.core.devices import card_for
 from trencadis.core.dtypes import accumulator, bits
 from trencadis.core.epilogue import Gate, elementwise, inlined
@@ -135,7 +135,7 @@ def _elsewhere(target: Target) -> Refusal | None:
     if target.platform != "cuda":
         return _refusal(f"it runs on NVIDIA GPUs; the target is {target}")
     if target.partitioned:
-        return _refusal("XLA cannot partition a kernel over devices", "wrap the call in jax.shard_map")
+        return _refusal(*PARTITIONED)
     if target.kind is None:
         return _refusal(
             "its kernels are for Hopper GPUs, and which GPU this is for is not known here",

@@ -34,7 +34,7 @@ from trencadis.backends.tpu.indexing import LANES, Ref
 from trencadis.backends.tpu.kernel import call
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.products import conversion_note
-from trencadis.core.decision import Dtypes, Plan, Refusal, unknown_dtype
+from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, unknown_dtype
 from trencadis.core.devices import CHIPS, Chip
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import ALONG_K, Activation, Gate, elementwise
@@ -97,7 +97,7 @@ def _elsewhere(target: Target) -> Refusal | None:
     if target.platform != "tpu":
         return _refusal(f"it runs on TPU; the target is {target}")
     if target.partitioned:
-        return _refusal("XLA cannot partition a kernel over devices", "wrap the call in jax.shard_map")
+        return _refusal(*PARTITIONED)
     if target.kind is not None and target.kind not in {kind for chip in CHIPS.values() for kind in chip.kinds}:
         return _refusal(f"it knows no TPU of the kind {target.kind!r}")
     return None

@@ -33,7 +33,7 @@ from trencadis.backends.triton.choose import (
 )
 from trencadis.backends.triton.layout import Layout
 from trencadis.backends.triton.tile_scheduler import align_of, most_tiles, tiles
-from trencadis.core.decision import Dtypes, Plan, Refusal, missing, unknown_dtype
+from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, unknown_dtype
 from trencadis.core.devices import Card, card_for
 from trencadis.core.dtypes import bits
 from trencadis.core.epilogue import ALONG_K
@@ -100,7 +100,7 @@ def _elsewhere(target: Target, card: Card | None) -> Refusal | None:
     if target.platform not in ("cuda", "rocm"):
         return _refusal(f"it runs on GPUs; the target is {target}")
     if target.partitioned:
-        return _refusal("XLA cannot partition a kernel over devices", "wrap the call in jax.shard_map")
+        return _refusal(*PARTITIONED)
     if target.kind is None and target.arch is None:
         return _refusal(
             "which GPU this is for is not known here",

@@ -1,0 +1,80 @@
+"""`sharded`: says how arrays are sharded, where their types do not."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from trencadis.core.mesh import entries
+
+
+def sharded(mesh: Mesh, *specs: PartitionSpec) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Run a function whose arguments are sharded over a mesh in a known way, although its axes are automatic.
+
+    On a mesh with automatic axes XLA decides how arrays are sharded, after the program is traced. Its compiler for TPUs
+    cannot be told how to divide a kernel then. Inside of the function the axes of the mesh are explicit, so that every
+    grouped product divides itself; see the guide on sharding. It is differentiable, and works on every platform.
+
+    Args:
+      mesh: the mesh of the program.
+      *specs: one for each positional argument; for a quantized array, of its values as they are stored. Keyword
+        arguments are passed on as they are, and are not arrays.
+
+    Returns:
+      A decorator for functions of arrays, such as `grouped_matmul` or a whole layer.
+
+    >>> from jax.sharding import AxisType, PartitionSpec as P
+    >>> import jax.numpy as jnp
+    >>> import trencadis as tr
+    >>> mesh = jax.make_mesh((1,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    >>> multiply = sharded(mesh, P(), P("expert"), P())(tr.grouped_matmul)
+    >>> multiply(jnp.ones((4, 2)), jnp.ones((2, 2, 1)), jnp.array([1, 2])).ravel()
+    Array([2., 2., 2., 0.], dtype=float32)
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh: want a jax.sharding.Mesh; got {type(mesh).__name__}")
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(f"mesh: want automatic axes; on explicit ones, types say how arrays are sharded; got {mesh}")
+    for i, spec in enumerate(specs):
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(f"specs: want a jax.sharding.PartitionSpec for each argument; number {i} is {spec!r}")
+    return functools.partial(_wrapped, mesh, specs)
+
+
+def _wrapped(mesh: Mesh, specs: Sequence[PartitionSpec], function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if len(args) != len(specs):
+            raise TypeError(f"specs: want one for each of {len(args)} positional arguments; got {len(specs)}")
+        leaves, tree = jax.tree.flatten(args)
+        fitted = [
+            _fitted(mesh, spec, leaf) for spec, arg in zip(specs, args, strict=True) for leaf in jax.tree.leaves(arg)
+        ]
+        placed = [
+            jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+            for leaf, spec in zip(map(jax.numpy.asarray, leaves), fitted, strict=True)
+        ]
+
+        def inside(*leaves: Any) -> Any:
+            return function(*jax.tree.unflatten(tree, leaves), **options)
+
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jax.jit(jax.sharding.explicit_axes(inside, in_sharding=tuple(fitted)))(*placed)
+
+    return call
+
+
+def _fitted(mesh: Mesh, spec: PartitionSpec, x: Any) -> PartitionSpec:
+    """The spec for one array of an argument: without axes that do not divide it, as with a single scale."""
+    shape = jax.numpy.shape(x)
+    axes = entries(spec, len(shape))[: len(shape)]
+    kept = [
+        over if over and size % math.prod(mesh.shape[axis] for axis in over) == 0 else None
+        for over, size in zip(axes, shape, strict=True)
+    ]
+    return PartitionSpec(*kept)

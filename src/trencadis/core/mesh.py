@@ -1,0 +1,113 @@
+"""Meshes in the types of arrays: explicit axes, how arrays are sharded over them, and `jax.shard_map` over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from trencadis.core.jax_compat import Value, vmapped_axes
+
+V = TypeVar("V", bound=Value)
+Axes: TypeAlias = tuple[Hashable, ...]  # names of mesh axes, the slowest first
+Spec: TypeAlias = tuple[Axes, ...]  # over which axes each dimension of an array is sharded
+
+
+def explicit_axes(mesh: AbstractMesh) -> dict[Hashable, int]:
+    """The explicit axes of a mesh, and how many devices lie along each; without those that `jax.vmap` maps over."""
+    taken = vmapped_axes()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = [name for name, kind in kinds if kind == AxisType.Explicit]
+    return {name: mesh.shape[name] for name in explicit if name not in taken}
+
+
+def all_manual(*xs: Value) -> bool:
+    """Whether arrays are inside `jax.shard_map`, over all axes of the mesh."""
+    meshes = [mesh for x in xs if not (mesh := jax.typeof(x).sharding.mesh).empty]
+    return bool(meshes) and all(mesh.are_all_axes_manual for mesh in meshes)
+
+
+def has_automatic_axes(x: Value) -> bool:
+    """Whether an array is on several devices of a mesh with automatic axes, as far as its type says."""
+    mesh: AbstractMesh = jax.typeof(x).sharding.mesh
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(kind == AxisType.Auto and mesh.shape[name] > 1 for name, kind in kinds)
+
+
+def explicit_mesh(*xs: Value) -> AbstractMesh | None:
+    """The mesh of arrays whose types say how they are sharded; None if there is none, or it has no explicit axis."""
+    for x in xs:
+        mesh: AbstractMesh = jax.typeof(x).sharding.mesh
+        if not mesh.empty:
+            return mesh if explicit_axes(mesh) else None
+    return None
+
+
+def entries(spec: PartitionSpec, rank: int) -> Spec:
+    """The mesh axes of each of `rank` dimensions."""
+    found = [() if each is None else each if isinstance(each, tuple) else (each,) for each in spec]
+    return (*found, *((),) * (rank - len(found)))
+
+
+def spec_of(sharding: Any, mesh: AbstractMesh, rank: int) -> Spec:
+    """The explicit mesh axes of each of `rank` dimensions, from a sharding or a `PartitionSpec`."""
+    known = explicit_axes(mesh)
+    found = entries(getattr(sharding, "spec", sharding), rank)
+    return tuple(tuple(axis for axis in axes if axis in known) for axes in found)
+
+
+def resharded(x: Array, mesh: AbstractMesh, spec: Sequence[Axes]) -> Array:
+    """The array with the type that its dimensions are sharded over these mesh axes."""
+    wanted = PartitionSpec(*(axes or None for axes in spec))
+    if not jax.typeof(x).sharding.mesh.empty and spec_of(jax.typeof(x).sharding, mesh, x.ndim) == tuple(spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, wanted))
+
+
+def sharding_of(x: Value) -> NamedSharding | None:
+    """How an array is sharded over explicit axes of a mesh; None if there are none."""
+    return jax.typeof(x).sharding if explicit_mesh(x) is not None else None
+
+
+def resharded_like(x: Array, like: Value) -> Array:
+    """The array, sharded over explicit axes like another of its shape."""
+    mesh = explicit_mesh(like)
+    return x if mesh is None else resharded(x, mesh, spec_of(jax.typeof(like).sharding, mesh, x.ndim))
+
+
+def mapped(
+    function: Callable[..., Any],
+    mesh: AbstractMesh,
+    operands: Sequence[Sequence[Axes]],
+    results: Any,
+    axes: Iterable[Hashable],
+) -> Callable[..., Any]:
+    """A function of one device's parts as a function of sharded arrays, over some explicit axes of a mesh.
+
+    Each of `operands` says over which axes the dimensions of an array are sharded, `results` likewise, as one or as a
+    list; arrays of another type are resharded.
+    """
+
+    def spec(dimensions: Sequence[Axes]) -> PartitionSpec:
+        return PartitionSpec(*(each or None for each in dimensions))
+
+    out = [spec(each) for each in results] if isinstance(results, list) else spec(results)
+    inside = jax.shard_map(
+        function, mesh=mesh, in_specs=tuple(map(spec, operands)), out_specs=out, axis_names=set(axes)
+    )
+
+    def call(*xs: Array) -> Any:
+        return inside(*(resharded(x, mesh, each) for x, each in zip(xs, operands, strict=True)))
+
+    return call
+
+
+def replicated(x: V) -> V:
+    """The array with no dimension sharded over an explicit mesh axis; shards are gathered where there are any."""
+    sharding: NamedSharding = jax.typeof(x).sharding
+    if all(axis is None for axis in sharding.spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*(None,) * x.ndim)))
