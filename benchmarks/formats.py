@@ -113,7 +113,7 @@ def prepared(problem: BenchProblem, which: str, format: str, *, k_last: bool = T
             return _operand(1, (n, m), how.lhs)
         weights = _operand(1, (g, k, n), how.rhs, how.dtype)
         if how.rhs is not None:
-            weights = prepare(weights, contracting=-2 if transpose else -1)
+            weights = prepare(weights, contracting=-2 if transpose else -1, interleave=_interleave(how, transpose))
         return weights.mT if transpose else weights
 
     def call(x: Any, y: Any, group_sizes: Any) -> jax.Array:
@@ -134,6 +134,13 @@ def prepared(problem: BenchProblem, which: str, format: str, *, k_last: bool = T
         return JaxCall(compiled, (x, y, jnp.asarray(sizes))), right
 
     return ready
+
+
+def _interleave(how: Operands, k_last: bool) -> bool | None:
+    """How to store weights: on a GPU those of 16-bit rows interleaved, others as `prepare` does it by default."""
+    if not k_last:
+        return False
+    return True if how.lhs is None and jax.default_backend() == "gpu" else None
 
 
 def _operand(seed: int, shape: tuple[int, ...], how: Quantization, dtype: Any = jnp.bfloat16) -> Any:

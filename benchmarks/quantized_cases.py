@@ -168,12 +168,13 @@ class Data:
 def few_rows(backend: str, name: str, length: int | None, out: Any) -> float:
     """The error of quantized weights with a few rows each: long sums, and one tile after the other without a pause.
 
-    Scales are per column, or per column and block of k.
+    Scales are per column, or per column and block of k. With the latter, weights are interleaved.
     """
     g, k, n = 64, 2048, 1536
     sizes = np.arange(g) % 8
     x = jax.random.normal(jax.random.key(0), (int(sizes.sum()), k), jnp.bfloat16)
     w = quantize(jax.random.normal(jax.random.key(1), (g, n, k), jnp.bfloat16), name, (1, 1, length or k))
+    w = prepare(w, contracting=-1, interleave=length is not None and backend == "gpu")
     call: Callable[..., Any] = jax.jit(
         lambda x, w: tr.grouped_matmul(x, w, sizes, out, transpose_rhs=True, backend=backend)
     )

@@ -87,6 +87,9 @@ def test_dimensions_that_do_not_divide_are_not_divided():
     along_k = ROWS.replace(k=96, epilogue=Epilogue(by_column=True, column_block=(32, 1)))
     assert axes(divided(along_k, ",e", ",e,")) == {}  # 24 of k are no whole blocks
     assert axes(divided(along_k.replace(k=128), ",e", ",e,")) == {"k": "e"}
+    words = ROWS.replace(k=64, n=64, rhs=np.dtype(jnp.int8), transpose_rhs=True, interleaved=True)
+    assert axes(divided(words, ",e", ",e,d")) == {"n": "e", "k": "d"}  # 16 of k are a run of interleaved weights
+    assert axes(divided(words.replace(k=32), ",e", ",,e")) == {}
     batch = ROWS.replace(batch=2, m=8)
     assert axes(divided(batch, "d,", "e,,")) == {"m": "d", "g": "e"}
     assert axes(divided(batch, "e,", "e,,")) == {"g": "e"}  # half of an entry

@@ -113,6 +113,73 @@ def test_products_gradients_and_transformations(x, w, rng):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Interleaved along k
+
+
+FORMATS = [("mxfp4", (1, 32, 1)), ("nvfp4", (1, 16, 1)), ("mxfp8", (1, 32, 1)), ("int4", (1, 32, 1)),
+           ("int8", "column"), ("float4_e2m1fn", "column"), ("float8_e4m3fn", (1, 32, 8))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "granularity"), FORMATS)
+def test_interleaved_weights_are_the_same_weights(format, granularity, x, w, rng):
+    """By value, in views and products, with their gradients, on a backend that reads them in order."""
+    plain = quantize(w, format, granularity)
+    q = prepare(plain, interleave=True)
+    assert q.interleaved and q.transposed and stored(q) == (G, N, K) and repr(q) == repr(plain)
+    leaves = jax.tree.leaves(q), jax.tree.leaves(plain)
+    assert [x.dtype for x in leaves[0]] == [x.dtype for x in leaves[1]]
+    views = [lambda q: q, lambda q: q.mT, lambda q: q[1:], lambda q: q[2], lambda q: q.mT[1], lambda q: q.merged(1, 2),
+             lambda q: q.transpose(2, 0, 1), lambda q: prepare(q, contracting=-1)]  # fmt: skip
+    for view in views:
+        np.testing.assert_array_equal(view(q).dequantize(), view(plain).dequantize())
+    assert q[1:].interleaved and q.mT.interleaved
+    np.testing.assert_array_equal(np.asarray(q.values).view(np.uint8), np.asarray(plain.values).view(np.uint8))
+    assert prepare(q, interleave=True) is q and not prepare(q, interleave=False).interleaved
+
+    ct = rng.normal(size=(M, N)).astype(np.float32)
+
+    @jax.jit
+    def both(x, q):
+        out, pullback = jax.vjp(lambda x: tr.grouped_matmul(x, q, SIZES), x)
+        return out, pullback(ct)[0], tr.grouped_matmul(x, q.mT, SIZES, transpose_rhs=True)
+
+    for got, want in zip(both(x, q), both(x, plain), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_interleaved_weights_in_transformations(x, w):
+    q = prepare(quantize(w, "mxfp4", (1, 32, 1)), interleave=True)
+    want = tr.grouped_matmul(x, q, SIZES)
+    layers = jax.tree.map(
+        lambda *leaves: jnp.stack(leaves), q, prepare(quantize(2 * w, "mxfp4", (1, 32, 1)), interleave=True)
+    )
+    scanned = jax.jit(lambda x, layers: jax.lax.scan(lambda c, w: (c, tr.grouped_matmul(x, w, SIZES)), 0, layers)[1])
+    np.testing.assert_array_equal(scanned(x, layers)[1], 2 * want)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(lambda w: tr.grouped_matmul(x, w, SIZES)))(layers)[0], want)
+    again = jax.tree.map(lambda x: x, q)
+    np.testing.assert_array_equal(q.mT[1][3:].dequantize(), q.dequantize()[1, :, 3:].T)  # a matrix is cut in order
+    assert again.interleaved and not q.mT[1][3:].interleaved and jax.eval_shape(lambda q: q, q).interleaved
+    close(jax.jvp(lambda x: tr.grouped_matmul(x, q, SIZES), (x,), (x,))[1], want)
+    assert (
+        jax.eval_shape(lambda w: prepare(quantize(w, "mxfp4", (1, 32, 1)), interleave=True), w).values.shape == w.shape
+    )
+
+
+def test_weights_are_interleaved_for_a_hopper_gpu_that_unpacks_them(w):
+    made = {format: quantize(w, format, granularity) for format, granularity in FORMATS}
+    assert not any(prepare(q).interleaved for q in made.values())  # of this machine
+    with tr.target("h200"):
+        found = {format for format, q in made.items() if prepare(q).interleaved}
+        assert not prepare(quantize(w[:, :48], "int4", "column")).interleaved  # not whole runs
+        assert not quantize(w, "mxfp4", (1, 32, 1)).interleaved
+        assert not prepare(Scaled(made["int4"].values, made["int4"].scale, "int4", (1, 32, 1),
+                                  zeros=jnp.zeros((G, 2, N), jnp.int4))).interleaved  # fmt: skip
+    assert found == {"mxfp4", "nvfp4", "mxfp8", "int4", "float4_e2m1fn"}
+    with tr.target("b200"):
+        assert not prepare(made["mxfp4"]).interleaved
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Zero points
 
 
@@ -193,6 +260,11 @@ INT8 = jnp.ones((2, 4, 6), jnp.int8)
         (lambda: quantize(jnp.ones((2, 4, 6)), "int8", contracting=0), "contracting: want one of the last two axes"),
         (lambda: prepare(jnp.ones((2, 4, 6), jnp.bfloat16)), "w: want one of int8, .*; got bfloat16; products read it"),
         (lambda: prepare("w"), "w: want a Scaled, a qwix.QArray or an array; got str"),
+        (
+            lambda: prepare(INT8, interleave=True),
+            r"interleaved: want a multiple of 16 entries .*; got shape \(2, 6, 4\)",
+        ),
+        (lambda: prepare(INT8, interleave=1), "interleave: want True, False or None; got 1"),
         (lambda: prepare(INT8[0, 0]), r"w: want weights of at least 2 dimensions, .*; got shape \(6,\)"),
     ],
 )
@@ -233,3 +305,21 @@ def test_a_warning_recommends_it():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             jax.jit(multiply).trace(x, jax.eval_shape(prepare, w), sizes).lower(lowering_platforms=("cuda",))
+
+
+def test_interleaved_weights_on_gpus():
+    """The kernel for Hopper reads them; elsewhere they are put in order first, and a warning says so."""
+    w = jax.ShapeDtypeStruct((4, 512, 1024), jnp.float32)
+    with tr.target("h200"):
+        q = jax.eval_shape(lambda w: prepare(quantize(w, "mxfp4", (1, 32, 1))), w)
+    first, d_lhs, _ = forward(q)
+    assert first.plan.problem.interleaved and not first.plan.slow and not d_lhs.plan.slow
+    assert first.plan.backend == "gpu" and not d_lhs.plan.problem.interleaved
+    assert "float4_e2m1fnᵀ interleaved" in str(first.problem)
+    x, sizes = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32)
+    multiply = lambda x, w, s: tr.grouped_matmul(x, w, s, jnp.bfloat16)
+    with (
+        tr.target("b200"),
+        pytest.warns(tr.PerformanceWarning, match=r"are interleaved.*trencadis.quant.prepare\(w, interleave=False\)"),
+    ):
+        jax.jit(multiply).trace(x, q, sizes).lower(lowering_platforms=("cuda",))

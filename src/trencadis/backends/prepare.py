@@ -14,7 +14,10 @@ from trencadis.core.jax_compat import SLICES_WIDEN_NARROW_FLOATS
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import clamped
 
-PREPARE = "trencadis.quant.prepare(w) stores them in that order once"  # advice of a plan
+# what plans say of the order in which weights are stored, and their advice
+PREPARE = "trencadis.quant.prepare(w) stores them in that order once"
+DEINTERLEAVED = "weights are interleaved, and are put in order along k before each product"
+PREPARE_IN_ORDER = "trencadis.quant.prepare(w, interleave=False) stores them in order once"
 
 
 def round_up(x: int, unit: int) -> int:

@@ -108,6 +108,7 @@ def _bias_problem(problem: Problem, ones: Value, out: np.dtype) -> Problem:
         rhs=problem.epilogue.bias,
         out=out,
         transpose_rhs=False,
+        interleaved=False,
         epilogue=Epilogue(),
         precision=jax.lax.Precision.HIGHEST,
     )
@@ -248,6 +249,7 @@ def _rows_d_rhs(problem: Problem, overrides: Overrides, ct: Value, lhs: Value, s
         rhs=np.dtype(b.dtype),
         out=problem.rhs if shared == 1 else problem.acc,
         transpose_rhs=False,
+        interleaved=False,
         rhs_batch=1,
     )
     out = run(derived, overrides.derive(overrides.tilings.d_rhs, swap=swap), a, b, sizes, first)

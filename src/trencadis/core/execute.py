@@ -7,6 +7,7 @@ import jax
 from trencadis.backends import BACKENDS
 from trencadis.core import unfused
 from trencadis.core.decision import Plan
+from trencadis.core.interleave import deinterleave
 from trencadis.core.split import sum_of_parts
 
 Array = jax.Array
@@ -16,6 +17,8 @@ def execute(plan: Plan, *operands: Array) -> Array:
     """The result of the problem that was asked: operands are lhs, rhs, group sizes, first group, then extras."""
     asked, kept, backend = plan.asked, plan.problem.epilogue, BACKENDS[plan.backend]
     lhs, rhs, sizes, first, *rest = operands
+    if asked.interleaved and not plan.problem.interleaved:
+        asked, rhs = asked.replace(interleaved=False), deinterleave(rhs)
     extras = asked.epilogue.split(tuple(rest))
     fused = extras._replace(
         bias=extras.bias if kept.bias else None, existing=extras.existing if kept.accumulate else None

@@ -27,6 +27,7 @@ from jaxtyping import Array
 from trencadis.core import unfused
 from trencadis.core.dtypes import cast
 from trencadis.core.epilogue import Epilogue, Extras, add
+from trencadis.core.interleave import run_length
 from trencadis.core.jax_compat import Value
 from trencadis.core.mesh import Axes, Spec
 from trencadis.core.problem import Form, Problem
@@ -222,6 +223,9 @@ def _equal_parts(problem: Problem, devices: Mapping[Hashable, int], name: str, a
     lengths = {"m": problem.rows, "k": problem.k, "n": problem.n, "g": problem.local_groups}
     steps = problem.epilogue
     units = {"k": math.lcm(steps.row_block or 1, steps.column_block[0] or 1), "n": steps.column_block[1]}
+    if problem.interleaved:  # whole runs of the last axis of rhs
+        last = "k" if problem.transpose_rhs else "n"
+        units[last] = math.lcm(units[last], run_length(problem.rhs))
     if problem.batch > 1:
         units["m"] = problem.m  # whole batch entries
     parts = list(itertools.accumulate((devices[axis] for axis in axes), operator.mul))

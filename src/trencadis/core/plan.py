@@ -8,7 +8,8 @@ import warnings
 
 import numpy as np
 
-from trencadis.backends import BACKENDS, GATED, INTERPRETED, KERNELS
+from trencadis.backends import BACKENDS, GATED, INTERLEAVED, INTERPRETED, KERNELS
+from trencadis.backends.prepare import DEINTERLEAVED, PREPARE_IN_ORDER
 from trencadis.core.decision import PerformanceWarning, Plan, Refusal
 from trencadis.core.problem import Form, Problem
 from trencadis.core.split import part_of
@@ -81,16 +82,27 @@ def _first(problem: Problem, target: Target, overrides: Overrides) -> Plan | Non
     """The plan of the backend that the caller asked for, or of the first that does not refuse."""
     name = _wanted(overrides)
     for backend in BACKENDS if name is None else (name,):
-        answer = BACKENDS[backend].plan(problem, target, overrides)
+        answer = _answer(backend, problem, target, overrides)
         if isinstance(answer, Plan):
             return dataclasses.replace(answer, because=answer.because + _asked(overrides))
     return None
 
 
+def _answer(backend: str, problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
+    """What a backend says of a problem; one that does not read interleaved weights gets them in order."""
+    if not problem.interleaved or backend in INTERLEAVED:
+        return BACKENDS[backend].plan(problem, target, overrides)
+    answer = BACKENDS[backend].plan(problem.replace(interleaved=False), target, overrides)
+    if isinstance(answer, Refusal):
+        return answer
+    slow, advice = (DEINTERLEAVED, PREPARE_IN_ORDER) if overrides.advise else ("", "")
+    return dataclasses.replace(answer, asked=problem, slow=slow, advice=advice)
+
+
 def answers(problem: Problem, target: Target, overrides: Overrides = Overrides()) -> dict[str, Plan | Refusal]:
     """What every backend says of a problem, in the order of preference: its plan, or why it refuses."""
     target = _seen(target, overrides)
-    return {name: backend.plan(problem, target, overrides) for name, backend in BACKENDS.items()}
+    return {name: _answer(name, problem, target, overrides) for name in BACKENDS}
 
 
 def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
@@ -103,7 +115,7 @@ def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
         return
     if chosen.backend not in kernels:
         problem = part_of(chosen.asked) if chosen.split else chosen.asked
-        refusals = [BACKENDS[name].plan(problem, chosen.target, overrides) for name in kernels]
+        refusals = [_answer(name, problem, chosen.target, overrides) for name in kernels]
         for refusal in refusals:
             if isinstance(refusal, Refusal) and refusal.costly:
                 how = f"a grouped product runs as XLA loops instead of a kernel{gathered(chosen)}"

@@ -49,6 +49,7 @@ class Problem:
     out: np.dtype
     transpose_lhs: bool = False  # contraction: lhs is stored [k, m]
     transpose_rhs: bool = False  # rows: rhs is stored [g, n, k]
+    interleaved: bool = False  # rows: the last axis of rhs, as it is stored, is interleaved (core/interleave.py)
     batch: int = 1
     rhs_batch: int = 1
     epilogue: Epilogue = Epilogue()
@@ -174,7 +175,7 @@ class Problem:
         if self.local_groups != self.groups:
             groups += f" (window of {self.local_groups})"
         lhs = f"{self.lhs.name}{'ᵀ' if self.transpose_lhs else ''}"
-        rhs = f"{self.rhs.name}{'ᵀ' if self.transpose_rhs else ''}"
+        rhs = f"{self.rhs.name}{'ᵀ' if self.transpose_rhs else ''}{' interleaved' if self.interleaved else ''}"
         tail = "".join(f", {step}" for step in (self.epilogue, self.gate) if step)
         return f"{self.form.value} {m} k={self.k} n={self.n} {groups}: {lhs} x {rhs} -> {self.out.name}{tail}"
 

@@ -11,6 +11,7 @@ from jax import lax
 
 from trencadis.core.dtypes import accumulator, whole
 from trencadis.core.epilogue import Epilogue
+from trencadis.core.interleave import deinterleave
 from trencadis.core.jax_compat import Value, vary_alike
 from trencadis.core.problem import Problem
 
@@ -22,7 +23,7 @@ def part_of(problem: Problem) -> Problem:
     """The problem of one part of k: its scales are constant, and its result is a float32 sum or wider."""
     epilogue = Epilogue(by_row=problem.epilogue.by_row, by_column=problem.epilogue.by_column)
     out, lhs, rhs = accumulator(problem.acc, np.float32), whole(problem.lhs), whole(problem.rhs)
-    return problem.replace(k=problem.epilogue.part, lhs=lhs, rhs=rhs, out=out, epilogue=epilogue)
+    return problem.replace(k=problem.epilogue.part, lhs=lhs, rhs=rhs, out=out, epilogue=epilogue, interleaved=False)
 
 
 def sum_of_parts(problem: Problem, multiply: Multiply, *operands: Value) -> Array:
@@ -32,6 +33,7 @@ def sum_of_parts(problem: Problem, multiply: Multiply, *operands: Value) -> Arra
     `[g, k / block, n / block]` or `[g, n]` where the problem has them.
     """
     lhs, rhs, sizes, first, *scales = operands
+    rhs = deinterleave(rhs) if problem.interleaved else rhs
     inner, length = part_of(problem), problem.epilogue.part
     axes = 1, 2 if problem.transpose_rhs else 1  # k
     count = -(-problem.k // length)

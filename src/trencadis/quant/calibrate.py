@@ -25,7 +25,8 @@ def quantize(
 
     Block formats round their scales: "mxfp8" and "mxfp4" to the next power of two, "nvfp4" to float8_e4m3fn. Nothing
     finite becomes Inf, and a block with NaN or Inf becomes NaN. Scales are at least 2**-126, since XLA flushes smaller
-    ones to zero.
+    ones to zero. The result does not depend on the machine; `prepare`, called where weights are served, stores them in
+    the order that this machine reads fastest.
 
     Args:
       x: a float array of any rank. It is quantized as float32.

@@ -7,7 +7,8 @@
     from_fp8_blocks   float8_e4m3fn [g, n, k]                 float32, one per 128 x 128   float8_e4m3fn
 
 All of them return weights `[g, k, n]`, the rhs of `grouped_matmul`, stored with k last. Arrays are those of numpy or of
-JAX; a list or a tuple has one array for each group.
+JAX; a list or a tuple has one array for each group. `prepare`, called on the machine that serves, stores them in the
+order that this machine reads fastest.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def _without_zeros(x: Array | Scaled) -> Array | Scaled:
     if not isinstance(x, Scaled) or x.zeros is None:
         return x
     values = x.centered(jnp.int8 if x.dtype == jnp.int4 else jnp.bfloat16)  # up to 15, or up to 255
-    return Scaled.tree_unflatten((x.format, x.block, False), (values, x.scale, x.total, None))
+    return Scaled.tree_unflatten((x.format, x.block, False, False), (values, x.scale, x.total, None))
 
 
 def _rows_scales(
@@ -218,16 +218,19 @@ def _rows_scales(
     elif total is not None:
         scales.append(jnp.broadcast_to(total, (problem.rows,)))
         epilogue = dataclasses.replace(epilogue, by_row=True)
-    x, y = _values(lhs), _values(rhs)
+    x, y, interleaved = _values(lhs), rhs, False
     if isinstance(rhs, Scaled):
         by_column, block, across = _column_scales(rhs.mT if problem.transpose_rhs else rhs)
         groups = (problem.local_groups, *by_column.shape[1:])
         scales.append(jnp.broadcast_to(by_column, groups if block else (problem.local_groups, problem.n)))
         epilogue = dataclasses.replace(epilogue, by_column=True, column_block=(block, across) if block else (0, 1))
         if block:
-            y = jnp.asarray(rhs.values)
             epilogue = dataclasses.replace(epilogue, column_scales=np.dtype(by_column.dtype))
-    return problem.replace(lhs=np.dtype(x.dtype), rhs=np.dtype(y.dtype), epilogue=epilogue), (x, y), scales
+        as_stored = block > 0 or rhs.dtype.name not in WHOLE
+        interleaved = rhs.interleaved and as_stored
+        y = jnp.asarray(rhs.stored) if as_stored else _values(rhs)
+    dtypes = {"lhs": np.dtype(x.dtype), "rhs": np.dtype(y.dtype)}
+    return problem.replace(**dtypes, interleaved=interleaved, epilogue=epilogue), (x, jnp.asarray(y)), scales
 
 
 def _column_scales(rhs: Scaled) -> tuple[Array, int, int]:

@@ -108,6 +108,17 @@ def test_weights_with_scales_along_k_fit(values, scales, length, rows):
     assert sums + operand + 24 <= registers[0]
 
 
+@pytest.mark.parametrize("k", [576, 960, 2048, 2080, 2880])
+@pytest.mark.parametrize(("scales", "length"), [("float8_e8m0fnu", 32), ("float8_e4m3fn", 16)])
+def test_a_step_of_4_bit_floats_starts_with_a_word_of_scales(scales, length, k):
+    """A word is as many scales as divide those of a row, up to four. Steps of 192 divide k if those of 256 do not."""
+    steps = Epilogue(by_column=True, column_block=(length, 1), column_scales=np.dtype(jnp.dtype(scales)))
+    changes = {"rhs": np.dtype(jnp.float4_e2m1fn), "transpose_rhs": True, "epilogue": steps}
+    layout = choose(question("rows", 32, k, 1536, 8, **changes), H200)
+    assert layout.block_k % PART == 0 and layout.block_k // length % math.gcd(k // length, 4) == 0
+    assert k % layout.block_k == 0 or k % 192
+
+
 @pytest.mark.parametrize("form", ["rows", "contraction"])
 @hypothesis.settings(max_examples=150)
 @hypothesis.given(

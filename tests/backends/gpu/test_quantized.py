@@ -16,7 +16,7 @@ from trencadis.core.decision import Refusal
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
-from trencadis.quant import Scaled
+from trencadis.quant import Scaled, prepare, quantize
 from trencadis.quant.formats import FORMATS
 
 from .ahead import kernels, largest_result, lowered, structs
@@ -52,6 +52,15 @@ def test_by_value(name):
     """Unowned rows and their scales are NaN, sizes are no multiples of anything, the first group is not held here."""
     check = CASES()[name]
     assert check.error() < check.limit
+
+
+def test_interleaved_weights_by_value():
+    """Where they are no register operand, as here, rows are interleaved to match; the sums are the same."""
+    rng = np.random.default_rng(0)
+    x, w = jnp.asarray(rng.normal(size=(24, 64)), jnp.bfloat16), rng.normal(size=(2, 64, 136))
+    q = quantize(w, "int4", "column")
+    got, want = (tr.grouped_matmul(x, w, [5, 16], jnp.bfloat16, **GPU) for w in (prepare(q, interleave=True), q))
+    np.testing.assert_array_equal(got, want)
 
 
 def test_integer_sums_are_added_to_fractions():
@@ -97,12 +106,13 @@ def contraction(dtype):
     return call, [((K, M), dtype), ((K, 1), "float32"), ((N, M), dtype), ((N, 1), "float32"), ((G,), "int32")]
 
 
-def along_k(format, length, k=K, n=192):
+def along_k(format, length, k=K, n=192, interleaved=False):
     """Weights `[g, n, k]` with a scale for each block of k, of the dtype that the format has for scales."""
     kind = FORMATS[format]
 
     def call(x, values, scale, sizes):
-        weights = Scaled(values, scale, format, (1, 1, length), total=jnp.float32(2) if kind.total else None)
+        static = format, (1, 1, length), False, interleaved
+        weights = Scaled.tree_unflatten(static, (values, scale, jnp.float32(2) if kind.total else None, None))
         return tr.grouped_matmul(x, weights, sizes, jnp.bfloat16, transpose_rhs=True, backend="gpu")
 
     return call, [((M, k), "bfloat16"), ((G, n, k), kind.values), ((G, n, k // length), kind.scales), ((G,), "int32")]
@@ -125,24 +135,34 @@ LOWERED = {
     "float16, int4, RS operand": lambda: rows("float16", "int4"),
     "int8 x int4, unpacked in shared memory": lambda: rows("int8", "int4"),
     "float4, RS operand, promoted every 32": lambda: along_k("float4_e2m1fn", 32),
+    "float4, RS operand, promoted every 32, k of 288": lambda: along_k("float4_e2m1fn", 32, k=288),
+    "mxfp4, interleaved": lambda: along_k("mxfp4", 32, interleaved=True),
+    "nvfp4, interleaved, steps of 192": lambda: along_k("nvfp4", 16, k=576, interleaved=True),
+    "mxfp8, interleaved": lambda: along_k("mxfp8", 32, interleaved=True),
+    "int8, interleaved, promoted": lambda: along_k("int8", 128, interleaved=True),
+    "float4, interleaved, promoted every 32": lambda: along_k("float4_e2m1fn", 32, interleaved=True),
 }
 
 
 DEFAULT = [
     "int8, blocks", "int4, RS operand", "nvfp4, RS operand times scales", "int4, RS operand, promoted",
     "mxfp4, RS operand times scales, rows of an odd number of scales", "e4m3, transposed in shared memory",
-    "float4, RS operand, promoted every 32",
+    "float4, RS operand, promoted every 32", "mxfp4, interleaved",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sweep(LOWERED, DEFAULT))
 def test_lowers_to_one_kernel(name):
-    """Weights are upcast in the kernel; outside of it only scales are moved, and lhs if weights are an RS operand."""
+    """Weights are upcast in the kernel; outside of it only scales are moved.
+
+    And lhs, if weights are an RS operand that is not interleaved.
+    """
     fn, shapes = LOWERED[name]()
     text = lowered(fn, *shapes)
     assert kernels(text) == 1
     size, operation = largest_result(text)
-    assert size <= (2 * M * K if "RS" in name else G * max(K, N, M)), operation
+    most = M * K // 4 if "interleaved" in name else 2 * M * K if "RS" in name else G * max(K, N, M)
+    assert size <= most, operation
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,21 @@ from trencadis.backends.gpu.scales import (
     unpacks,
     with_bfloat16_rows,
 )
-from trencadis.backends.prepare import PREPARE, flat_sizes, in_order, pad_to, round_up, with_k_last
+from trencadis.backends.prepare import (
+    DEINTERLEAVED,
+    PREPARE,
+    PREPARE_IN_ORDER,
+    flat_sizes,
+    in_order,
+    pad_to,
+    round_up,
+    with_k_last,
+)
 from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, unknown_dtype
 from trencadis.core.devices import card_for
 from trencadis.core.dtypes import accumulator, bits
 from trencadis.core.epilogue import Gate, elementwise, inlined
+from trencadis.core.interleave import FLOAT4, interleave_columns
 from trencadis.core.jax_compat import apart, gpu_interpreter
 from trencadis.core.problem import Form, Problem
 from trencadis.core.target import Target
@@ -54,6 +64,7 @@ Array = jax.Array
 
 RESULTS = ("bfloat16", "float16", "float32")
 OPERANDS = (*RESULTS, "float8_e4m3fn", "float8_e5m2", "int8")
+LEAST_SWIZZLE = 32  # bytes of the shortest swizzle row
 TMA_BOX = 256  # entries that one TMA copy takes along an axis
 TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
 
@@ -76,16 +87,32 @@ def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan |
         return _refusal("scales of weights change along k, and the interpreter has no register operands")
     tile = overrides.tilings.forward
     layout = choose(inner, card) if tile is None else choose_for_tile(inner, card, tile)
+    inner = inner.replace(interleaved=_reads_interleaved(problem, layout, overrides.interpret))
+    slow, advice = _slow_order(problem, inner, layout) if overrides.advise else ("", "")
     return Plan(
         asked=problem, problem=inner, target=target, backend="gpu", interpret=overrides.interpret,
         tiling=tiling_of(inner, layout), layout=layout,
-        because=reason(inner, layout, card), slow=_slow_order(problem, layout, overrides), advice=PREPARE,
+        because=reason(inner, layout, card), slow=slow, advice=advice,
     )  # fmt: skip
 
 
-def _slow_order(problem: Problem, layout: Layout, overrides: Overrides) -> str:
-    """What a plan says of low-precision weights that are not stored K-major; nothing where they are."""
-    if problem.form is not Form.ROWS or problem.transpose_rhs or bits(problem.rhs) > 8 or not overrides.advise:
+def _reads_interleaved(problem: Problem, layout: Layout, interpret: bool) -> bool:
+    """Whether the kernel takes interleaved weights as they are: stored K-major, and 4-bit floats in registers alone."""
+    if not (problem.interleaved and problem.transpose_rhs):
+        return False
+    return problem.rhs.name != FLOAT4 or (layout.upcast and not layout.upcast_in_smem and not interpret)
+
+
+def _slow_order(problem: Problem, inner: Problem, layout: Layout) -> tuple[str, str]:
+    """What a plan says of low-precision weights in an order that costs time, or nothing, and its advice."""
+    if problem.interleaved and not inner.interleaved:
+        return DEINTERLEAVED, PREPARE_IN_ORDER
+    return _not_k_major(problem, layout), PREPARE
+
+
+def _not_k_major(problem: Problem, layout: Layout) -> str:
+    """What happens to low-precision weights that are not stored K-major; nothing where they are."""
+    if problem.form is not Form.ROWS or problem.transpose_rhs or bits(problem.rhs) > 8:
         return ""
     how = "they are transposed before each product"
     if layout.rewrites:
@@ -224,11 +251,15 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
     from trencadis.backends.gpu.upcast import permute_k
 
     lhs, rhs, sizes, first_group, *extras = operands
+    weights = problem.rhs
     given = problem.epilogue.split(tuple(extras))
     if interpret is not None:
         problem, layout, rhs = _interpreted(problem, layout, rhs)
     inner, named = _prepared(problem, layout, lhs, rhs, interpret is not None)
-    if layout.upcast and not layout.upcast_in_smem:
+    in_registers = layout.upcast and not layout.upcast_in_smem
+    if inner.interleaved and not in_registers:
+        named["lhs"] = interleave_columns(named["lhs"], weights)
+    elif in_registers and not inner.interleaved:
         named["lhs"] = permute_k(named["lhs"], inner.rhs)
     named["sizes"] = flat_sizes(sizes, problem.m)
     named["first_group"] = first_group
@@ -310,7 +341,11 @@ def _prepared(
     problem = problem.replace(lhs=dtype, rhs=problem.rhs if layout.upcast else dtype)
     run, out_run = swizzle_elements(dtype, layout.swizzle), swizzle_elements(problem.out)
     rows_form = problem.form is Form.ROWS
-    rows, k = round_up(problem.rows, ROW_ALIGN), round_up(problem.k, layout.block_k if interpret and rows_form else run)
+    k_run = max(run, 8 * LEAST_SWIZZLE // bits(problem.rhs)) if layout.upcast else run
+    rows, k = (
+        round_up(problem.rows, ROW_ALIGN),
+        round_up(problem.k, layout.block_k if interpret and rows_form else k_run),
+    )
     n = round_up(problem.n, out_run if layout.k_major else max(WGMMA_M if layout.transpose_in_smem else run, out_run))
     if rows_form:
         k_major = problem.transpose_rhs or layout.k_major

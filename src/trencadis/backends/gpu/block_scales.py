@@ -23,15 +23,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from trencadis.backends.gpu.layout import WGMMA_M, Layout
+from trencadis.backends.gpu.operand_scales import ROW, WORD_BYTES, Scales
 from trencadis.backends.gpu.scales import in_operand
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
-from trencadis.backends.gpu.upcast import ROW, WORD_BYTES
 from trencadis.core.problem import Problem
 
 Value = Any  # an MLIR value: its type is generic or not, by the version of jaxlib
+THREADS = 128  # of a warpgroup
+SECTOR = 32  # bytes that a cache fetches at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,22 +63,40 @@ class BlockScales:
         """Whether scales are bytes, four to a word, that operand A is multiplied by; promotion has float32."""
         return in_operand(self.problem)
 
+    def of_operand(self, words: list[jax.Array]) -> Scales:
+        """The scales of a step as factors of operand A, from the words that `load` gives."""
+        return Scales(words, self.dtype, self.length, self.problem.rhs, self.problem.interleaved)
+
     def load(self, refs: Refs, tile: Tile, top: Scalar, step: Scalar) -> list[jax.Array]:
         """The scales of a step for the 64 columns from `top` of a tile on: words or float32 numbers [64].
 
         Global memory answers late: they are asked for well before they are used. Past the last step they repeat.
         """
-        weights, across = self.problem.weights, self.problem.epilogue.column_block[1]
-        group = tile.group if weights == self.problem.spans else lax.rem(tile.group, i32(weights))
+        across = self.problem.epilogue.column_block[1]
         ref, height = refs["by_column"], WGMMA_M if across == 1 else 1
         first = lax.div(tile.column + top, i32(across))
         # the last tile may be wider than the result: what it computes there is not stored
-        rows = ref.at[group, pl.ds(lax.min(first, i32(ref.shape[1] - height)), height)]
+        rows = ref.at[self._weights(tile), pl.ds(lax.min(first, i32(ref.shape[1] - height)), height)]
         start = lax.div(step * i32(self.layout.block_k), i32(self.length))
         count = self.per_step
         if self.packed:
             count, start = -(-count // WORD_BYTES), lax.div(start, i32(ref.dtype.itemsize))
         return _load(rows, start, count, shared=across > 1)
+
+    def prefetch(self, refs: Refs, tile: Tile) -> None:
+        """Fetch the scales of a tile into the L2 cache, long before consumers load them.
+
+        From there they arrive within a step; global memory takes longer than that.
+        """
+        ref, across = refs["by_column"], self.problem.epilogue.column_block[1]
+        height = min(-(-self.layout.block_n // across), ref.shape[1])
+        first = lax.min(lax.div(tile.column, i32(across)), i32(ref.shape[1] - height))
+        _prefetch(ref.at[self._weights(tile), pl.ds(first, height)])
+
+    def _weights(self, tile: Tile) -> Scalar:
+        """The index of the weights, and of their scales, that the group of a tile meets."""
+        weights = self.problem.weights
+        return tile.group if weights == self.problem.spans else lax.rem(tile.group, i32(weights))
 
 
 def stored(problem: Problem, scales: jax.Array) -> jax.Array:
@@ -94,6 +114,39 @@ def stored(problem: Problem, scales: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(scales.reshape(*scales.shape[:2], -1, unit), word)
 
 
+def _prefetch(ref: Ref) -> None:
+    """Fetch an array that is contiguous in global memory into the L2 cache; the threads of a warpgroup take turns."""
+    size = math.prod(ref.shape) * ref.dtype.itemsize
+
+    @mgpu.inline_mgpu(arg_types=(mgpu.RefType(),))
+    def fetch(_: Any, scales: Value) -> None:
+        i32, i64 = (ir.IntegerType.get_signless(width) for width in (32, 64))
+        start = llvm.ptrtoint(i64, utils.memref_ptr(scales))
+        thread = arith.remui(utils.thread_idx(), utils.c(THREADS, i32))
+        for first in range(0, size, THREADS * SECTOR):
+            at = arith.addi(arith.muli(thread, utils.c(SECTOR, i32)), utils.c(first, i32))
+            text = f"{{ .reg .pred inside; setp.lt.u32 inside, $1, {size}; @inside prefetch.global.L2 [$0]; }}"
+            address = arith.addi(start, arith.extui(i64, at))
+            llvm.inline_asm(None, [address, at], text, "l,r", has_side_effects=True)
+
+    fetch(ref)
+
+
+def _words_at(scales: Value, row: Value, first: Value, count: int) -> list[Value]:
+    """Two or four neighbouring words of an array in global memory, aligned to as many."""
+    i32, i64 = (ir.IntegerType.get_signless(width) for width in (32, 64))
+    length = ir.MemRefType(scales.type).shape[-1]
+    at = arith.addi(arith.muli(arith.index_castui(i32, row), utils.c(length, i32)), first)
+    offset = arith.muli(arith.extui(i64, at), utils.c(WORD_BYTES, i64))
+    address = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(scales)), offset)
+    names = ", ".join(f"${i}" for i in range(count))
+    found: Value = llvm.inline_asm(
+        llvm.StructType.get_literal([i32] * count), [address], f"ld.global.nc.v{count}.b32 {{{names}}}, [${count}];",
+        ",".join(["=r"] * count + ["l"]), has_side_effects=True,  # so that it stays a step ahead
+    )  # fmt: skip
+    return [llvm.extractvalue(i32, found, [i]) for i in range(count)]
+
+
 def _load(ref: Ref, start: Scalar, count: int, shared: bool) -> list[jax.Array]:
     """Words [64] from global memory [64, all], or [1, all] if rows share them: `count` of them, from `start` on.
 
@@ -104,7 +157,8 @@ def _load(ref: Ref, start: Scalar, count: int, shared: bool) -> list[jax.Array]:
     dtype = jnp.float32 if ref.dtype == jnp.float32 else jnp.int32
     unit = ref.dtype.itemsize
     struct = mgpu.ShapeDtypeStruct((WGMMA_M,), dtype, layout=ROW)
-    last = ref.shape[-1] - 1
+    last, signed = ref.shape[-1] - 1, None if dtype == jnp.float32 else True
+    together = unit == WORD_BYTES and count in (2, 4) and ref.shape[-1] % count == 0  # by one instruction
 
     @mgpu.inline_mgpu(arg_types=(mgpu.RefType(), ROW), return_type=(struct,) * count)
     def words(_: Any, scales: Value, start: FragmentedArray) -> tuple[FragmentedArray, ...]:
@@ -130,10 +184,13 @@ def _load(ref: Ref, start: Scalar, count: int, shared: bool) -> list[jax.Array]:
             where = utils.c(0, index) if shared else row
             register: Value = start.registers[place]
             first = vector.extract(register, [], [0])
-            for which, each in enumerate(registers):
-                number = gathered(where, first, which)
+            if together:
+                numbers = _words_at(scales, where, arith.minui(first, utils.c(last + 1 - count, word)), count)
+            else:
+                numbers = [gathered(where, first, which) for which in range(count)]
+            for each, number in zip(registers, numbers, strict=True):
+                number = utils.bitcast(number, ir.F32Type.get()) if together and signed is None else number
                 each[place] = vector.broadcast(ir.VectorType.get((1,), number.type), number)
-        signed = None if dtype == jnp.float32 else True
         return tuple(FragmentedArray(_registers=each, _layout=layout, _is_signed=signed) for each in registers)
 
     return list(words(ref, mgpu.layout_cast(lax.broadcast(start, (WGMMA_M,)), ROW)))

@@ -4,7 +4,8 @@
     for small groups   64 x 256   the most bytes of weights in flight, where reading them is what takes the time
     with an upcast    192 x 128   and less tall: low-precision weights, which are in shared memory twice
                       192 x 192   if they are multiplied by scales along k, by three consumers
-                       32 x 256   if they are 4-bit floats for few rows, by four
+                       32 x 192   the same for few rows of a group
+                       16 x 256   if they are 4-bit floats for few rows, by four
     large tiles       256 x 192   where there is little padding or the result is float32, and in contractions
     smaller tiles     128 x 128   and sizes in between, where there are too few tiles to occupy all SMs
 
@@ -46,6 +47,7 @@ from trencadis.backends.gpu.scales import (
 )
 from trencadis.core.devices import Card
 from trencadis.core.dtypes import bits
+from trencadis.core.interleave import FLOAT4
 from trencadis.core.problem import Form, Problem
 from trencadis.core.tiling import Tiling
 
@@ -53,6 +55,7 @@ MAX_STAGES = 8  # more stages hide no more latency
 LARGE_M, LARGE_N = 256, 192  # the largest tile, exchanged in swap-AB: two consumers have registers for no more sums
 MAX_N = {Form.ROWS: 256, Form.CONTRACTION: LARGE_N}  # of one wgmma; a mask warpgroup leaves fewer registers
 PULLBACK_M = 160  # rows of a tile with the pullback of a gated activation
+SHORTER_K = 192  # entries of k in a step of 4-bit weights, where that divides k and 256 does not: 2880
 UPCAST_N = 128  # columns of a tile whose weights are upcast or transposed
 SMALL_GROUP = 64  # mean rows of a group up to which the product is bound by reading weights
 TINY_GROUP = 16  # mean rows of a group up to which the smallest tiles do
@@ -149,7 +152,7 @@ def hi_lo_operand(problem: Problem) -> str:
 def _tile(problem: Problem, cores: int) -> tuple[int, int]:
     """The rows and columns of a tile of the result."""
     if needs_upcast(problem):
-        return _upcast_tile(problem, 2 * SWAP_AB_UNIT if problem.m / problem.groups <= TINY_GROUP else LARGE_N)
+        return _upcast_tile(problem, _upcast_rows(problem))
     if promoted_part(problem):  # promoted sums take as many registers again as the accumulators
         return CONSUMERS * WGMMA_M, SCALE_BLOCK
     rows = problem.m / problem.groups
@@ -177,6 +180,14 @@ def _rewrite_tile(problem: Problem, block_m: int) -> tuple[int, int]:
     return LARGE_M if block_m >= LARGE_M else CONSUMERS * WGMMA_M, UPCAST_N
 
 
+def _upcast_rows(problem: Problem) -> int:
+    """The rows of a tile whose weights are upcast: few for small groups, which leaves memory for more stages."""
+    rows = problem.m / problem.groups
+    if rows <= SWAP_AB_UNIT // 2 and in_operand(problem) and bits(problem.rhs) == 4:
+        return SWAP_AB_UNIT
+    return 2 * SWAP_AB_UNIT if rows <= TINY_GROUP else LARGE_N
+
+
 def _upcast_tile(problem: Problem, block_m: int) -> tuple[int, int]:
     """The tile for weights that are upcast, of at most this many rows unless the smallest has more."""
     if _swap_ab(problem):
@@ -190,13 +201,14 @@ def _upcast_tile(problem: Problem, block_m: int) -> tuple[int, int]:
 def _upcast_consumers(problem: Problem, block_m: int) -> int:
     """The number of consumers of weights that are upcast, each of which unpacks 64 columns.
 
-    More than two are worth it where weights are multiplied by their scales: four where unpacking 4-bit floats for few
-    rows takes the time, and three for many rows. Promoted sums would leave them too few registers.
+    More than two are worth it where weights are multiplied by their scales: for few rows, where unpacking takes the
+    time, four of 4-bit floats and three of 8 bits, and for many rows three. Promoted sums would leave them too few
+    registers.
     """
     if promoted_part(problem) or not in_operand(problem) or not problem.transpose_rhs or not _swap_ab(problem):
         return CONSUMERS
     if block_m <= 2 * SWAP_AB_UNIT:
-        return 4 if problem.rhs.name == "float4_e2m1fn" else CONSUMERS
+        return 4 if problem.rhs.name == FLOAT4 else 3 if bits(problem.rhs) == 8 else CONSUMERS
     return 3 if block_m > WGMMA_M else CONSUMERS
 
 
@@ -287,8 +299,22 @@ def _block_k(problem: Problem, swizzle: int, short: bool) -> int:
         return WGMMA_M
     if needs_upcast(problem):  # beside promoted sums, registers hold scales of rows or longer steps
         short = short or problem.epilogue.row_block > 0
+        if not short and _whole_steps(problem, SHORTER_K):
+            return SHORTER_K
         return 2 * swizzle_elements(problem.lhs) if short else swizzle_elements(problem.rhs)
     return swizzle_elements(mma_dtype(problem), SWIZZLE if problem.form is Form.ROWS else swizzle)
+
+
+def _whole_steps(problem: Problem, block_k: int) -> bool:
+    """Whether steps of this length divide k, and those of a swizzle row of the weights do not.
+
+    Weights are multiplied by their scales in the operand, and a step starts with a whole word of them.
+    """
+    if not in_operand(problem) or bits(problem.rhs) != 4 or problem.k % swizzle_elements(problem.rhs) == 0:
+        return False
+    length = problem.epilogue.column_block[0]
+    scales = -(-problem.k // length)
+    return problem.k % block_k == 0 and block_k % length == 0 and block_k // length % math.gcd(scales, 4) == 0
 
 
 def _swizzle(problem: Problem) -> int:

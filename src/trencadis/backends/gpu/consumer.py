@@ -20,11 +20,12 @@ from trencadis.backends.gpu.contraction import ContractionMainloop
 from trencadis.backends.gpu.gated import store_for
 from trencadis.backends.gpu.layout import REWRITE_STAGES, WGMMA_M, Layout
 from trencadis.backends.gpu.mma_shapes import MmaShape, MmaShapes, mma_shapes
+from trencadis.backends.gpu.operand_scales import Scales
 from trencadis.backends.gpu.rows import PART, RowsMainloop
 from trencadis.backends.gpu.scales import column_scales_by_step, in_operand, promoted_part, shared_by_tile
 from trencadis.backends.gpu.store import Store, Sums, part_of
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
-from trencadis.backends.gpu.upcast import Scales, keep
+from trencadis.backends.gpu.upcast import keep
 from trencadis.core.problem import Problem
 
 Mainloop = RowsMainloop | ContractionMainloop
@@ -91,7 +92,7 @@ class Consumer:
 
         def step(i: Scalar, words: list[jax.Array]) -> list[jax.Array]:
             at = self._wait(tile, done, i)
-            scales = None if source is None else Scales(words, source.dtype, source.length)
+            scales = None if source is None else source.of_operand(words)
             words = [] if source is None else source.load(self.refs, tile, top, i + i32(1))
             if scales is None:
                 mgpu.wgmma(accs[0], *self._operands(at, top, shape.blocks, shape.n))
@@ -190,7 +191,7 @@ class Consumer:
         def step(i: Scalar, sums: jax.Array) -> jax.Array:
             scales = [] if source is None else source.load(self.refs, tile, top, i)  # there before the product is
             at = self._wait(tile, done, i)
-            factors = Scales(scales, source.dtype, source.length) if source is not None and exact else None
+            factors = source.of_operand(scales) if source is not None and exact else None
             weights, _ = self._operands(at, top, 1, shape.n, factors)
             of_rows = self.refs["smem_row_scales"] if row_block else None
             for k in range(0, self.layout.block_k, length):

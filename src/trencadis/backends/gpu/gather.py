@@ -24,9 +24,9 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from trencadis.backends.gpu import tile_queue
 from trencadis.backends.gpu.layout import ROW_ALIGN, SWAP_AB_UNIT, SWIZZLE, WGMMA_M
+from trencadis.backends.gpu.operand_scales import ROW
 from trencadis.backends.gpu.rows import RowsMainloop, swizzled
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
-from trencadis.backends.gpu.upcast import ROW
 
 Value = Any  # an MLIR value: its type is generic or not, by the version of jaxlib
 THREADS = 128  # of the producer

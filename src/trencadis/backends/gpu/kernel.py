@@ -173,6 +173,8 @@ def _load(layout: Layout, mainloop: Mainloop, refs: Refs, scheduler: TileSchedul
         pl.when(done + i >= i32(layout.stages))(lambda: mgpu.barrier_wait(refs["empty"].at[at]))
         mainloop.load(refs, scheduler, tile, i, at)
 
+    if isinstance(mainloop, RowsMainloop):
+        mainloop.prefetch(refs, tile)
     lax.fori_loop(i32(0), tile.steps, step, None)
 
 

@@ -22,8 +22,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from trencadis.backends.gpu.layout import WGMMA_M
+from trencadis.backends.gpu.operand_scales import ROW
 from trencadis.backends.gpu.tile_scheduler import Ref, Scalar, i32
-from trencadis.backends.gpu.upcast import ROW
 
 Value = Any  # an MLIR value: its type is generic or not, by the version of jaxlib
 WARPS = 4  # of a warpgroup: each has 16 columns of a block

@@ -17,13 +17,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
+from trencadis.backends.gpu.block_scales import BlockScales
 from trencadis.backends.gpu.layout import REWRITE_STAGES, ROW_ALIGN, SWIZZLE, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.mma_shapes import fit
-from trencadis.backends.gpu.scales import column_scales_by_step, row_scales_of_step
+from trencadis.backends.gpu.operand_scales import Scales
+from trencadis.backends.gpu.scales import column_scales_by_step, needs_upcast, row_scales_of_step
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.backends.gpu.transpose import transpose_bytes
 from trencadis.backends.gpu.unpack import unpacked
-from trencadis.backends.gpu.upcast import Scales, rs_operand, rs_parts, upcast
+from trencadis.backends.gpu.upcast import rs_operand, rs_parts, upcast
 from trencadis.core.dtypes import bits
 from trencadis.core.jax_compat import transpose_ref
 from trencadis.core.problem import Problem
@@ -90,10 +92,10 @@ class RowsMainloop:
 
     @property
     def weights_run(self) -> int:
-        """The elements in a swizzle row of low-precision weights: it divides their tile and their array."""
+        """The elements in a swizzle row of low-precision weights: it divides their tile, their array and 128 bytes."""
         k_major = self.problem.transpose_rhs
         stage, whole = (self.layout.block_k, self.problem.k) if k_major else (self.layout.block_n, self.problem.n)
-        return math.gcd(stage, whole)
+        return math.gcd(stage, whole, swizzle_elements(self.problem.rhs))
 
     @property
     def weights_swizzle(self) -> int:
@@ -120,6 +122,11 @@ class RowsMainloop:
             scales = refs["by_column"].at[tile.group, self.scale_of(step, problem.epilogue.column_block[0]), n]
             mgpu.copy_gmem_to_smem(scales, refs["smem_column_scales"].at[stage], full)
         self.load_rows(refs, tile, k, stage, {"smem_lhs": refs["lhs"].at[low] if cut.hi_lo == "lhs" else refs["lhs"]})
+
+    def prefetch(self, refs: Refs, tile: Tile) -> None:
+        """Fetch what consumers load from global memory themselves, the scales of weights along k, into the L2 cache."""
+        if needs_upcast(self.problem) and self.problem.epilogue.column_block[0]:
+            BlockScales(self.problem, self.layout).prefetch(refs, tile)
 
     def columns(self, step: Scalar) -> Any:
         """The entries of k of a step."""
@@ -179,7 +186,8 @@ class RowsMainloop:
         k_major = self.problem.transpose_rhs or self.layout.transpose_in_smem
         (lhs, lhs_at), (rhs, rhs_at) = zip((refs["smem_lhs"], refs[weights]), stages, strict=True)
         if self.layout.upcast and not self.layout.upcast_in_smem:
-            return rs_operand(rhs.at[rhs_at, mine], self.problem.lhs, scales), operand_b(lhs, lhs_at, n, True)
+            a = rs_operand(rhs.at[rhs_at, mine], self.problem.lhs, self.problem.interleaved, scales)
+            return a, operand_b(lhs, lhs_at, n, True)
         if self.layout.swap_ab:
             return operand_a(rhs, rhs_at, mine, k_major), operand_b(lhs, lhs_at, n, True)
         return operand_a(lhs, lhs_at, mine, True), operand_b(rhs, rhs_at, n, k_major)
@@ -188,7 +196,8 @@ class RowsMainloop:
         self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int, scales: Scales
     ) -> Iterator[tuple[Any, Any]]:
         """Yield operands A and B of the parts of a step: weights times scales as a register operand, and rows."""
-        weights = rs_parts(refs["smem_rhs"].at[stages[1], mine], self.problem.lhs, PART, scales)
+        held = refs["smem_rhs"].at[stages[1], mine]
+        weights = rs_parts(held, self.problem.lhs, PART, self.problem.interleaved, scales)
         for i, part in enumerate(weights):
             yield part, self.lhs_part(refs, stages[0], n, pl.ds(i * PART, PART))
 

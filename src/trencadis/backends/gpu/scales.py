@@ -17,6 +17,7 @@ import numpy as np
 
 from trencadis.backends.gpu.layout import SCALE_BLOCK, WGMMA_M
 from trencadis.core.dtypes import bits
+from trencadis.core.interleave import FLOAT4
 from trencadis.core.problem import Form, Problem
 
 # significant bits of the values of low-precision weights, and of scales that are bytes
@@ -60,6 +61,12 @@ def in_operand(problem: Problem) -> bool:
     if not (needs_upcast(problem) and epilogue.column_block[0]) or problem.lhs != jnp.bfloat16:
         return False
     return DIGITS[problem.rhs.name] + SCALE_DIGITS.get(epilogue.column_scales.name, 24) <= BFLOAT16_DIGITS
+
+
+def operand_excess(problem: Problem) -> float:
+    """The power of two by which an operand that is multiplied by its scales is too small (`operand_scales.py`)."""
+    small = problem.rhs.name == FLOAT4 and problem.epilogue.column_scales == jnp.float8_e4m3fn
+    return 2.0**8 if small and in_operand(problem) else 1.0
 
 
 def promoted_part(problem: Problem) -> int:

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.layout import ROW_ALIGN, SLICE, SLICE_SLOTS, SWIZZLE, WGMMA_M, Layout, swizzle_elements
 from trencadis.backends.gpu.mma_shapes import MmaShape
-from trencadis.backends.gpu.scales import shared_by_tile
+from trencadis.backends.gpu.scales import operand_excess, shared_by_tile
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
 from trencadis.backends.prepare import round_up
 from trencadis.core.epilogue import Extras, inlined
@@ -341,6 +341,9 @@ class Store:
     def _apply_epilogue(self, tile: Tile, subtile: Subtile, row: Any, acc: jax.Array) -> jax.Array:
         """Scales, bias and activation of sums that start at a row of the tile; a tile without steps stays zero."""
         acc = acc.astype(jnp.float32)  # int8 sums are integers, and what is added to them need not be
+        # not beside the mainloop: there the compiler has too few registers for it, and serializes the products
+        excess = operand_excess(self.problem)
+        acc = acc if excess == 1 else acc * jnp.float32(excess)
         epilogue, wanted = self.problem.epilogue, vectors(self.problem, self.layout)
         if shared_by_tile(self.problem):
             wanted.pop("by_column")  # the mainloop has applied them
