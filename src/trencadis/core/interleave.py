@@ -70,7 +70,7 @@ def interleave_columns(x: Array, weights: Any) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def deinterleave_columns(x: Array, weights: Any) -> Array:
-    """The inverse of `interleave_columns`."""
+    """Columns that `interleave_columns` has reordered, in their first order again."""
     return _transposed(x, (LANES, 2, run_length(weights) // (2 * LANES)), (2, 0, 1))
 
 

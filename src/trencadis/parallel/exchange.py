@@ -92,7 +92,7 @@ class Routes(NamedTuple):
     origin: Int32[Array, " p"]  # and where the peer had the first of them
 
     def reversed(self) -> Routes:
-        """The way back."""
+        """The routes of the same rows back to the shards that they came from."""
         return Routes(self.place, self.received, self.origin, self.start, self.sent, self.arrival)
 
 
