@@ -220,10 +220,15 @@ def _gated(problem: Problem) -> Refusal | None:
         return None
     if problem.batch > 1 or epilogue.scaled or epilogue.activation is not None or epilogue.accumulate:
         return _refusal("a gated activation in the kernel goes with a bias and no batch, scales or existing_out")
-    if problem.lhs != problem.rhs or problem.lhs.itemsize != 2 or problem.out.itemsize != 2:
-        return _refusal("operands and results of a gated activation are not of 16 bits, or operands of two dtypes")
-    if gate.gather is not None and round_up(problem.k, WGMMA_M) * gate.gather.tokens * problem.lhs.itemsize >= 2**32:
-        return _refusal("lhs, whose rows are to be gathered, has more bytes than 32 bits count", costly=False)
+    if problem.lhs != problem.rhs or problem.lhs.itemsize != 2:
+        return _refusal("operands of a gated layer are not of 16 bits, or of two dtypes")
+    if problem.form is Form.CONTRACTION:
+        both = gate.pair and gate.gather is not None and gate.gather.operand == "rhs"
+        if not problem.transpose_lhs and not both:
+            return None
+        return _refusal("lhs of a contraction is stored [k, m], or rows of two operands are gathered", costly=False)
+    if problem.out.itemsize != 2:
+        return _refusal("results of a gated activation are not of 16 bits")
     if gate.pullback and (problem.out != problem.lhs or not problem.transpose_rhs):
         return _refusal("a pullback has weights that are not stored [g, n, k], or results of another dtype")
     if gate.activation is not None and not _gate_lowers(gate):
@@ -282,20 +287,20 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
 
 def _gate_operands(problem: Problem, product: dict[str, Array], n: int, *operands: Array) -> dict[str, Array]:
     """The operands of a gated activation by name, padded like those of the product."""
-    shapes = [product[name].shape for name in ("lhs", "rhs")]
-    if not operands:
+    if problem.gate is None:
         return {}
-    if problem.gate is not None and problem.gate.pullback:
-        z_gate, z_up, weight = operands
-        named = {name: pad_to(z, (shapes[0][0], n)) for name, z in (("z_gate", z_gate), ("z_up", z_up))}
+    lhs, rhs, given, named = product["lhs"].shape, product["rhs"].shape, list(operands), {}
+    if problem.gather is not None:
+        *given, named["token"], _ = given
+    if problem.gate.pullback:
+        *z, weight = given
+        rows = round_up(problem.rows, ROW_ALIGN)
+        named |= {name: pad_to(each, (rows, n)) for name, each in zip(("z_gate", "z_up"), z, strict=True)}
         return {**named, "weight": pad_to(weight, (round_up(problem.rows, 4),))}
-    if problem.gate is not None and problem.gate.activation is None:
-        return {name: pad_to(x, shape) for name, x, shape in zip(("lhs_up", "up"), operands, shapes, strict=True)}
-    up, *rest = operands
-    named = {"up": pad_to(up, shapes[1])}
-    if problem.epilogue.bias is not None:
-        named["bias_up"] = pad_to(rest.pop(0), (problem.local_groups, n))
-    return named if problem.gather is None else {**named, "token": rest[0]}
+    shapes = {"up": rhs, "bias_up": (problem.local_groups, n)}
+    if problem.gate.activation is None and problem.form is Form.ROWS:
+        shapes = {"lhs_up": lhs, "up": rhs}
+    return named | {name: pad_to(x, shape) for x, (name, shape) in zip(given, shapes.items(), strict=False)}
 
 
 def _interpreted(problem: Problem, layout: Layout, rhs: Array) -> tuple[Problem, Layout, Array]:
@@ -352,7 +357,6 @@ def _prepared(
         rhs = rhs.mT if layout.k_major and not problem.transpose_rhs else rhs
         weights = problem.weights
         last = round_up(problem.k, ROW_ALIGN) if not interpret else k  # a copy of rows past the end reads 0
-        rows = rows if problem.gather is None else problem.gather.tokens
         shapes: list[tuple[int, ...]] = [(rows, k), (weights, n, k) if k_major else (weights, last, n)]
         inner = problem.replace(k=k, n=n, transpose_rhs=k_major)
     else:
@@ -363,6 +367,9 @@ def _prepared(
         shapes = [(round_up(problem.k, ROW_ALIGN), whole) if k_major else (rows, k)]
         shapes += [(n, whole) if layout.k_major else (rows, n)]
         inner = problem.replace(n=n)
+    if problem.gather is not None:
+        at = ("lhs", "rhs").index(problem.gather.operand)
+        shapes[at] = (problem.gather.tokens, shapes[at][1])
     named = {
         name: hi_lo(pad_to(x, shape)) if layout.hi_lo == name else pad_to(x.astype(dtype), shape)
         for name, x, shape, dtype in zip(("lhs", "rhs"), (lhs, rhs), shapes, (problem.lhs, problem.rhs), strict=True)

@@ -47,6 +47,7 @@ from trencadis.backends.gpu.scales import (
 )
 from trencadis.core.devices import Card
 from trencadis.core.dtypes import bits
+from trencadis.core.epilogue import Gate
 from trencadis.core.interleave import FLOAT4
 from trencadis.core.problem import Form, Problem
 from trencadis.core.tiling import Tiling
@@ -74,14 +75,16 @@ RELATIVE_TIME: dict[Form, dict[tuple[int, int], float]] = {
 def choose(problem: Problem, card: Card) -> Layout:
     """The layout that is expected to be the fastest for a problem on a GPU."""
     if problem.gate is not None and problem.gate.activation is None:
-        return choose(problem.replace(gate=None, k=2 * problem.k), card).replace(pairs=True)
+        plain, changes = _without_gate(problem, problem.gate)
+        return choose(plain, card).replace(**changes)
     return _layout(problem, card, *_tile(problem, card.cores))
 
 
 def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
     """The layout nearest to a tile that the caller asks for: no larger than it, unless the smallest one is."""
     if problem.gate is not None and problem.gate.activation is None:
-        return choose_for_tile(problem.replace(gate=None, k=2 * problem.k), card, tiling).replace(pairs=True)
+        plain, changes = _without_gate(problem, problem.gate)
+        return choose_for_tile(plain, card, tiling).replace(**changes)
     max_n = MAX_N[problem.form]
     block_m, block_n = (tiling.m if problem.form is Form.ROWS else tiling.k), tiling.n
     if needs_upcast(problem):
@@ -98,6 +101,16 @@ def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
     max_n = min(max_n, LARGE_M * LARGE_N // block_m)
     block_n = max(min(block_n, max_n) // WGMMA_M * WGMMA_M, WGMMA_M)
     return _layout(problem, card, block_m, block_n)
+
+
+def _without_gate(problem: Problem, gate: Gate) -> tuple[Problem, dict[str, bool]]:
+    """The plain problem with as much work as one without an activation, and what its layout has beside.
+
+    A sum goes on over another k. Two results are as many tiles as those of twice the groups.
+    """
+    if problem.form is Form.ROWS:
+        return problem.replace(gate=None, k=2 * problem.k), {"pairs": True}
+    return problem.replace(gate=None, local_groups=problem.local_groups * (1 + gate.pair)), {"two_results": gate.pair}
 
 
 def tiling_of(problem: Problem, layout: Layout) -> Tiling:

@@ -96,7 +96,7 @@ def call(problem: Problem, layout: Layout, operands: dict[str, Any], interpret: 
 
 def _name(problem: Problem) -> str:
     """What a kernel is called in a profile: rows, contraction, sum, gated, or gated_pullback."""
-    if problem.gate is None:
+    if problem.gate is None or problem.form is Form.CONTRACTION:
         return problem.form.value
     if problem.gate.activation is None:
         return "sum"
@@ -139,8 +139,8 @@ def _body(problem: Problem, layout: Layout, mainloop: Mainloop, refs: Refs) -> N
     def produce() -> None:
         mgpu.set_max_registers(of_producer, action="decrease")
         load = functools.partial(_load, layout, mainloop, refs, scheduler)
-        if problem.gather is not None and isinstance(mainloop, RowsMainloop):
-            load = functools.partial(load_gathered, mainloop, refs)
+        if problem.gather is not None:
+            load = functools.partial(load_gathered, mainloop, refs, scheduler)
         done = tile_queue.publish(scheduler, layout, refs, cta, load)
         tile_queue.drain(refs["empty"], done, layout.stages)
 

@@ -48,6 +48,7 @@ class Layout:
     promoted: bool = False  # sums of each part of k are scaled and added up in other registers
     gated: bool = False  # two arrays of weights, gate and up, are multiplied by the same rows; columns are those of one
     pairs: bool = False  # the sum goes on over k of a second pair of lhs and rhs
+    two_results: bool = False  # contraction: tiles of a second rhs and result stand beside those of the first
     epilogue_steps: int = 0  # steps behind those of a sum, which load what the epilogue reads into stages
     columns: int = 0  # columns of the result, where the kernel's has more to align copies
     interpreted: bool = False  # the GPU interpreter runs the kernel; it has no inline PTX

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +53,15 @@ def operand_b(stages: Ref, stage: Scalar, n: int, k_major: bool) -> Ref:
 def operand_a(stages: Ref, stage: Scalar, rows: Any, k_major: bool) -> Ref:
     """Some rows of a stage of operand A as [rows, block_k]; it is [block_k, rows] unless it is K-major."""
     return stages.at[stage, rows] if k_major else transpose_ref(stages.at[stage, :, rows])
+
+
+class Gathered(NamedTuple):
+    """Rows of a step that are gathered: blocks of columns, each of a swizzle row, and the stage they are copied to."""
+
+    source: Ref  # [tokens, columns], in global memory
+    column: Scalar  # the first one
+    staged: Ref  # [rows, columns]
+    inside: Scalar  # units of rows that the tile has; in a contraction, blocks of columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +155,14 @@ class RowsMainloop:
         mgpu.copy_gmem_to_smem(rhs, refs["smem_weights" if cut.rewrites else "smem_rhs"].at[stage], full)
         if cut.gated:
             mgpu.copy_gmem_to_smem(refs["up"].at[place], refs["smem_up"].at[stage], full)
+
+    def load_beside(self, refs: Refs, scheduler: TileScheduler, tile: Tile, step: Scalar, stage: Scalar) -> None:
+        """Start the TMA copies of what a step reads beside gathered rows: weights."""
+        self.load_weights(refs, tile, i32(0), step, stage)
+
+    def gathered(self, refs: Refs, tile: Tile, step: Scalar, stage: Scalar) -> Gathered:
+        """Where the gathered rows of a step are, and where they go to: a block of columns of all rows of a tile."""
+        return Gathered(refs["lhs"], self.columns(step).start, refs["smem_lhs"].at[stage], tile.units)
 
     def load_rows(self, refs: Refs, tile: Tile, columns: Any, stage: Scalar, sources: Refs) -> None:
         """Start the copies of some columns of as many rows as a tile has, from each source to where it is staged."""

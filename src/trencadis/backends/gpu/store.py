@@ -334,9 +334,18 @@ class Store:
 
     def _copy(self, tile: Tile, subtiles: dict[str, Subtile], row: Any, rows: int) -> None:
         """Start the copies of some rows of buffers, from `row` on, to results."""
-        for name, subtile in subtiles.items():
+
+        def copy(tile: Tile, name: str, subtile: Subtile) -> None:
             target = self._result(tile, subtile, row, rows, name)
             mgpu.copy_smem_to_gmem(self._buffer(subtile, row, rows), target, commit_group=False)
+
+        groups = i32(self.problem.spans)
+        for name, subtile in subtiles.items():
+            if self.layout.two_results:
+                second = functools.partial(copy, tile._replace(group=tile.group - groups), "out_up", subtile)
+                lax.cond(tile.group < groups, functools.partial(copy, tile, name, subtile), second)
+            else:
+                copy(tile, name, subtile)
 
     def _apply_epilogue(self, tile: Tile, subtile: Subtile, row: Any, acc: jax.Array) -> jax.Array:
         """Scales, bias and activation of sums that start at a row of the tile; a tile without steps stays zero."""
