@@ -229,6 +229,8 @@ def _gated(problem: Problem) -> Refusal | None:
         return _refusal("lhs of a contraction is stored [k, m], or rows of two operands are gathered", costly=False)
     if problem.out.itemsize != 2:
         return _refusal("results of a gated activation are not of 16 bits")
+    if gate.gather is not None and round_up(problem.k, WGMMA_M) * gate.gather.tokens * problem.lhs.itemsize >= 2**32:
+        return _refusal("lhs, whose rows are to be gathered, has more bytes than 32 bits count", costly=False)
     if gate.pullback and (problem.out != problem.lhs or not problem.transpose_rhs):
         return _refusal("a pullback has weights that are not stored [g, n, k], or results of another dtype")
     if gate.activation is not None and not _gate_lowers(gate):

@@ -5,7 +5,7 @@
     a step      the other operand by TMA; then each thread copies 16 bytes of each of its rows, in a contraction of each
                 block of 64 columns, by `cp.async`, to where TMA would
     the next    its copies are started before the producer waits for those of this step and arrives at their barrier,
-                so that two steps are on their way
+                so that two steps are on their way, also from one tile to the next
 
 wgmma reads shared memory by another proxy than `cp.async` writes it: a fence stands between.
 """
@@ -43,9 +43,16 @@ UNIT_ATOMS = SWAP_AB_UNIT // ROW_ALIGN  # of a unit of rows
 assert THREADS // CHUNKS == SWAP_AB_UNIT  # all threads together copy the rows of a unit
 
 
-def load_gathered(mainloop: Mainloop, refs: Refs, scheduler: TileScheduler, tile: Tile, done: Scalar) -> None:
-    """Producer: start the copies of all steps of a tile, each as soon as its stage is empty, and wait for rows."""
+def load_gathered(
+    mainloop: Mainloop, refs: Refs, scheduler: TileScheduler, tile: Tile, done: Scalar, before: Scalar
+) -> None:
+    """Producer: start the copies of all steps of a tile, each as soon as its stage is empty, and wait for rows.
+
+    If the tile before it had steps, the producer has not yet waited for the last of them.
+    """
     layout, sums = mainloop.layout, tile.steps - i32(mainloop.layout.epilogue_steps)
+    within = isinstance(mainloop, PullbackMainloop)  # the producer waits for all steps of a tile before the next tile
+    pending = i32(0) if within else (before > 0).astype(jnp.int32)
 
     def stage(i: Scalar) -> Scalar:
         at = tile_queue.slot(done + i, layout.stages)
@@ -66,22 +73,24 @@ def load_gathered(mainloop: Mainloop, refs: Refs, scheduler: TileScheduler, tile
             after = None
         else:
             after = tokens if not _by_step(mainloop) else read(i + i32(1))  # on their way while this step is copied
-            _start_copies(rows, tokens, by_unit=not _by_step(mainloop), transforms=swizzled(rows.source.dtype))
-        pl.when(i > 0)(lambda: arrive(i - i32(1), 1))
+            _start_copies(rows, tokens, by_unit=not _by_step(mainloop))
+        pl.when(i + pending > 0)(lambda: arrive(i - i32(1), 1))
         return after
 
     def read(i: Scalar) -> jax.Array:
-        count = layout.block_k if _by_step(mainloop) else layout.block_m
-        return _tokens(refs["token"], _first_row(mainloop, scheduler, tile, i), count)
+        row = _first_row(mainloop, scheduler, tile, i)
+        if _by_step(mainloop):
+            return _tokens(refs["token"], row, layout.block_k)
+        return _tokens(refs["token"], row, layout.block_m, _stride(refs["lhs"]))
 
     def all_steps() -> None:
         lax.fori_loop(i32(0), sums, gathered, None if layout.interpreted else read(i32(0)))
-        arrive(sums - i32(1), 0)
         if isinstance(mainloop, PullbackMainloop):
+            arrive(sums - i32(1), 0)
             load = functools.partial(mainloop.load_z, refs, tile)
             lax.fori_loop(sums, tile.steps, lambda i, _: load(i - sums, stage(i)), None)
 
-    pl.when(tile.steps > 0)(all_steps)
+    lax.cond(tile.steps > 0, all_steps, lambda: pl.when(pending > 0)(lambda: arrive(i32(-1), 0)))
 
 
 def _by_step(mainloop: Mainloop) -> bool:
@@ -94,8 +103,13 @@ def _first_row(mainloop: Mainloop, scheduler: TileScheduler, tile: Tile, step: S
     return scheduler.step_row(tile, step) if _by_step(mainloop) else tile.row
 
 
-def _tokens(token: Ref, row: Scalar, rows: int) -> jax.Array:
-    """The tokens of the rows that each thread copies, from a row on: one of each unit.
+def _stride(source: Ref) -> int:
+    """The bytes from a row of an array to the next."""
+    return int(source.shape[1] * source.dtype.itemsize)
+
+
+def _tokens(token: Ref, row: Scalar, rows: int, factor: int = 1) -> jax.Array:
+    """The tokens, times a factor, of the rows that each thread copies, from a row on: one of each unit.
 
     Behind the last row they repeat: the product of such a row is not stored, or the row is masked.
     """
@@ -107,7 +121,8 @@ def _tokens(token: Ref, row: Scalar, rows: int) -> jax.Array:
         .reg .b64 here;
         min.s32 row, $1, {last};
         mad.wide.s32 here, row, 4, $2;
-        ld.global.nc.b32 $0, [here];
+        ld.global.nc.b32 row, [here];
+        mul.lo.u32 $0, row, {factor};
     }}"""
 
     @mgpu.inline_mgpu(arg_types=(mgpu.RefType(), ROW), return_type=struct)
@@ -124,11 +139,14 @@ def _tokens(token: Ref, row: Scalar, rows: int) -> jax.Array:
     return read(token, _spread(row))
 
 
-def _start_copies(rows: Gathered, tokens: jax.Array, *, by_unit: bool, transforms: tuple[Any, Any]) -> None:
-    """Start the copies of a step as one group: of the units of rows that a tile has, or of its blocks of columns."""
+def _start_copies(rows: Gathered, tokens: jax.Array, *, by_unit: bool) -> None:
+    """Start the copies of a step as one group.
+
+    by_unit: of the units of rows that a tile has, at tokens times the stride; else of its blocks of columns, at tokens.
+    """
     units, blocks = tokens.shape[0] // THREADS, rows.staged.shape[1] // WGMMA_M
-    layout = mgpu.Layout.WG_STRIDED(tokens.shape, vec_size=1)
-    stride = rows.source.shape[1] * rows.source.dtype.itemsize
+    layout, transforms = mgpu.Layout.WG_STRIDED(tokens.shape, vec_size=1), swizzled(rows.source.dtype)
+    stride = 1 if by_unit else _stride(rows.source)
     lines = [".reg .pred inside;", ".reg .b64 here;"]
     for unit in range(units):
         lines.append(f"mad.wide.u32 here, ${3 + unit}, {stride}, $0;")

@@ -165,10 +165,12 @@ def _body(problem: Problem, layout: Layout, mainloop: Mainloop, refs: Refs) -> N
     lax.switch(lax.clamp(i32(1), warpgroup - i32(layout.consumers - 2), i32(len(roles) - 1)), roles)
 
 
-def _load(layout: Layout, mainloop: Mainloop, refs: Refs, scheduler: TileScheduler, tile: Tile, done: Scalar) -> None:
+def _load(
+    layout: Layout, mainloop: Mainloop, refs: Refs, scheduler: TileScheduler, tile: Tile, done: Scalar, _: Scalar
+) -> None:
     """Producer: start the TMA copies of all steps of a tile, each as soon as its stage is empty."""
 
-    def step(i: Scalar, _: None) -> None:
+    def step(i: Scalar, __: None) -> None:
         at = tile_queue.slot(done + i, layout.stages)
         pl.when(done + i >= i32(layout.stages))(lambda: mgpu.barrier_wait(refs["empty"].at[at]))
         mainloop.load(refs, scheduler, tile, i, at)
