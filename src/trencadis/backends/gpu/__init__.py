@@ -5,7 +5,7 @@ layout           what a layout holds
 kernel           the warpgroups of a CTA and their barriers
 rows             the mainloop of the rows form; contraction: that of the other form, with its mask
 consumer         the consumer warpgroups; mma_shapes: the products that they issue
-gather           loads of gathered rows
+gather           loads of gathered rows; arrivals: the barriers of their copies
 gated            gated activations and their pullback; registers: what they need beside the operations of Pallas
 upcast           low-precision weights as a register (RS) operand; block_scales: their scales, where they change along k
 store            the epilogue, and the stores to global memory

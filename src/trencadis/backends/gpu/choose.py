@@ -14,6 +14,7 @@ The measurements behind the choice are in docs/performance.md.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -52,6 +53,7 @@ from trencadis.core.interleave import FLOAT4
 from trencadis.core.problem import Form, Problem
 from trencadis.core.tiling import Tiling
 
+PLACE = 1024  # bytes: Mosaic places every array in shared memory at a multiple of these
 MAX_STAGES = 8  # more stages hide no more latency
 LARGE_M, LARGE_N = 256, 192  # the largest tile, exchanged in swap-AB: two consumers have registers for no more sums
 MAX_N = {Form.ROWS: 256, Form.CONTRACTION: LARGE_N}  # of one wgmma; a mask warpgroup leaves fewer registers
@@ -75,7 +77,7 @@ RELATIVE_TIME: dict[Form, dict[tuple[int, int], float]] = {
 def choose(problem: Problem, card: Card) -> Layout:
     """The layout that is expected to be the fastest for a problem on a GPU."""
     if problem.gate is not None and problem.gate.activation is None:
-        plain, changes = _without_gate(problem, problem.gate)
+        plain, card, changes = _without_gate(problem, problem.gate, card)
         return choose(plain, card).replace(**changes)
     return _layout(problem, card, *_tile(problem, card.cores))
 
@@ -83,7 +85,7 @@ def choose(problem: Problem, card: Card) -> Layout:
 def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
     """The layout nearest to a tile that the caller asks for: no larger than it, unless the smallest one is."""
     if problem.gate is not None and problem.gate.activation is None:
-        plain, changes = _without_gate(problem, problem.gate)
+        plain, card, changes = _without_gate(problem, problem.gate, card)
         return choose_for_tile(plain, card, tiling).replace(**changes)
     max_n = MAX_N[problem.form]
     block_m, block_n = (tiling.m if problem.form is Form.ROWS else tiling.k), tiling.n
@@ -103,14 +105,16 @@ def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
     return _layout(problem, card, block_m, block_n)
 
 
-def _without_gate(problem: Problem, gate: Gate) -> tuple[Problem, dict[str, bool]]:
-    """The plain problem with as much work as one without an activation, and what its layout has beside.
+def _without_gate(problem: Problem, gate: Gate, card: Card) -> tuple[Problem, Card, dict[str, bool]]:
+    """The plain problem with as much work as one without an activation, what it has of a card, and of its layout.
 
     A sum goes on over another k. Two results are as many tiles as those of twice the groups.
     """
     if problem.form is Form.ROWS:
-        return problem.replace(gate=None, k=2 * problem.k), {"pairs": True}
-    return problem.replace(gate=None, local_groups=problem.local_groups * (1 + gate.pair)), {"two_results": gate.pair}
+        return problem.replace(gate=None, k=2 * problem.k), card, {"pairs": True}
+    card = dataclasses.replace(card, shared=card.shared - (0 if gate.gather is None else PLACE))
+    plain = problem.replace(gate=None, local_groups=problem.local_groups * (1 + gate.pair))
+    return plain, card, {"two_results": gate.pair}
 
 
 def tiling_of(problem: Problem, layout: Layout) -> Tiling:
@@ -352,10 +356,7 @@ def _store_buffers(problem: Problem, block_n: int) -> int:
 
 
 def _shared_beside_stages(problem: Problem, block_n: int, buffers: int, rows: int, consumers: int) -> int:
-    """The bytes of shared memory beside the stages: store buffers of this many rows, vectors, queue and barriers.
-
-    Mosaic places every array at a multiple of 1024.
-    """
+    """The bytes of shared memory beside the stages: store buffers of this many rows, vectors, queue and barriers."""
     stored = consumers * buffers * rows * SWIZZLE
     epilogue = problem.epilogue
     along_k = epilogue.column_block[0]
@@ -366,6 +367,7 @@ def _shared_beside_stages(problem: Problem, block_n: int, buffers: int, rows: in
     vectors += [4 * MAX_STAGES * length // consumers for length in by_step]
     vectors += [] if epilogue.bias is None else [block_n * epilogue.bias.itemsize] * (1 if problem.gate is None else 2)
     vectors += [4 * LARGE_M] * (problem.gate is not None and problem.gate.pullback)
-    loaded = sum(-(-consumers * size // 1024) * 1024 for size in vectors)
+    vectors += [PLACE // consumers] * (problem.gather is not None)  # the barriers of gathered rows
+    loaded = sum(-(-consumers * size // PLACE) * PLACE for size in vectors)
     barriers = 8 * (4 * MAX_STAGES + 2 * REWRITE_STAGES + 2 * QUEUE_SLOTS + (1 + buffers) * consumers + 1)
-    return stored + loaded + 1024 + barriers
+    return stored + loaded + PLACE + barriers

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu import tile_queue
+from trencadis.backends.gpu import arrivals, tile_queue
 from trencadis.backends.gpu.block_scales import BlockScales
 from trencadis.backends.gpu.contraction import ContractionMainloop
 from trencadis.backends.gpu.gated import store_for
@@ -230,6 +230,8 @@ class Consumer:
         """Wait until step i of a tile is in shared memory; returns the stages of lhs and rhs that hold it."""
         refs, at = self.refs, tile_queue.slot(done + i, self.layout.stages)
         mgpu.barrier_wait(refs["full"].at[at])
+        if self.problem.gather is not None:
+            arrivals.wait(refs, self.layout, done + i)
         if isinstance(self.mainloop, ContractionMainloop):
             may_need_mask = self.mainloop.may_need_mask(self.scheduler, tile, i)
             pl.when(may_need_mask)(lambda: mgpu.barrier_wait(refs["masked"].at[at]))

@@ -4,15 +4,12 @@
                 steps of a contraction have rows of their own, and those of the next step are read ahead
     a step      the other operand by TMA; then each thread copies 16 bytes of each of its rows, in a contraction of each
                 block of 64 columns, by `cp.async`, to where TMA would
-    the next    its copies are started before the producer waits for those of this step and arrives at their barrier,
-                so that two steps are on their way, also from one tile to the next
 
-wgmma reads shared memory by another proxy than `cp.async` writes it: a fence stands between.
+The producer does not wait for these copies: they arrive at a barrier of their own (`arrivals`).
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -25,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from trencadis.backends.gpu import tile_queue
+from trencadis.backends.gpu import arrivals, tile_queue
 from trencadis.backends.gpu.contraction import ContractionMainloop
 from trencadis.backends.gpu.gated import PullbackMainloop
 from trencadis.backends.gpu.layout import ROW_ALIGN, SWAP_AB_UNIT, SWIZZLE, WGMMA_M
@@ -43,38 +40,26 @@ UNIT_ATOMS = SWAP_AB_UNIT // ROW_ALIGN  # of a unit of rows
 assert THREADS // CHUNKS == SWAP_AB_UNIT  # all threads together copy the rows of a unit
 
 
-def load_gathered(
-    mainloop: Mainloop, refs: Refs, scheduler: TileScheduler, tile: Tile, done: Scalar, before: Scalar
-) -> None:
-    """Producer: start the copies of all steps of a tile, each as soon as its stage is empty, and wait for rows.
-
-    If the tile before it had steps, the producer has not yet waited for the last of them.
-    """
+def load_gathered(mainloop: Mainloop, refs: Refs, scheduler: TileScheduler, tile: Tile, done: Scalar) -> None:
+    """Producer: start the copies of all steps of a tile, each as soon as its stage is empty."""
     layout, sums = mainloop.layout, tile.steps - i32(mainloop.layout.epilogue_steps)
-    within = isinstance(mainloop, PullbackMainloop)  # the producer waits for all steps of a tile before the next tile
-    pending = i32(0) if within else (before > 0).astype(jnp.int32)
 
     def stage(i: Scalar) -> Scalar:
         at = tile_queue.slot(done + i, layout.stages)
         pl.when(done + i >= i32(layout.stages))(lambda: mgpu.barrier_wait(refs["empty"].at[at]))
         return at
 
-    def arrive(i: Scalar, later: int) -> None:
-        if not layout.interpreted:
-            _wait_for_copies(later)
-        mgpu.barrier_arrive(refs["full"].at[tile_queue.slot(done + i, layout.stages)])
-
     def gathered(i: Scalar, tokens: jax.Array | None) -> jax.Array | None:
-        at = stage(i)
+        at, after = stage(i), None
         mainloop.load_beside(refs, scheduler, tile, i, at)
         rows = mainloop.gathered(refs, tile, i, at)
         if tokens is None:
             _interpreted_copies(mainloop, refs["token"], rows, _first_row(mainloop, scheduler, tile, i))
-            after = None
         else:
             after = tokens if not _by_step(mainloop) else read(i + i32(1))  # on their way while this step is copied
             _start_copies(rows, tokens, by_unit=not _by_step(mainloop))
-        pl.when(i + pending > 0)(lambda: arrive(i - i32(1), 1))
+            arrivals.arrive(refs, layout, done + i)
+        mgpu.barrier_arrive(refs["full"].at[at])
         return after
 
     def read(i: Scalar) -> jax.Array:
@@ -83,14 +68,17 @@ def load_gathered(
             return _tokens(refs["token"], row, layout.block_k)
         return _tokens(refs["token"], row, layout.block_m, _stride(refs["lhs"]))
 
+    def load_z(i: Scalar, _: None) -> None:
+        assert isinstance(mainloop, PullbackMainloop)
+        mainloop.load_z(refs, tile, i - sums, stage(i))
+        arrivals.arrive(refs, layout, done + i)  # each stage has a phase for each of its steps
+
     def all_steps() -> None:
         lax.fori_loop(i32(0), sums, gathered, None if layout.interpreted else read(i32(0)))
-        if isinstance(mainloop, PullbackMainloop):
-            arrive(sums - i32(1), 0)
-            load = functools.partial(mainloop.load_z, refs, tile)
-            lax.fori_loop(sums, tile.steps, lambda i, _: load(i - sums, stage(i)), None)
+        if layout.epilogue_steps:
+            lax.fori_loop(sums, tile.steps, load_z, None)
 
-    lax.cond(tile.steps > 0, all_steps, lambda: pl.when(pending > 0)(lambda: arrive(i32(-1), 0)))
+    pl.when(tile.steps > 0)(all_steps)
 
 
 def _by_step(mainloop: Mainloop) -> bool:
@@ -140,7 +128,7 @@ def _tokens(token: Ref, row: Scalar, rows: int, factor: int = 1) -> jax.Array:
 
 
 def _start_copies(rows: Gathered, tokens: jax.Array, *, by_unit: bool) -> None:
-    """Start the copies of a step as one group.
+    """Start the copies of a step.
 
     by_unit: of the units of rows that a tile has, at tokens times the stride; else of its blocks of columns, at tokens.
     """
@@ -154,7 +142,7 @@ def _start_copies(rows: Gathered, tokens: jax.Array, *, by_unit: bool) -> None:
             target = f"[$1 + {(unit * blocks * UNIT_ATOMS + block) * ATOM}]"
             lines.append(f"setp.gt.s32 inside, $2, {unit if by_unit else block};")
             lines.append(f"@inside cp.async.cg.shared.global {target}, [here + {block * SWIZZLE}], {CHUNK};")
-    text = "\n".join(["{", *lines, "cp.async.commit_group;", "}"])
+    text = "\n".join(["{", *lines, "}"])
 
     @mgpu.inline_mgpu(arg_types=(mgpu.RefType(), mgpu.RefType(transforms), layout, ROW))
     def start(_: Any, source: Value, staged: Value, tokens: FragmentedArray, inside: FragmentedArray) -> None:
@@ -171,17 +159,6 @@ def _start_copies(rows: Gathered, tokens: jax.Array, *, by_unit: bool) -> None:
         llvm.inline_asm(None, [first, target, _scalar(inside), *own], text, kinds, has_side_effects=True)
 
     start(rows.source.at[:, pl.ds(rows.column, WGMMA_M)], rows.staged, tokens, _spread(rows.inside))
-
-
-def _wait_for_copies(later: int) -> None:
-    """Wait until a thread's copies have arrived, but for the last groups, and make them visible to wgmma."""
-    text = f"cp.async.wait_group {later}; fence.proxy.async.shared::cta;"
-
-    @mgpu.inline_mgpu()
-    def wait(_: Any) -> None:
-        llvm.inline_asm(None, [], text, "~{memory}", has_side_effects=True)
-
-    wait()
 
 
 def _interpreted_copies(mainloop: Mainloop, token: Ref, rows: Gathered, first: Scalar) -> None:

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu import store, tile_queue
+from trencadis.backends.gpu import arrivals, store, tile_queue
 from trencadis.backends.gpu.consumer import Consumer, Mainloop
 from trencadis.backends.gpu.contraction import ContractionMainloop
 from trencadis.backends.gpu.gated import PairsMainloop, PullbackMainloop, approximates, results
@@ -57,6 +57,8 @@ def call(problem: Problem, layout: Layout, operands: dict[str, Any], interpret: 
         "full": mgpu.Barrier(num_arrivals=mainloop.copies, num_barriers=layout.stages),
         "empty": mgpu.Barrier(num_arrivals=layout.consumers + bool(between), num_barriers=layout.stages),
     }
+    if problem.gather is not None:
+        shared |= arrivals.scratch(layout)
     if between == "mask":
         shared["masked"] = mgpu.Barrier(num_barriers=layout.stages)
     if layout.rewrites:
@@ -140,6 +142,7 @@ def _body(problem: Problem, layout: Layout, mainloop: Mainloop, refs: Refs) -> N
         mgpu.set_max_registers(of_producer, action="decrease")
         load = functools.partial(_load, layout, mainloop, refs, scheduler)
         if problem.gather is not None:
+            arrivals.start(refs, layout)
             load = functools.partial(load_gathered, mainloop, refs, scheduler)
         done = tile_queue.publish(scheduler, layout, refs, cta, load)
         tile_queue.drain(refs["empty"], done, layout.stages)
@@ -165,12 +168,10 @@ def _body(problem: Problem, layout: Layout, mainloop: Mainloop, refs: Refs) -> N
     lax.switch(lax.clamp(i32(1), warpgroup - i32(layout.consumers - 2), i32(len(roles) - 1)), roles)
 
 
-def _load(
-    layout: Layout, mainloop: Mainloop, refs: Refs, scheduler: TileScheduler, tile: Tile, done: Scalar, _: Scalar
-) -> None:
+def _load(layout: Layout, mainloop: Mainloop, refs: Refs, scheduler: TileScheduler, tile: Tile, done: Scalar) -> None:
     """Producer: start the TMA copies of all steps of a tile, each as soon as its stage is empty."""
 
-    def step(i: Scalar, __: None) -> None:
+    def step(i: Scalar, _: None) -> None:
         at = tile_queue.slot(done + i, layout.stages)
         pl.when(done + i >= i32(layout.stages))(lambda: mgpu.barrier_wait(refs["empty"].at[at]))
         mainloop.load(refs, scheduler, tile, i, at)
@@ -191,6 +192,8 @@ def _mask(
 
         @pl.when(mainloop.may_need_mask(scheduler, tile, i))
         def mask() -> None:
+            if mainloop.problem.gather is not None:
+                arrivals.wait(refs, layout, done + i)
             mainloop.mask(refs, scheduler, tile, i, at)
             mgpu.barrier_arrive(refs["masked"].at[at])
 

@@ -21,7 +21,6 @@ from trencadis.backends.gpu.layout import QUEUE_SLOTS, ROW_ALIGN, Layout
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 
 OnTile = Callable[[Tile, Scalar], None]  # what a warpgroup does with a tile, and the steps of all tiles before it
-Load = Callable[[Tile, Scalar, Scalar], None]  # the same for the producer, and the steps of the last tile before it
 
 
 def scratch(readers: int) -> dict[str, Any]:
@@ -38,7 +37,7 @@ def slot(count: Scalar, slots: int) -> Scalar:
     return lax.rem(count, i32(slots))
 
 
-def publish(scheduler: TileScheduler, layout: Layout, refs: Refs, cta: Scalar, load: Load) -> Scalar:
+def publish(scheduler: TileScheduler, layout: Layout, refs: Refs, cta: Scalar, load: OnTile) -> Scalar:
     """Publish every tile of this CTA and load its operands; returns how many mainloop steps there were in all."""
 
     def push(tile: Tile, count: Scalar) -> None:
@@ -49,13 +48,13 @@ def publish(scheduler: TileScheduler, layout: Layout, refs: Refs, cta: Scalar, l
         mgpu.barrier_arrive(refs["queue_full"].at[at])
 
     def body(state: Any) -> Any:
-        index, span, count, done, before = state
+        index, span, count, done, _ = state
         span = scheduler.advance(span, index)
         tile = scheduler.tile(span, index)
         push(tile, count)
         if layout.dynamic:
             _start_fetch(refs)
-        load(tile, done, before)
+        load(tile, done)
         after = _fetched(refs, layout) if layout.dynamic else index + i32(layout.num_ctas)
         return after, span, count + i32(1), done + lax.max(tile.steps, i32(0)), tile.steps
 
