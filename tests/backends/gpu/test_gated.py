@@ -124,6 +124,7 @@ def test_the_layer_and_its_gradients_through_interpreted_kernels():
         (forward(64, 128, 128, 2, BF16, batch=2), "batch"),
         (gathered(2**21, 2048, 128, 2, BF16, k=1), "32 bits"),
         (weights(64, 128, 128, 2, BF16, pair=True, k=2, operand="rhs"), "two operands"),
+        (weights(256, 128, 128, 2, BF16, k=2), "so short"),
         (pullback(64, 128, 128, 2, BF16).replace(transpose_rhs=False), "not stored"),
         (rows_problem(64, 64, 64, 2, BF16, gate=Gate(activation=lambda a, b: jax.lax.igamma(a, b))), "does not lower"),
     ],

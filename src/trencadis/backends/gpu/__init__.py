@@ -66,6 +66,7 @@ RESULTS = ("bfloat16", "float16", "float32")
 OPERANDS = (*RESULTS, "float8_e4m3fn", "float8_e5m2", "int8")
 LEAST_SWIZZLE = 32  # bytes of the shortest swizzle row
 TMA_BOX = 256  # entries that one TMA copy takes along an axis
+GATHER_ROWS = 128  # mean rows of a group up to which rows of a contraction are gathered before it
 TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
 
 _refusal = functools.partial(Refusal, "gpu")
@@ -223,18 +224,29 @@ def _gated(problem: Problem) -> Refusal | None:
     if problem.lhs != problem.rhs or problem.lhs.itemsize != 2:
         return _refusal("operands of a gated layer are not of 16 bits, or of two dtypes")
     if problem.form is Form.CONTRACTION:
-        both = gate.pair and gate.gather is not None and gate.gather.operand == "rhs"
-        if not problem.transpose_lhs and not both:
-            return None
-        return _refusal("lhs of a contraction is stored [k, m], or rows of two operands are gathered", costly=False)
+        if problem.transpose_lhs or (gate.pair and gate.gather is not None and gate.gather.operand == "rhs"):
+            return _refusal("lhs of a contraction is stored [k, m], or rows of two operands are gathered", costly=False)
+        return _gathered(problem)
     if problem.out.itemsize != 2:
         return _refusal("results of a gated activation are not of 16 bits")
-    if gate.gather is not None and round_up(problem.k, WGMMA_M) * gate.gather.tokens * problem.lhs.itemsize >= 2**32:
-        return _refusal("lhs, whose rows are to be gathered, has more bytes than 32 bits count", costly=False)
+    if _gathered(problem) is not None:
+        return _gathered(problem)
     if gate.pullback and (problem.out != problem.lhs or not problem.transpose_rhs):
         return _refusal("a pullback has weights that are not stored [g, n, k], or results of another dtype")
     if gate.activation is not None and not _gate_lowers(gate):
         return _refusal(f"{gate} does not lower inside a kernel", "use operations that Pallas has on GPUs")
+    return None
+
+
+def _gathered(problem: Problem) -> Refusal | None:
+    """The refusal to gather rows in the kernel: it cannot, or a gather before it takes less time; None if it does."""
+    if problem.gather is None:
+        return None
+    if problem.form is Form.CONTRACTION:
+        short = problem.m <= GATHER_ROWS * problem.groups
+        return _refusal("sums are so short that tiles wait for their tokens", costly=False) if short else None
+    if round_up(problem.k, WGMMA_M) * problem.gather.tokens * problem.lhs.itemsize >= 2**32:
+        return _refusal("lhs, whose rows are to be gathered, has more bytes than 32 bits count", costly=False)
     return None
 
 

@@ -78,7 +78,10 @@ def choose(problem: Problem, card: Card) -> Layout:
     """The layout that is expected to be the fastest for a problem on a GPU."""
     if problem.gate is not None and problem.gate.activation is None:
         plain, card, changes = _without_gate(problem, problem.gate, card)
-        return choose(plain, card).replace(**changes)
+        layout = choose(plain, card)
+        if problem.gather is not None and layout.block_m < LARGE_M:  # or tiles wait for their tokens too often
+            layout = choose_for_tile(plain, card, Tiling(layout.block_k, LARGE_M, layout.block_n))
+        return layout.replace(**changes)
     return _layout(problem, card, *_tile(problem, card.cores))
 
 

@@ -10,6 +10,7 @@ The producer does not wait for these copies: they arrive at a barrier of their o
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -49,18 +50,16 @@ def load_gathered(mainloop: Mainloop, refs: Refs, scheduler: TileScheduler, tile
         pl.when(done + i >= i32(layout.stages))(lambda: mgpu.barrier_wait(refs["empty"].at[at]))
         return at
 
-    def gathered(i: Scalar, tokens: jax.Array | None) -> jax.Array | None:
-        at, after = stage(i), None
+    def load(tokens: jax.Array | None, i: Scalar) -> None:
+        at = stage(i)
         mainloop.load_beside(refs, scheduler, tile, i, at)
         rows = mainloop.gathered(refs, tile, i, at)
         if tokens is None:
             _interpreted_copies(mainloop, refs["token"], rows, _first_row(mainloop, scheduler, tile, i))
         else:
-            after = tokens if not _by_step(mainloop) else read(i + i32(1))  # on their way while this step is copied
             _start_copies(rows, tokens, by_unit=not _by_step(mainloop))
             arrivals.arrive(refs, layout, done + i)
         mgpu.barrier_arrive(refs["full"].at[at])
-        return after
 
     def read(i: Scalar) -> jax.Array:
         row = _first_row(mainloop, scheduler, tile, i)
@@ -68,15 +67,20 @@ def load_gathered(mainloop: Mainloop, refs: Refs, scheduler: TileScheduler, tile
             return _tokens(refs["token"], row, layout.block_k)
         return _tokens(refs["token"], row, layout.block_m, _stride(refs["lhs"]))
 
-    def load_z(i: Scalar, _: None) -> None:
-        assert isinstance(mainloop, PullbackMainloop)
+    def load_z(mainloop: PullbackMainloop, i: Scalar) -> None:
         mainloop.load_z(refs, tile, i - sums, stage(i))
         arrivals.arrive(refs, layout, done + i)  # each stage has a phase for each of its steps
 
+    def step(i: Scalar, tokens: jax.Array | None) -> jax.Array | None:
+        if isinstance(mainloop, PullbackMainloop):
+            # not in a loop of its own: the compiler would unroll it, and then no longer see that stages are uniform
+            lax.cond(i < sums, functools.partial(load, tokens), functools.partial(load_z, mainloop), i)
+        else:
+            load(tokens, i)
+        return read(i + i32(1)) if tokens is not None and _by_step(mainloop) else tokens
+
     def all_steps() -> None:
-        lax.fori_loop(i32(0), sums, gathered, None if layout.interpreted else read(i32(0)))
-        if layout.epilogue_steps:
-            lax.fori_loop(sums, tile.steps, load_z, None)
+        lax.fori_loop(i32(0), tile.steps, step, None if layout.interpreted else read(i32(0)))
 
     pl.when(tile.steps > 0)(all_steps)
 
