@@ -325,7 +325,7 @@ def _interpreted(problem: Problem, layout: Layout, rhs: Array) -> tuple[Problem,
     layout = layout.replace(
         dynamic=False, num_ctas=min(layout.num_ctas, 2), upcast=layout.upcast and not eight,
         upcast_in_smem=layout.upcast and not eight, transpose_in_smem=False, k_major=layout.k_major or eight,
-        interpreted=True,
+        pipelines=1 if layout.upcast else layout.pipelines, interpreted=True,
     )  # fmt: skip
     return problem, layout, rhs
 
@@ -343,7 +343,7 @@ def _column_scales(problem: Problem, inner: Problem, layout: Layout, scales: Arr
         scales = jnp.repeat(scales.astype(jnp.float32), across, axis=2) if across > 1 else scales.astype(jnp.float32)
         return pad_to(scales[..., : problem.n], (*scales.shape[:2], inner.n))
     if problem.epilogue.column_block[0]:
-        return stored(inner.replace(n=problem.n, k=problem.k), scales)
+        return stored(inner.replace(n=problem.n, k=problem.k), layout, scales)
     return pad_to(scales, (problem.local_groups, inner.n))
 
 

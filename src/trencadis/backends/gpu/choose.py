@@ -5,7 +5,8 @@
     with an upcast    192 x 128   and less tall: low-precision weights, which are in shared memory twice
                       192 x 192   if they are multiplied by scales along k, by three consumers
                        32 x 192   the same for few rows of a group
-                       16 x 256   if they are 4-bit floats for few rows, by four
+                       32 x 256   if they are 4-bit floats for few rows, by four
+                       16 x 128   weights of 4 bits for the fewest rows, two tiles at a time by two pipelines
     large tiles       256 x 192   where there is little padding or the result is float32, and in contractions
     smaller tiles     128 x 128   and sizes in between, where there are too few tiles to occupy all SMs
 
@@ -203,7 +204,7 @@ def _rewrite_tile(problem: Problem, block_m: int) -> tuple[int, int]:
 def _upcast_rows(problem: Problem) -> int:
     """The rows of a tile whose weights are upcast: few for small groups, which leaves memory for more stages."""
     rows = problem.m / problem.groups
-    if rows <= SWAP_AB_UNIT // 2 and in_operand(problem) and bits(problem.rhs) == 4:
+    if rows <= SWAP_AB_UNIT // 2 and bits(problem.rhs) == 4:
         return SWAP_AB_UNIT
     return 2 * SWAP_AB_UNIT if rows <= TINY_GROUP else LARGE_N
 
@@ -223,13 +224,25 @@ def _upcast_consumers(problem: Problem, block_m: int) -> int:
 
     More than two are worth it where weights are multiplied by their scales: for few rows, where unpacking takes the
     time, four of 4-bit floats and three of 8 bits, and for many rows three. Promoted sums would leave them too few
-    registers.
+    registers. Each of two pipelines has two.
     """
     if promoted_part(problem) or not in_operand(problem) or not problem.transpose_rhs or not _swap_ab(problem):
+        return CONSUMERS
+    if _pipelines(problem, block_m) > 1:
         return CONSUMERS
     if block_m <= 2 * SWAP_AB_UNIT:
         return 4 if problem.rhs.name == FLOAT4 else 3 if bits(problem.rhs) == 8 else CONSUMERS
     return 3 if block_m > WGMMA_M else CONSUMERS
+
+
+def _pipelines(problem: Problem, block_m: int) -> int:
+    """The pipelines of a CTA: two where weights of 4 bits are upcast in registers for few rows.
+
+    One stores its tile, or waits for the scales of the next one, while the other multiplies; and SMs are busy for more
+    equal times, since tiles are half as wide as those of four consumers. Weights of 8 bits are bound by reading them.
+    """
+    in_registers = needs_upcast(problem) and problem.transpose_rhs and _swap_ab(problem)
+    return 2 if in_registers and bits(problem.rhs) == 4 and block_m <= SWAP_AB_UNIT else 1
 
 
 def _estimated_time(problem: Problem, cores: int, block_m: int, block_n: int) -> float:
@@ -277,12 +290,12 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
     # RS wgmma takes weights from registers only as operand A, K-major
     in_smem = unpacks(problem) or (upcast and not (swap_ab and (problem.transpose_rhs or transpose)))
     transpose = transpose and not in_smem
-    consumers = _upcast_consumers(problem, block_m)
+    consumers, pipelines = _upcast_consumers(problem, block_m), _pipelines(problem, block_m)
     block_k = _block_k(problem, swizzle, block_m > WGMMA_M or in_smem)
     stage = block_k * (block_m * bits(dtype) + (1 + gated) * block_n * bits(problem.rhs if upcast else dtype)) // 8
     buffers, rows = (1, block_m) if swap_ab else (_store_buffers(problem, block_n), WGMMA_M)
     rows = 3 * SLICE_SLOTS * SLICE if pullback else rows
-    others = _shared_beside_stages(problem, block_n, buffers, rows, consumers)
+    others = _shared_beside_stages(problem, block_n, buffers, rows, consumers * pipelines)
     others += in_smem * REWRITE_STAGES * block_k * block_n * dtype.itemsize
     others += transpose * REWRITE_STAGES * block_k * block_n
     flops = 2 * problem.rows * problem.k * problem.n * (1 + gated)
@@ -290,10 +303,11 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
         block_m=block_m,
         block_n=block_n,
         block_k=block_k,
-        stages=min((card.shared - others) // stage, MAX_STAGES),
+        stages=min((card.shared - others) // (stage * pipelines), MAX_STAGES),
         raster_group=8 if block_m > 128 or (problem.transpose_rhs and dtype.itemsize == 2 and not swap_ab) else 16,
         num_ctas=card.cores,
         consumers=consumers,
+        pipelines=pipelines,
         swizzle=swizzle,
         store_buffers=buffers,
         hi_lo=hi_lo_operand(problem),
@@ -372,5 +386,5 @@ def _shared_beside_stages(problem: Problem, block_n: int, buffers: int, rows: in
     vectors += [4 * LARGE_M] * (problem.gate is not None and problem.gate.pullback)
     vectors += [PLACE // consumers] * (problem.gather is not None)  # the barriers of gathered rows
     loaded = sum(-(-consumers * size // PLACE) * PLACE for size in vectors)
-    barriers = 8 * (4 * MAX_STAGES + 2 * REWRITE_STAGES + 2 * QUEUE_SLOTS + (1 + buffers) * consumers + 1)
+    barriers = 8 * (4 * MAX_STAGES + 2 * REWRITE_STAGES + 4 * QUEUE_SLOTS + (1 + buffers) * consumers + 1)
     return stored + loaded + PLACE + barriers
