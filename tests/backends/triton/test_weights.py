@@ -23,6 +23,7 @@ from trencadis.backends.triton.layout import Layout
 from trencadis.core.arguments import problem_of
 from trencadis.core.devices import CARDS, target_of
 from trencadis.core.epilogue import Epilogue
+from trencadis.core.interleave import interleave
 from trencadis.core.plan import plan
 from trencadis.core.tiling import Overrides, Tiling
 
@@ -47,6 +48,11 @@ def asked(values, *, scales="float32", length=0, across=1, m=75, k=96, n=40, row
     return problem.replace(epilogue=steps, **{name: np.dtype(jnp.dtype(x)) for name, x in dtypes.items()})
 
 
+def interleaved(values, **more):
+    """A product with weights that are stored interleaved."""
+    return asked(values, **more).replace(interleaved=True)
+
+
 BIAS = {"by_row": True, "bias": np.dtype("float32"), "activation": relu}
 CASES = {
     **{f"{values}, a scale per column": (asked(values), {}) for values in VALUES},
@@ -68,6 +74,9 @@ CASES = {
     "int8 by 64, rows by 32": (asked("int8", length=64, by_row=True, row_block=32, k=100), {}),
     "mxfp4, rows by 64": (asked("float4_e2m1fn", scales=E8M0, length=32, k=144, by_row=True, row_block=64), {}),
     "int4, rows by 32": (asked("int4", by_row=True, row_block=32, bias=np.dtype("float32")), {}),
+    "int8 by 32, interleaved": (interleaved("int8", length=32, k=112), {"block_k": 64}),
+    "int4, interleaved": (interleaved("int4", rows="float16"), {"block_k": 64}),
+    "mxfp4, interleaved": (interleaved("float4_e2m1fn", scales=E8M0, length=32, k=160), {"block_k": 64}),
     "float8, stored [g, k, n]": (asked("float8_e5m2", scales=E8M0, length=32, last=False, accumulate=True), {}),
 }
 SMALL = Layout(block_m=16, block_n=32, block_k=32, warps=4, stages=2, raster_group=2)
@@ -133,7 +142,7 @@ def test_equals_the_oracle_with_poison_elsewhere(name):
     sizes, first = np.asarray([[5, 7, 33, 0, 17, 9]], np.int32), np.asarray([1], np.int32)
     x, w, extras = numbers(problem, sizes, first, len(name))
     run = functools.partial(weights_layout.execute, problem, SMALL.replace(**changes), "8.0", interpret=True)
-    got = np.asarray(jax.jit(run)(x, w, sizes, first, *extras))
+    got = np.asarray(jax.jit(run)(x, interleave(w) if problem.interleaved else w, sizes, first, *extras))
     with np.errstate(invalid="ignore"):
         want = meaning(problem, x, w, sizes, first, extras)
     assert np.isfinite(want[5:12]).all() and not np.isfinite(want[12:45]).any()

@@ -27,7 +27,7 @@ from trencadis.backends.triton.choose import (
 )
 from trencadis.backends.triton.layout import Layout
 from trencadis.backends.triton.tile_scheduler import most_tiles, tiles
-from trencadis.backends.triton.unpack import product, unpack
+from trencadis.backends.triton.unpack import product, unpack, unpack_words
 from trencadis.core.devices import Card
 from trencadis.core.dtypes import bits, width
 from trencadis.core.problem import Form, Problem
@@ -247,10 +247,10 @@ def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, inter
     lhs = lhs.astype(problem.lhs)
     listed = tiles(problem, layout, sizes, first)
     given = problem.epilogue.split(tuple(extras))
-    if bits(problem.rhs) == 4:
+    if bits(problem.rhs) == 4 and not problem.interleaved:
         lhs = even_odd(lhs, at_once(problem, layout), layout.block_k)
     # a custom call takes packed values as they are; XLA would convert two of 4 bits to a byte in a pass over memory
-    arrays: dict[str, Any] = {"lhs": lhs, "rhs": as_bytes(rhs) if interpret else rhs, **given._asdict()}
+    arrays: dict[str, Any] = {"lhs": lhs, "rhs": _interpreted(problem, rhs) if interpret else rhs, **given._asdict()}
     if problem.epilogue.column_block[0] and given.by_column is not None:
         scales = given.by_column.mT  # as they are stored
         arrays["scales"] = as_bytes(scales) if scales.dtype.itemsize == 1 else scales
@@ -280,11 +280,19 @@ def as_bytes(x: Array) -> Array:
     return lax.bitcast_convert_type(x, jnp.uint8)
 
 
+def _interpreted(problem: Problem, rhs: Array) -> Array:
+    """Weights as the interpreter reads them: bytes, or words of four if they are interleaved."""
+    octets = as_bytes(rhs)
+    if not problem.interleaved:
+        return octets
+    return lax.bitcast_convert_type(octets.reshape(*octets.shape[:-1], -1, 4), jnp.int32)
+
+
 def pointers(problem: Problem) -> tuple[tuple[str, str], ...]:
     """The names and dtypes of the arrays of a kernel, in the order of its call."""
     steps = problem.epilogue
     found = [(name, "int32") for name in ("count", "group_of", "row_of", "end_of")]
-    found += [("lhs", problem.lhs.name), ("rhs", "uint8")]
+    found += [("lhs", problem.lhs.name), ("rhs", "int32" if problem.interleaved else "uint8")]
     if steps.by_column and steps.column_block[0]:
         found.append(("scales", "uint8" if steps.column_scales.itemsize == 1 else steps.column_scales.name))
     found += [("by_row", "float32")] * steps.by_row
@@ -307,13 +315,16 @@ def kernel_of(problem: Problem, layout: Layout, arch: str, *, interpret: bool = 
     text = source(epilogue.activation) if epilogue.activation is not None else None
     ptx = not interpret and not arch.startswith("gfx")
     low, high = (unpack(problem.rhs.name, problem.lhs.name, high=high) for high in (False, True))
+    if problem.interleaved and ptx:
+        low = unpack_words(problem.rhs.name, problem.lhs.name)
     constants = {
         "K": problem.k, "N": problem.n, "TRANSPOSED": problem.transpose_rhs,
-        "K_LHS": problem.k if pack == 1 else round_up(problem.k, layout.block_k),
+        "K_LHS": problem.k if pack == 1 or problem.interleaved else round_up(problem.k, layout.block_k),
         "WEIGHTS": problem.weights, "GROUPS": problem.local_groups,
         "BLOCK_M": layout.block_m, "BLOCK_N": layout.block_n, "BLOCK_K": layout.block_k,
         "RASTER": layout.raster_group,
-        "FORMAT": problem.rhs.name, "PACK": pack, "DOT": TYPES[problem.lhs.name],
+        "FORMAT": problem.rhs.name, "PACK": pack, "INTERLEAVED": problem.interleaved,
+        "DOT": TYPES[problem.lhs.name],
         "UNPACK": low if ptx else None, "UNPACK_HIGH": high if ptx else None,
         "PRODUCT": product(problem.lhs.name) if ptx else None,
         "SCALES": epilogue.column_scales.name, "LENGTH": epilogue.column_block[0],
