@@ -168,10 +168,23 @@ def interleaved_factor(
 
 
 @triton.jit
+def complete(acc, WAIT: tl.constexpr):
+    """The same sums, once they are complete.
+
+    wgmma reads its left factor from registers while the program runs on. Triton 3.6 would let products of a step run on
+    into the next one, which writes its weights to the same registers. Here each product is waited for.
+    """
+    if WAIT is not None:
+        acc = tl.inline_asm_elementwise(WAIT, "=f,0", [acc], tl.float32, True, 1)
+    return acc
+
+
+@triton.jit
 def step(
     acc, w_at, x_at, scale, rows, inside, x_inside,
     FORMAT: tl.constexpr, PACK: tl.constexpr, INTERLEAVED: tl.constexpr, DOT: tl.constexpr, STEP: tl.constexpr,
     UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr, PER: tl.constexpr, IN_FACTORS: tl.constexpr,
+    WAIT: tl.constexpr,
 ):  # fmt: skip
     """The sums [block_n, block_m] after one step along k; `rows` is the mask of rows, the others those of k, or None.
 
@@ -188,12 +201,13 @@ def step(
         left = interleaved_factor(w, scale, FORMAT, PACK, UNPACK, PRODUCT, IN_FACTORS, PER, DOT)
     else:
         left = factor(w, scale, FORMAT, UNPACK, PRODUCT, IN_FACTORS, PER, DOT)
-    acc = tl.dot(left, x, acc)
+    acc = complete(tl.dot(left, x, acc), WAIT)
     if PACK == 2 and not INTERLEAVED:
         x = tl.load(x_at + STEP, mask=there, other=0.0)
         if UNPACK_HIGH is None:
             w = w >> 4
-        acc = tl.dot(factor(w, scale, FORMAT, UNPACK_HIGH, PRODUCT, IN_FACTORS, PER, DOT), x, acc)
+        left = factor(w, scale, FORMAT, UNPACK_HIGH, PRODUCT, IN_FACTORS, PER, DOT)
+        acc = complete(tl.dot(left, x, acc), WAIT)
     return acc
 
 
@@ -216,7 +230,7 @@ def sums(
     FORMAT: tl.constexpr, PACK: tl.constexpr, INTERLEAVED: tl.constexpr, DOT: tl.constexpr,
     UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr,
     SCALES: tl.constexpr, LENGTH: tl.constexpr, ACROSS: tl.constexpr, PER: tl.constexpr, IN_FACTORS: tl.constexpr,
-    ROW_LENGTH: tl.constexpr,
+    ROW_LENGTH: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """The sums [block_n, block_m] of a tile along k.
 
@@ -263,7 +277,7 @@ def sums(
                 part = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
             part = step(
                 part, w_at, x_at, scale, rows, inside, x_inside,
-                FORMAT, PACK, INTERLEAVED, DOT, STEP, UNPACK, UNPACK_HIGH, PRODUCT, PER, IN_FACTORS,
+                FORMAT, PACK, INTERLEAVED, DOT, STEP, UNPACK, UNPACK_HIGH, PRODUCT, PER, IN_FACTORS, WAIT,
             )  # fmt: skip
             if PROMOTED or ROW_LENGTH > 0:
                 acc = promoted(acc, part, None if IN_FACTORS else scale, by_row, row + m, done, K, ROW_LENGTH)
@@ -283,7 +297,7 @@ def weights(
     FORMAT: tl.constexpr, PACK: tl.constexpr, INTERLEAVED: tl.constexpr, DOT: tl.constexpr,
     UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr,
     SCALES: tl.constexpr, LENGTH: tl.constexpr, ACROSS: tl.constexpr, PER: tl.constexpr,
-    IN_FACTORS: tl.constexpr, ROW_LENGTH: tl.constexpr, ACTIVATION: tl.constexpr,
+    IN_FACTORS: tl.constexpr, ROW_LENGTH: tl.constexpr, WAIT: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """A program for each tile. K_LHS is the length of rows of lhs, PACK the numbers in a byte.
 
@@ -312,7 +326,7 @@ def weights(
         acc = sums(
             lhs, rhs, scales, by_row, row, column, group, local, m, n, rows_inside, K, N, K_LHS, TRANSPOSED, WEIGHTS,
             BLOCK_M, BLOCK_N, BLOCK_K, FORMAT, PACK, INTERLEAVED, DOT, UNPACK, UNPACK_HIGH, PRODUCT,
-            SCALES, LENGTH, ACROSS, PER, IN_FACTORS, ROW_LENGTH,
+            SCALES, LENGTH, ACROSS, PER, IN_FACTORS, ROW_LENGTH, WAIT,
         )  # fmt: skip
         of_rows = by_row
         if ROW_LENGTH > 0:
