@@ -330,7 +330,7 @@ def kernel_of(problem: Problem, layout: Layout, arch: str, *, interpret: bool = 
         "SCALES": epilogue.column_scales.name, "LENGTH": epilogue.column_block[0],
         "ACROSS": epilogue.column_block[1], "PER": max(layout.block_k // max(epilogue.column_block[0], 1), 1),
         "IN_FACTORS": in_factors(problem), "ROW_LENGTH": epilogue.row_block,
-        "WAIT": "" if ptx else None,
+        "WAIT": "" if ptx and arch.startswith("9.") else None,
         "ACTIVATION": None if text is None else function(text, rewritten if interpret else triton.jit),
     }  # fmt: skip
     return Kernel(
