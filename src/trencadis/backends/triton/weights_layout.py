@@ -52,17 +52,19 @@ MOST_BYTES = 4096  # of weights in a step, for each warp: they are unpacked in r
 MOST_BLOCKS = 4  # of k in a step that are scaled one by one
 SHORT_BLOCK = 64  # bytes of weights: shorter blocks of scales are too short for a step
 MOST_PROMOTED = 2048  # sums of a tile for each warp that are promoted: there are registers for no more
+MOST_ROWS = 128  # of a tile beside interleaved weights: of more, an SM has one program, which waits for each product
 STAGES = (3, 4, 5)
-UNPACK = 3.4  # instructions for one weight
-SCALE = 6.5  # more for one that is multiplied by its scale
-FLOAT8 = 1.4  # more for one of float8, whose NaN stays NaN
-PAIRS = 4  # more for wgmma and tcgen05, which programs of fewer than 4 warps do not use: bytes are loaded in pairs
-PROMOTE = 1.25  # instructions for one sum of a block of k that is scaled and added up
+UNPACK = 2.8  # instructions for one weight
+WORDS = 2.3  # for one that is interleaved
+SCALE = 1.5  # more for one that is multiplied by its scale
+BLOCK_SCALE = 72  # more for all weights that share a scale
+FLOAT8 = 1.75  # more for one of float8, whose NaN stays NaN
+PAIRS = 6.2  # more for wgmma and tcgen05, which programs of fewer than 4 warps do not use: bytes are loaded in pairs
+PROMOTE = 0.56  # instructions for one sum of a block of k that is scaled and added up
 LANES = 128  # instructions of an SM in a cycle
-WAIT = 620  # cycles of a step of one program beside products and unpacking: each waits for the one before
-OVERLAPPED, LEFT = 64, 150  # entries of k up to which products of a step without scales stay in flight; cycles then
-STEP = 146  # cycles of a step of one program in which no other one runs
-IN_TURN = 0.78  # of the shorter one of products and unpacking that other programs of an SM do not hide
+WAIT = 530  # cycles of a step of one program beside products and unpacking: each waits for the one before
+STEP = 148  # cycles of a step of one program in which no other one runs
+IN_TURN = 0.76  # of the shorter one of products and unpacking that other programs of an SM do not hide
 WARPGROUP = 4  # warps
 MOST_WARPS = 16  # of all programs that share an SM
 OTHERS = 60  # registers of a thread beside its sums
@@ -159,6 +161,8 @@ def candidates(problem: Problem, card: Card) -> Iterator[Layout]:
     for block_m, block_n, warps in TILES:
         if (block_n > 64 and block_n >= 2 * problem.n) or (block_m > 16 and block_m >= 2 * problem.m):
             continue
+        if problem.interleaved and (warps < WARPGROUP or block_m > MOST_ROWS):
+            continue
         if _promoted(problem) and block_m * block_n > MOST_PROMOTED * warps:
             continue
         for block_k in steps:
@@ -183,8 +187,7 @@ def estimated_time(problem: Problem, card: Card, layout: Layout) -> float:
     products = 2 * layout.block_m * weights / (card.mma_rate * RATE)
     unpacked = _instructions(problem, card, layout) / LANES
     loaded = (layout.block_m * layout.block_k * 2 + weights * width(problem.rhs)) / L2
-    wait = WAIT if problem.epilogue.along_k or layout.block_k > OVERLAPPED else LEFT
-    alone = max((products + unpacked + wait) / card.clock, LATENCY / (layout.stages - 1))
+    alone = max((products + unpacked + WAIT) / card.clock, LATENCY / (layout.stages - 1))
     shared = max(products, unpacked, loaded) + IN_TURN * min(products, unpacked) + STEP
     together = _programs_per_sm(problem, card, layout)
     wave = max(LATENCY + steps * alone, together * steps * shared / card.clock)
@@ -197,7 +200,11 @@ def estimated_time(problem: Problem, card: Card, layout: Layout) -> float:
 def _instructions(problem: Problem, card: Card, layout: Layout) -> float:
     """The instructions of a step that unpack weights and scale sums."""
     pairs = layout.warps >= WARPGROUP and card.platform == "cuda" and card.arch.split(".")[0] in ("9", "10")
-    each = UNPACK + PAIRS * pairs + SCALE * in_factors(problem) + FLOAT8 * problem.rhs.name.startswith("float8")
+    each = UNPACK + PAIRS * pairs + FLOAT8 * problem.rhs.name.startswith("float8")
+    if problem.interleaved:
+        each = WORDS
+    if in_factors(problem):
+        each += SCALE + BLOCK_SCALE / problem.epilogue.column_block[0]
     scaled = layout.block_m * layout.block_n * _promoted(problem) * (layout.block_k // at_once(problem, layout))
     return layout.block_n * layout.block_k * each + PROMOTE * scaled
 
