@@ -223,6 +223,20 @@ def promoted(acc, part, scale, by_row, rows, done, K: tl.constexpr, ROW_LENGTH: 
 
 
 @triton.jit
+def nth_of(scales, NTH: tl.constexpr):
+    """One of the scales [block_n, 1, 2 or 4] of a step along k: [block_n, 1]."""
+    COUNT: tl.constexpr = scales.shape[1]
+    z = scales
+    if COUNT == 4:
+        even, odd = tl.split(tl.reshape(scales, (scales.shape[0], 2, 2)))
+        z = even if NTH % 2 == 0 else odd
+    if COUNT > 1:
+        low, high = tl.split(z)
+        z = (low if NTH < COUNT // 2 else high)[:, None]
+    return z
+
+
+@triton.jit
 def sums(
     lhs, rhs, scales, by_row, row, column, group, local, m, n, rows,
     K: tl.constexpr, N: tl.constexpr, K_LHS: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr,
@@ -256,15 +270,17 @@ def sums(
         scales += local.to(tl.int64) * (COUNT * ((N + ACROSS - 1) // ACROSS))
         s = (column * BLOCK_N + n) // ACROSS * COUNT  # [block_n]
     if PROMOTED:
-        ahead = scales_at(scales, s, 0, COUNT, SCALES, 1)
+        ahead = scales_at(scales, s, 0, COUNT, SCALES, PARTS)
     acc = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
     for first in range(0, K, BLOCK_K):
+        if PROMOTED:  # those of the next step are on their way while this one is multiplied
+            here = ahead
+            ahead = scales_at(scales, s, (first + BLOCK_K) // LENGTH, COUNT, SCALES, PARTS)
         for nth in tl.static_range(PARTS):
             done = first + nth * (STEP * HELD)
             scale = None
-            if PROMOTED:  # those of the next block are on their way while this one is multiplied
-                scale = ahead
-                ahead = scales_at(scales, s, (done + STEP * HELD) // LENGTH, COUNT, SCALES, 1)
+            if PROMOTED:
+                scale = nth_of(here, nth)
             elif IN_FACTORS:
                 scale = scales_at(scales, s, done // LENGTH, COUNT, SCALES, PER)
             inside = None

@@ -111,7 +111,7 @@ def in_factors(problem: Problem) -> bool:
 def _steps(problem: Problem) -> Iterator[int]:
     """The entries of k that a step may have: whole blocks of scales, or parts of one."""
     length, pack = problem.epilogue.column_block[0], 8 // bits(problem.rhs)
-    several = MOST_BLOCKS * length if LEAST_K * pack <= length < SHORT_BLOCK * pack else 0
+    several = MOST_BLOCKS * length if LONG_STEP * pack <= length < SHORT_BLOCK * pack else 0
     most = STEPS[-1] * pack if in_factors(problem) else several
     for step in (LEAST_K, *STEPS):
         block_k = step * pack
