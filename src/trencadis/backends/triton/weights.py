@@ -255,16 +255,15 @@ def sums(
     PARTS: tl.constexpr = BLOCK_K // LENGTH if PROMOTED and BLOCK_K > LENGTH else 1
     HELD: tl.constexpr = 4 * PACK if INTERLEAVED else PACK  # numbers of a word or byte of weights
     STEP: tl.constexpr = BLOCK_K // PARTS // HELD  # words or bytes along k that are multiplied at once
+    STRIDE: tl.constexpr = STEP if TRANSPOSED else STEP * N
     k = tl.arange(0, STEP)
     x_k = tl.arange(0, STEP * HELD if INTERLEAVED else STEP)
     x_at = lhs + row.to(tl.int64) * K_LHS + m[None, :] * K_LHS + x_k[:, None]  # [x_k, block_m]
     w_at = rhs + (group % WEIGHTS).to(tl.int64) * (K // HELD * N)  # [block_n, step]
     if TRANSPOSED:
         w_at += (column * BLOCK_N).to(tl.int64) * (K // HELD) + n[:, None] * (K // HELD) + k[None, :]
-        STRIDE: tl.constexpr = STEP
     else:
         w_at += column * BLOCK_N + n[:, None] + k[None, :] * N
-        STRIDE: tl.constexpr = STEP * N
     if LENGTH > 0:
         COUNT: tl.constexpr = (K + LENGTH - 1) // LENGTH
         scales += local.to(tl.int64) * (COUNT * ((N + ACROSS - 1) // ACROSS))
