@@ -45,9 +45,9 @@ def run(text, **registers):
 
 
 def _inside(text):
-    """The instructions of a text, without the braces around all of it."""
-    text = text.strip()
-    return text[1:-1] if text.startswith("{") else text
+    """The instructions of a text, without the braces of scopes, which begin with registers or with another one."""
+    text = re.sub(r"\{\s*(?=[.{])", "", re.sub(r";\s*\}", ";", text))
+    return re.sub(r";\s*\}", ";", text)
 
 
 def _converted(to, source, given):
