@@ -306,7 +306,7 @@ def _interpreted(problem: Problem, layout: Layout, rhs: Array) -> tuple[Problem,
     layout = layout.replace(
         dynamic=False, num_ctas=min(layout.num_ctas, 2), upcast=layout.upcast and not eight,
         upcast_in_smem=layout.upcast and not eight, transpose_in_smem=False, k_major=layout.k_major or eight,
-        interpreted=True,
+        pipelines=1 if layout.upcast else layout.pipelines, interpreted=True,
     )  # fmt: skip
     return problem, layout, rhs
 

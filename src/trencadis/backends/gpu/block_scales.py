@@ -26,9 +26,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from trencadis.backends.gpu.layout import WGMMA_M, Layout
-from trencadis.backends.gpu.operand_scales import ROW, WORD_BYTES, Scales
+from trencadis.backends.gpu.operand_scales import ROW, WORD_BYTES, Scales, converted, quad_lane
 from trencadis.backends.gpu.scales import in_operand
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
+from trencadis.core.interleave import LANES
 from trencadis.core.problem import Problem
 
 Value = Any  # an MLIR value: its type is generic or not, by the version of jaxlib
@@ -63,8 +64,14 @@ class BlockScales:
         """Whether scales are bytes, four to a word, that operand A is multiplied by; promotion has float32."""
         return in_operand(self.problem)
 
+    @property
+    def by_lane(self) -> bool:
+        """Whether each of the four lanes of a row loads one word of scales, and converts it for the others."""
+        return self.packed and self.dtype == jnp.float8_e4m3fn
+
     def of_operand(self, words: list[jax.Array]) -> Scales:
         """The scales of a step as factors of operand A, from the words that `load` gives."""
+        words = converted(*words, self.problem.rhs) if self.by_lane else words
         return Scales(words, self.dtype, self.length, self.problem.rhs, self.problem.interleaved)
 
     def load(self, refs: Refs, tile: Tile, top: Scalar, step: Scalar) -> list[jax.Array]:
@@ -81,7 +88,8 @@ class BlockScales:
         count = self.per_step
         if self.packed:
             count, start = -(-count // WORD_BYTES), lax.div(start, i32(ref.dtype.itemsize))
-        return _load(rows, start, count, shared=across > 1)
+        assert not self.by_lane or count <= LANES
+        return _load(rows, start, 1 if self.by_lane else count, shared=across > 1, by_lane=self.by_lane)
 
     def prefetch(self, refs: Refs, tile: Tile) -> None:
         """Fetch the scales of a tile into the L2 cache, long before consumers load them.
@@ -147,10 +155,11 @@ def _words_at(scales: Value, row: Value, first: Value, count: int) -> list[Value
     return [llvm.extractvalue(i32, found, [i]) for i in range(count)]
 
 
-def _load(ref: Ref, start: Scalar, count: int, shared: bool) -> list[jax.Array]:
+def _load(ref: Ref, start: Scalar, count: int, shared: bool, by_lane: bool) -> list[jax.Array]:
     """Words [64] from global memory [64, all], or [1, all] if rows share them: `count` of them, from `start` on.
 
-    A word is read at once, or in halves or bytes where rows are not aligned to words.
+    A word is read at once, or in halves or bytes where rows are not aligned to words. By lane, each of the four lanes
+    of a row reads the word of its number.
 
     Past the end the last one is repeated: values there are zero, and the scale of another column may be NaN.
     """
@@ -184,6 +193,8 @@ def _load(ref: Ref, start: Scalar, count: int, shared: bool) -> list[jax.Array]:
             where = utils.c(0, index) if shared else row
             register: Value = start.registers[place]
             first = vector.extract(register, [], [0])
+            if by_lane:
+                first = arith.addi(first, arith.muli(quad_lane(), utils.c(WORD_BYTES // unit, word)))
             if together:
                 numbers = _words_at(scales, where, arith.minui(first, utils.c(last + 1 - count, word)), count)
             else:

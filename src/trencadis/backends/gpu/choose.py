@@ -183,7 +183,7 @@ def _rewrite_tile(problem: Problem, block_m: int) -> tuple[int, int]:
 def _upcast_rows(problem: Problem) -> int:
     """The rows of a tile whose weights are upcast: few for small groups, which leaves memory for more stages."""
     rows = problem.m / problem.groups
-    if rows <= SWAP_AB_UNIT // 2 and in_operand(problem) and bits(problem.rhs) == 4:
+    if rows <= SWAP_AB_UNIT // 2:
         return SWAP_AB_UNIT
     return 2 * SWAP_AB_UNIT if rows <= TINY_GROUP else LARGE_N
 
@@ -207,9 +207,21 @@ def _upcast_consumers(problem: Problem, block_m: int) -> int:
     """
     if promoted_part(problem) or not in_operand(problem) or not problem.transpose_rhs or not _swap_ab(problem):
         return CONSUMERS
+    if _pipelines(problem, block_m) > 1:
+        return CONSUMERS
     if block_m <= 2 * SWAP_AB_UNIT:
         return 4 if problem.rhs.name == FLOAT4 else 3 if bits(problem.rhs) == 8 else CONSUMERS
     return 3 if block_m > WGMMA_M else CONSUMERS
+
+
+def _pipelines(problem: Problem, block_m: int) -> int:
+    """The pipelines of a CTA: two where weights are upcast in registers for few rows.
+
+    One stores its tile, or waits for the scales of the next one, while the other multiplies; and the last tiles are
+    shared out better, since they are half as wide as those of four consumers.
+    """
+    in_registers = needs_upcast(problem) and problem.transpose_rhs and _swap_ab(problem)
+    return 2 if in_registers and block_m <= SWAP_AB_UNIT else 1
 
 
 def _estimated_time(problem: Problem, cores: int, block_m: int, block_n: int) -> float:
@@ -257,12 +269,12 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
     # RS wgmma takes weights from registers only as operand A, K-major
     in_smem = unpacks(problem) or (upcast and not (swap_ab and (problem.transpose_rhs or transpose)))
     transpose = transpose and not in_smem
-    consumers = _upcast_consumers(problem, block_m)
+    consumers, pipelines = _upcast_consumers(problem, block_m), _pipelines(problem, block_m)
     block_k = _block_k(problem, swizzle, block_m > WGMMA_M or in_smem)
     stage = block_k * (block_m * bits(dtype) + (1 + gated) * block_n * bits(problem.rhs if upcast else dtype)) // 8
     buffers, rows = (1, block_m) if swap_ab else (_store_buffers(problem, block_n), WGMMA_M)
     rows = 3 * SLICE_SLOTS * SLICE if pullback else rows
-    others = _shared_beside_stages(problem, block_n, buffers, rows, consumers)
+    others = _shared_beside_stages(problem, block_n, buffers, rows, consumers * pipelines)
     others += in_smem * REWRITE_STAGES * block_k * block_n * dtype.itemsize
     others += transpose * REWRITE_STAGES * block_k * block_n
     flops = 2 * problem.rows * problem.k * problem.n * (1 + gated)
@@ -270,10 +282,11 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
         block_m=block_m,
         block_n=block_n,
         block_k=block_k,
-        stages=min((card.shared - others) // stage, MAX_STAGES),
+        stages=min((card.shared - others) // (stage * pipelines), MAX_STAGES),
         raster_group=8 if block_m > 128 or (problem.transpose_rhs and dtype.itemsize == 2 and not swap_ab) else 16,
         num_ctas=card.cores,
         consumers=consumers,
+        pipelines=pipelines,
         swizzle=swizzle,
         store_buffers=buffers,
         hi_lo=hi_lo_operand(problem),
@@ -354,5 +367,5 @@ def _shared_beside_stages(problem: Problem, block_n: int, buffers: int, rows: in
     vectors += [] if epilogue.bias is None else [block_n * epilogue.bias.itemsize] * (1 if problem.gate is None else 2)
     vectors += [4 * LARGE_M] * (problem.gate is not None and problem.gate.pullback)
     loaded = sum(-(-consumers * size // 1024) * 1024 for size in vectors)
-    barriers = 8 * (4 * MAX_STAGES + 2 * REWRITE_STAGES + 2 * QUEUE_SLOTS + (1 + buffers) * consumers + 1)
+    barriers = 8 * (4 * MAX_STAGES + 2 * REWRITE_STAGES + 4 * QUEUE_SLOTS + (1 + buffers) * consumers + 1)
     return stored + loaded + 1024 + barriers

@@ -37,7 +37,8 @@ class Layout:
     stages: int  # steps that are in shared memory at once
     raster_group: int  # tiles of a column that run before the next column: an L2 rasterization group
     num_ctas: int  # persistent CTAs: one for each SM
-    consumers: int = CONSUMERS  # consumer warpgroups
+    consumers: int = CONSUMERS  # consumer warpgroups of a pipeline
+    pipelines: int = 1  # in a CTA, each with its own producer, stages and tiles: one stores while another multiplies
     swizzle: int = SWIZZLE  # bytes of a swizzle row of the operands in shared memory
     store_buffers: int = 2  # buffers of a consumer for subtiles on their way to global memory
     hi_lo: str = ""  # "lhs" or "rhs": the operand that comes as a bf16 hi/lo split of a float32 array

@@ -68,8 +68,7 @@ class Scales:
         apart, of_lane = 1, None
         if self.length < run and not self.interleaved:  # a lane has a part of the run, and its own scale
             apart = run // self.length
-            lane = arith.remui(utils.thread_idx(), _const(LANES))
-            of_lane = arith.divui(lane, _const(LANES // apart))
+            of_lane = arith.divui(quad_lane(), _const(LANES // apart))
         known: dict[Any, list[Factor]] = {}
 
         def factors(block: int, rest: Sequence[int], pair: int) -> list[Value]:
@@ -78,22 +77,20 @@ class Scales:
             place = tuple(max(rest) if size == 2 else 0 for size in words[0].registers.shape)
             if (at, place) not in known:
                 which, byte = divmod(at, WORD_BYTES)
-                word = vector.extract(words[which].registers[place], [], [0])
                 both = byte & ~apart, byte | apart  # two scales at once
-                for each, numbers in zip(both, self._pair(word, both, of_lane, large), strict=True):
-                    known[at - byte + each, place] = numbers
+                if self.dtype.name == "float8_e4m3fn":
+                    numbers = _from_lane([_number(each, place) for each in words], which, both, of_lane)
+                    found = [[(numbers, "low")], [(numbers, "high")]]
+                else:
+                    found = self._powers(_number(words[which], place), both, of_lane, large)
+                for each, factor in zip(both, found, strict=True):
+                    known[at - byte + each, place] = factor
             return known[at, place]
 
         return factors
 
-    def _pair(self, word: Value, both: tuple[int, int], of_lane: Value | None, large: bool) -> list[list[Factor]]:
-        """The factors for two scales: bytes of a word, or those that are as many bytes further as `of_lane` says."""
-        if self.dtype.name == "float8_e4m3fn":
-            half = "low" if both[0] < 2 else "high"
-            if of_lane is not None or both[1] != both[0] + 1:
-                word, half = _bytes_of(word, 0x4400 + both[0] + 0x10 * both[1], 0x11, of_lane), "low"
-            numbers = _asm(e4m3_to_bf16(half, self.small), word)
-            return [[(numbers, "low")], [(numbers, "high")]]
+    def _powers(self, word: Value, both: tuple[int, int], of_lane: Value | None, large: bool) -> list[list[Factor]]:
+        """The factors for two e8m0 scales: bytes of a word, or those that are as many further as `of_lane` says."""
         exponents = _bytes_of(word, 0x4040 + both[0] + 0x100 * both[1], 0x0101, of_lane)
         if self.small and large:
             first, second = _split_powers(exponents, _nan(word))
@@ -101,6 +98,58 @@ class Scales:
         powers = _asm(powers_of_two(126 if self.small else 0), exponents)
         powers = powers if self.small else arith.ori(powers, _nan(word))
         return [[(powers, "low")], [(powers, "high")]]
+
+
+def converted(words: Any, values: np.dtype[Any]) -> list[Any]:
+    """The e4m3 scales that each lane has in a word [64] as bfloat16 numbers: two words of two, for all lanes to take.
+
+    Conversion takes five instructions for two scales, and the four lanes of a row need the same ones.
+    """
+    struct = mgpu.ShapeDtypeStruct(words.shape, words.dtype, layout=ROW)
+
+    @mgpu.inline_mgpu(arg_types=(ROW,), return_type=(struct, struct))
+    def convert(_: Any, words: FragmentedArray) -> tuple[FragmentedArray, ...]:
+        return tuple(_converted(words, half, values.name == FLOAT4) for half in ("low", "high"))
+
+    return list(convert(words))
+
+
+def _converted(words: FragmentedArray, half: str, small: bool) -> FragmentedArray:
+    """The scales in one half of each word, as bfloat16 numbers."""
+    registers = np.empty_like(words.registers)
+    for place in np.ndindex(registers.shape):
+        numbers = _asm(e4m3_to_bf16(half, small), _number(words, place))
+        registers[place] = vector.broadcast(ir.VectorType.get((1,), numbers.type), numbers)
+    return FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=words.is_signed)
+
+
+def quad_lane() -> Value:
+    """Which of the four lanes that hold a row of operand A this thread is."""
+    return arith.remui(utils.thread_idx(), _const(LANES))
+
+
+def _from_lane(words: Sequence[Value], lane: int, both: tuple[int, int], of_lane: Value | None) -> Value:
+    """Two bfloat16 numbers of the four that a lane of this row has in two words; further ones as `of_lane` says."""
+    if both[1] == both[0] + 1:
+        return _asm(_shuffle(lane), words[both[0] // 2])
+    taken = [_asm(_shuffle(lane), word) for word in words]
+    chosen = _const(0x5410)  # the low halves
+    if of_lane is not None:
+        chosen = arith.addi(chosen, arith.muli(of_lane, _const(0x2222)))
+    out: Value = llvm.inline_asm(
+        ir.IntegerType.get_signless(32), [*taken, chosen], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"
+    )
+    return out
+
+
+def _shuffle(lane: int) -> str:
+    """The instruction that takes a word from one of the four lanes of a row."""
+    return f"shfl.sync.idx.b32 $0, $1, {lane}, 0x1C1F, 0xFFFFFFFF;"
+
+
+def _number(words: FragmentedArray, place: tuple[int, ...]) -> Value:
+    """The word that a thread has at a place of its registers."""
+    return vector.extract(words.registers[place], [], [0])
 
 
 def _const(x: int) -> Value:

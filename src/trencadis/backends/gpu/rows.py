@@ -66,17 +66,18 @@ class RowsMainloop:
         """The stages of both operands; where weights are rewritten in shared memory, also those of the raw weights."""
         problem, cut = self.problem, self.layout
         rhs = (cut.block_n, cut.block_k) if problem.transpose_rhs else (cut.block_k, cut.block_n)
-        lhs = (cut.stages, cut.block_m, cut.block_k)
+        stages = cut.stages * cut.pipelines
+        lhs = (stages, cut.block_m, cut.block_k)
         memory = {"smem_lhs": mgpu.SMEM(lhs, problem.lhs, transforms=swizzled(problem.lhs, cut.swizzle))}
         swizzle = self.weights_swizzle if cut.upcast or cut.transpose_in_smem else cut.swizzle
         name = "smem_weights" if cut.rewrites else "smem_rhs"
-        memory[name] = mgpu.SMEM((cut.stages, *rhs), problem.rhs, transforms=swizzled(problem.rhs, swizzle))
+        memory[name] = mgpu.SMEM((stages, *rhs), problem.rhs, transforms=swizzled(problem.rhs, swizzle))
         if cut.gated:
             memory["smem_up"] = memory["smem_rhs"]
         if problem.epilogue.row_block:
-            memory["smem_row_scales"] = mgpu.SMEM((cut.stages, self.row_scales, cut.block_m), jnp.float32)
+            memory["smem_row_scales"] = mgpu.SMEM((stages, self.row_scales, cut.block_m), jnp.float32)
         if column_scales_by_step(problem):
-            memory["smem_column_scales"] = mgpu.SMEM((cut.stages, cut.block_n), jnp.float32)
+            memory["smem_column_scales"] = mgpu.SMEM((stages, cut.block_n), jnp.float32)
         if cut.upcast_in_smem:
             transforms = swizzled(problem.lhs, cut.swizzle)
             memory["smem_rhs"] = mgpu.SMEM((REWRITE_STAGES, *rhs), problem.lhs, transforms=transforms)
