@@ -8,7 +8,8 @@ import numpy as np
 
 OPERATIONS = {
     "mov": lambda a: a, "and": operator.and_, "or": operator.or_, "xor": operator.xor, "shl": operator.lshift,
-    "shr": operator.rshift, "add": operator.add, "mul": operator.mul, "mad": lambda a, b, c: a * b + c,
+    "shr": operator.rshift, "add": operator.add, "sub": operator.sub, "mul": operator.mul,
+    "mad": lambda a, b, c: a * b + c,
 }  # fmt: skip
 ARITHMETIC = {"mul": operator.mul, "sub": operator.sub, "fma": lambda a, b, c: a * b + c}
 

@@ -324,7 +324,7 @@ def _column_scales(problem: Problem, inner: Problem, layout: Layout, scales: Arr
         scales = jnp.repeat(scales.astype(jnp.float32), across, axis=2) if across > 1 else scales.astype(jnp.float32)
         return pad_to(scales[..., : problem.n], (*scales.shape[:2], inner.n))
     if problem.epilogue.column_block[0]:
-        return stored(inner.replace(n=problem.n, k=problem.k), scales)
+        return stored(inner.replace(n=problem.n, k=problem.k), layout, scales)
     return pad_to(scales, (problem.local_groups, inner.n))
 
 

@@ -183,7 +183,7 @@ def _rewrite_tile(problem: Problem, block_m: int) -> tuple[int, int]:
 def _upcast_rows(problem: Problem) -> int:
     """The rows of a tile whose weights are upcast: few for small groups, which leaves memory for more stages."""
     rows = problem.m / problem.groups
-    if rows <= SWAP_AB_UNIT // 2:
+    if rows <= SWAP_AB_UNIT // 2 and bits(problem.rhs) == 4:
         return SWAP_AB_UNIT
     return 2 * SWAP_AB_UNIT if rows <= TINY_GROUP else LARGE_N
 
@@ -221,7 +221,7 @@ def _pipelines(problem: Problem, block_m: int) -> int:
     shared out better, since they are half as wide as those of four consumers.
     """
     in_registers = needs_upcast(problem) and problem.transpose_rhs and _swap_ab(problem)
-    return 2 if in_registers and block_m <= SWAP_AB_UNIT else 1
+    return 2 if in_registers and bits(problem.rhs) == 4 and block_m <= SWAP_AB_UNIT else 1
 
 
 def _estimated_time(problem: Problem, cores: int, block_m: int, block_n: int) -> float:

@@ -96,8 +96,8 @@ class Consumer:
             at = self._wait(tile, done, i)
             scales = None if source is None else source.of_operand(words)
             words = [] if source is None else source.load(self.refs, tile, top, i + i32(1))
-            if scales is None:
-                mgpu.wgmma(accs[0], *self._operands(at, top, shape.blocks, shape.n))
+            if scales is None or self.layout.block_m < WGMMA_M:
+                mgpu.wgmma(accs[0], *self._operands(at, top, shape.blocks, shape.n, scales))
                 if self.layout.gated:
                     mgpu.wgmma(accs[1], *self._operands(at, top, shape.blocks, shape.n, weights="smem_up"))
                 # Another consumer multiplies meanwhile: the sooner the stage is released, the better. And the compiler
