@@ -62,7 +62,7 @@ PAIRS = {  # both operands quantized, in different formats or with scales along 
     "e4m3-nvfp4": Operands((E4M3, "row"), ("nvfp4", (1, 16, 1))),
     "e4m3-128": Operands(ROWS_128, (E4M3, "column")),
     "e4m3-64": Operands((E4M3, (1, 64)), (E4M3, "column")),
-    "e4m3-32": Operands((E4M3, (1, 32)), (E4M3, "column"), interleave=True),
+    "e4m3-32": Operands((E4M3, (1, 32)), (E4M3, "column")),
     "e4m3-128-e4m3-128": Operands(ROWS_128, (E4M3, (1, 128, 1))),
     "e4m3-128-int8-128": Operands(ROWS_128, ("int8", (1, 128, 1)), interleave=True),
     "e4m3-128-int4-128": Operands(ROWS_128, ("int4", (1, 128, 1))),

@@ -5,7 +5,8 @@
     with an upcast    192 x 128   and less tall: low-precision weights, which are in shared memory twice
                       192 x 192   if they are multiplied by scales along k, by three consumers
                        32 x 192   the same for few rows of a group
-                       16 x 256   if they are 4-bit floats for few rows, by four
+                       32 x 256   if they are 4-bit floats for few rows, by four
+                       16 x 128   weights of 4 bits for the fewest rows, two tiles at a time by two pipelines
     large tiles       256 x 192   where there is little padding or the result is float32, and in contractions
     smaller tiles     128 x 128   and sizes in between, where there are too few tiles to occupy all SMs
 
@@ -203,7 +204,7 @@ def _upcast_consumers(problem: Problem, block_m: int) -> int:
 
     More than two are worth it where weights are multiplied by their scales: for few rows, where unpacking takes the
     time, four of 4-bit floats and three of 8 bits, and for many rows three. Promoted sums would leave them too few
-    registers.
+    registers. Each of two pipelines has two.
     """
     if promoted_part(problem) or not in_operand(problem) or not problem.transpose_rhs or not _swap_ab(problem):
         return CONSUMERS
@@ -215,10 +216,10 @@ def _upcast_consumers(problem: Problem, block_m: int) -> int:
 
 
 def _pipelines(problem: Problem, block_m: int) -> int:
-    """The pipelines of a CTA: two where weights are upcast in registers for few rows.
+    """The pipelines of a CTA: two where weights of 4 bits are upcast in registers for few rows.
 
-    One stores its tile, or waits for the scales of the next one, while the other multiplies; and the last tiles are
-    shared out better, since they are half as wide as those of four consumers.
+    One stores its tile, or waits for the scales of the next one, while the other multiplies; and SMs are busy for more
+    equal times, since tiles are half as wide as those of four consumers. Weights of 8 bits are bound by reading them.
     """
     in_registers = needs_upcast(problem) and problem.transpose_rhs and _swap_ab(problem)
     return 2 if in_registers and bits(problem.rhs) == 4 and block_m <= SWAP_AB_UNIT else 1

@@ -96,7 +96,7 @@ class Consumer:
             at = self._wait(tile, done, i)
             scales = None if source is None else source.of_operand(words)
             words = [] if source is None else source.load(self.refs, tile, top, i + i32(1))
-            if scales is None or self.layout.block_m < WGMMA_M:
+            if scales is None or self.layout.block_m < WGMMA_M:  # parts take more instructions, which limit few rows
                 mgpu.wgmma(accs[0], *self._operands(at, top, shape.blocks, shape.n, scales))
                 if self.layout.gated:
                     mgpu.wgmma(accs[1], *self._operands(at, top, shape.blocks, shape.n, weights="smem_up"))

@@ -7,6 +7,8 @@
     consumers   two; three or four where weights are multiplied by scales. A share of the blocks of a tile each: wait
                 for a full stage, issue wgmma, release it; then the epilogue, while the next tile is being copied
 
+A CTA may have two pipelines of a producer and two consumers, which share nothing but the code and the SM.
+
 Barriers of a stage: `full`, its copies have arrived; `masked`, other groups' rows are zero; `empty`, all have read it.
 Barriers of rewritten weights: `rewritten`, they are there; `rewritten_empty`, the consumers have read them.
 """
