@@ -18,16 +18,16 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "problem",
-    [rows_problem(72, 192, 64, 2, "bf16 bf16 bf16"), sum_problem(200, 64, 64, 2, "bf16 bf16 bf16")],
+    ("problem", "pipelines"),
+    [(rows_problem(72, 192, 64, 2, "bf16 bf16 bf16"), 2), (sum_problem(200, 64, 64, 2, "bf16 bf16 bf16"), 1)],
     ids=["rows", "contraction"],
 )
-def test_no_races(problem):
+def test_no_races(problem, pipelines):
     """Three steps in two stages, and a group that starts in the middle of an 8-row atom."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     params = dataclasses.replace(gpu_interpreter(), detect_races=True)
-    layout = layout_of(problem, block_n=64, num_ctas=1)
+    layout = layout_of(problem, block_n=64, num_ctas=1, pipelines=pipelines)
     check(problem, layout, *numbers(problem, 0), [21, problem.m - 30], [0], params=params)
     assert not gpu_callbacks.get_races().races_found
 
