@@ -61,6 +61,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     assert card is not None  # or `_elsewhere` had refused
     inner = with_k_last(weights_layout.with_16_bit_rows(_peeled(problem)))
     inner = inner.replace(interleaved=_reads_interleaved(problem, inner, card))
+    inner = _converted(inner) if card.hopper else inner
     refusal = _arithmetic(inner, card) or _size(inner) or _missing()
     if refusal is not None:
         return refusal
@@ -141,6 +142,16 @@ def _peeled(problem: Problem) -> Problem:
     return problem.replace(epilogue=problem.epilogue.without_activation, out=problem.sum)
 
 
+def _converted(problem: Problem) -> Problem:
+    """The problem with lhs in the dtype in which it is multiplied, which XLA converts it to.
+
+    A kernel would convert it in registers, from which wgmma reads a left factor while the next is written there.
+    """
+    if weights_layout.taken(problem) or problem.rhs != mma_dtype(problem):
+        return problem
+    return problem.replace(lhs=mma_dtype(problem))
+
+
 def _missing() -> Refusal | None:
     """The refusal if Triton does not import: jax does not install it."""
     advice = "pip install 'trencadis[cuda]' or 'trencadis[rocm]' brings it"
@@ -201,6 +212,7 @@ def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, inter
     from trencadis.backends.triton import bridge, interpreter
 
     lhs, rhs, sizes, first, *extras = operands
+    lhs = lhs.astype(problem.lhs)
     split = split_operand(problem, arch)
     if split:
         parts = in_three(lhs if split == "lhs" else rhs, arch, interpret)
