@@ -27,13 +27,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from trencadis.backends.prepare import flat_sizes, pad_to, round_up
-from trencadis.backends.tpu import gating
+from trencadis.backends.tpu import block_scales, gating
 from trencadis.backends.tpu.choose import chip_for, choose, choose_for_tile, padded, reason
 from trencadis.backends.tpu.epilogue_vectors import as_lane_vectors
 from trencadis.backends.tpu.indexing import LANES, Ref
 from trencadis.backends.tpu.kernel import call
 from trencadis.backends.tpu.layout import Layout
-from trencadis.backends.tpu.products import conversion_note
+from trencadis.backends.tpu.products import FLOAT4, conversion_note, in_operand
 from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, unknown_dtype
 from trencadis.core.devices import CHIPS, Chip
 from trencadis.core.dtypes import accumulator
@@ -113,17 +113,29 @@ def _peeled(problem: Problem) -> Problem:
 
 def _arithmetic(problem: Problem) -> Refusal | None:
     """The refusal of a problem whose dtypes, scales or precision the kernels do not have; None if they have them."""
-    weights = (*OPERANDS, "int4") if problem.form is Form.ROWS else OPERANDS
+    weights = (*OPERANDS, "int4", FLOAT4) if problem.form is Form.ROWS else OPERANDS
     unknown = unknown_dtype("tpu", problem, Dtypes(OPERANDS, weights, RESULTS, bias=("bfloat16", "float32")))
     if unknown is not None:
         return unknown
-    if problem.epilogue.along_k:
-        return _refusal(ALONG_K)
+    if problem.epilogue.along_k and (reason := _along_k(problem)):
+        return _refusal(reason)
     if _precision(problem) is None:
         return _refusal(
             f"precision is {problem.asked}; it has DEFAULT and HIGHEST", "pass one of these, or bfloat16 operands"
         )
     return None
+
+
+def _along_k(problem: Problem) -> str:
+    """Why the kernel cannot apply scales that change along k; nothing if it can."""
+    length, exact = problem.epilogue.column_block[0], in_operand(problem)
+    if problem.form is not Form.ROWS or problem.epilogue.row_block:
+        return "scales of rows change along k, and it applies only those of weights"
+    if length % (16 if exact else 32):
+        return f"scales change along k every {length}; it applies those per multiple of {16 if exact else 32}"
+    if exact and problem.transpose_rhs:
+        return ALONG_K
+    return ""
 
 
 def _gated(problem: Problem) -> Refusal | None:
@@ -173,6 +185,8 @@ def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, 
         "height_table": jnp.asarray(layout.height_table, jnp.int32),
         **_padded_operands(problem, inner, layout, *operands),
     }
+    if "interpret" in options:  # the interpreter does not bitcast references
+        named = {name: block_scales.as_integers(x) for name, x in named.items()}
     found = call(inner.replace(precision=_precision(problem)), layout, named, **options)
     sums = found.pop("row_sums", None)
     outs = [
@@ -193,8 +207,10 @@ def _padded_operands(problem: Problem, inner: Problem, layout: Layout, *operands
         rhs_shape: tuple[int, ...] = (rows, n)
     else:
         rhs_shape = (problem.weights, n, k) if problem.transpose_rhs else (problem.weights, k, n)
-    named = {"lhs": pad_to(lhs, (k, rows) if problem.transpose_lhs else (rows, k)), "rhs": pad_to(rhs, rhs_shape)}
+    named = {"lhs": pad_to(lhs, (k, rows) if problem.transpose_lhs else (rows, k)), "rhs": block_scales.padded(rhs, rhs_shape)}
     vectors, by_row = {"by_column": extras.by_column, "bias": extras.bias}, extras.by_row
+    if block_scales.applies(problem):
+        named["block_scales"] = block_scales.in_columns(problem, inner, vectors.pop("by_column"))
     matrices = {"existing": extras.existing}
     own = rest[len(extras.given) :]
     if gating.is_pullback(problem):

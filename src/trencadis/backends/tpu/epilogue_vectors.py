@@ -27,7 +27,8 @@ def column_vectors(problem: Problem) -> dict[str, np.dtype[Any]]:
     """The epilogue's vectors along columns, `[g, n]`: their dtypes by name."""
     steps = problem.epilogue
     up = steps.bias if len(gating.weights(problem)) > 1 else None
-    given = {"by_column": FLOAT32 if steps.by_column else None, "bias": steps.bias, "bias_up": up}
+    constant = steps.by_column and not steps.column_block[0]  # along k
+    given = {"by_column": FLOAT32 if constant else None, "bias": steps.bias, "bias_up": up}
     return {name: dtype for name, dtype in given.items() if dtype is not None}
 
 

@@ -11,10 +11,24 @@ from jax import lax
 from trencadis.backends.tpu.indexing import LANES, Value
 from trencadis.backends.tpu.nans import nan_marks
 from trencadis.core.devices import Chip
+from trencadis.core.epilogue import Epilogue
 from trencadis.core.problem import Problem
 
-EXACT_IN_BFLOAT16 = ("bfloat16", "int8", "int4", "float8_e4m3fn", "float8_e5m2")  # dtypes without a wider number
+FLOAT4 = "float4_e2m1fn"
+EXACT_IN_BFLOAT16 = ("bfloat16", "int8", "int4", "float8_e4m3fn", "float8_e5m2", FLOAT4)  # no number is wider
+# significant bits of the values of low-precision weights, of scales that are bytes, and of bfloat16
+DIGITS = {"int4": 3, "int8": 7, "float8_e4m3fn": 4, "float8_e5m2": 3, FLOAT4: 2}
+SCALE_DIGITS = {"float8_e8m0fnu": 0, "float8_e4m3fn": 4}
+BFLOAT16_DIGITS = 8
 EXACT_TERMS = 1024  # products of two int8, up to 2**14 each, whose sum float32 holds exactly: at most 2**24
+
+
+def in_operand(problem: Problem) -> bool:
+    """Whether weights are multiplied by their scales along k: bfloat16 holds the products."""
+    if not problem.epilogue.column_block[0]:
+        return False
+    scales = SCALE_DIGITS.get(problem.epilogue.column_scales.name, 24)
+    return DIGITS.get(problem.rhs.name, 24) + scales <= BFLOAT16_DIGITS
 
 
 def multiply(problem: Problem, chip: Chip, a: Value, b: Value, axes: tuple[int, int]) -> Value:
@@ -44,6 +58,8 @@ def mxu_dtypes(problem: Problem, chip: Chip) -> tuple[np.dtype[Any], np.dtype[An
 
     Next to a bfloat16 operand, a float8 is converted by the MXU itself as it loads it.
     """
+    if in_operand(problem):
+        problem = problem.replace(rhs=np.dtype(jnp.bfloat16), epilogue=Epilogue())
     stored = problem.lhs, problem.rhs
     narrow = _narrow_dtypes(problem)
     if problem.lhs == problem.rhs and not narrow:

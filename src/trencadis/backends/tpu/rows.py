@@ -14,7 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.tpu import epilogue_vectors, gating, row_results
+from trencadis.backends.tpu import block_scales, epilogue_vectors, gating, row_results
+from trencadis.backends.tpu.block_scales import BlockScales, as_held, held_weights
 from trencadis.backends.tpu.epilogue_vectors import EpilogueVectors, column_vectors, lane_vector_of
 from trencadis.backends.tpu.indexing import LANES, BlockedAxis, Dma, Index, Ref, Value, aligned_ds, i32
 from trencadis.backends.tpu.layout import Layout
@@ -38,9 +39,10 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
         "lhs_sem": pltpu.SemaphoreType.DMA((layout.lhs_buffers,)),
         **row_results.scratch(problem, layout),
         **epilogue_vectors.scratch(problem, layout),
+        **block_scales.scratch(problem, layout),
     }
     for name in gating.weights(problem):
-        buffers[name] = pltpu.VMEM((2, chunks, *weights), problem.rhs)
+        buffers[name] = pltpu.VMEM((2, chunks, *weights), held_weights(problem))
     for name in gating.matrices(problem):
         buffers[name] = pltpu.VMEM((2, chunks, rows, chunk), problem.out)
     for name in (*gating.weights(problem), *gating.matrices(problem)):
@@ -57,6 +59,7 @@ class RowsBody:
         self.problem, self.layout, self.scheduler, self.hbm, self.vmem = problem, layout, scheduler, hbm, vmem
         self.n = BlockedAxis(problem.n, layout.block_n, layout.chunk)
         self.vectors = EpilogueVectors(problem, layout, self.n, hbm, vmem)
+        self.block_scales = BlockScales(problem, layout, self.n, hbm, vmem)
         self.results = RowResults(problem, layout, scheduler, hbm, vmem)
 
     # -- copies from HBM -----------------------------------------------------------------------------------------------
@@ -95,8 +98,11 @@ class RowsBody:
         return copies
 
     def _copies_of_weights(self, tile: Tile, slot: Index, chunk: Index) -> list[Dma]:
-        """The copies of a chunk of a group's weights, and of the vectors along its columns."""
+        """The copies of a chunk of a group's weights, of its scales along k, and of the vectors along its columns."""
         copies = [self._dma_weights(name, tile, slot, chunk) for name in gating.weights(self.problem)]
+        if block_scales.applies(self.problem):
+            which = lax.rem(tile.span, i32(self.problem.weights))
+            copies.append(self.block_scales.dma(which, tile.block, slot, chunk))
         return copies + [self._dma_columns(name, tile, slot, chunk) for name in column_vectors(self.problem)]
 
     def _copies_of_matrices(self, tile: Tile, slot: Index, chunk: Index) -> list[Dma]:
@@ -107,10 +113,11 @@ class RowsBody:
         start, size = self.n.chunk_range(tile.block, chunk)
         columns, inside = aligned_ds(start, size, LANES), aligned_ds(0, size, LANES)
         which, target = lax.rem(tile.span, i32(self.problem.weights)), self.vmem[name].at[slot, chunk]
+        weights = as_held(self.hbm[name], held_weights(self.problem))
         if self.problem.transpose_rhs:
-            source, target = self.hbm[name].at[which, columns, :], target.at[inside, :]
+            source, target = weights.at[which, columns, :], target.at[inside, :]
         else:
-            source, target = self.hbm[name].at[which, :, columns], target.at[:, inside]
+            source, target = weights.at[which, :, columns], target.at[:, inside]
         return pltpu.make_async_copy(source, target, self.vmem[f"{name}_sem"].at[slot, chunk])
 
     def _dma_columns(self, name: str, tile: Tile, slot: Index, chunk: Index) -> Dma:
@@ -189,8 +196,11 @@ class RowsBody:
     def _sum(self, weights: str, bias: str, x: Value, by_row: Value | None, at: tuple[Index, Index]) -> Value:
         """The product [h, chunk] of rows x and the weights at (slot, chunk), after the steps of the epilogue."""
         problem = self.problem
-        w = self.vmem[weights][at]  # [k, chunk] or [chunk, k]
-        acc = multiply(problem, self.layout.chip, x, w, (1, 1 if problem.transpose_rhs else 0))  # [h, chunk]
+        w = self.vmem[weights].at[at]  # [k, chunk] or [chunk, k]
+        if block_scales.applies(problem):
+            acc = self.block_scales.product(x, w, at)  # [h, chunk]
+        else:
+            acc = multiply(problem, self.layout.chip, x, w[...], (1, 1 if problem.transpose_rhs else 0))
         by_column = (self.vectors.columns(name, *at) for name in ("by_column", bias))
         return problem.epilogue.finish(acc, Extras(by_row, *by_column), problem.out)
 
