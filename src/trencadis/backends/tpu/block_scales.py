@@ -145,16 +145,25 @@ class BlockScales:
 
     def _scaled(self, w: Ref, start: int, end: int) -> Value:
         """Weights [end - start, chunk] in bfloat16, multiplied by their scales; too small by 2**14 if `_small`."""
-        values, factors = self._upcast(w[start:end, :]), self.vmem["factors"]
-        parts = []
+        values, parts = self._upcast(w[start:end, :]), []
         for low, high in _spans(start, end, self.length):
-            at = low // self.length
-            factor = factors[at : at + 1, :]
-            if _pairs(self.chip):  # a word holds the factor twice, for the two rows of bfloat16 in a sublane
-                factor = pltpu.bitcast(jnp.broadcast_to(factor, (PACKED // 2, factor.shape[1])), jnp.bfloat16)
-                factor = jnp.concatenate([factor] * (-(-(high - low) // PACKED)), axis=0)[: high - low]
-            parts.append((values[low - start : high - start] * factor).astype(jnp.bfloat16))
+            factors = self._factors_of(low // self.length, high - low)
+            parts.append((values[low - start : high - start] * factors).astype(jnp.bfloat16))
         return jnp.concatenate(parts, axis=0)
+
+    def _factors_of(self, at: int, rows: int) -> Value:
+        """The factors of a block of k, for so many rows or as one row, [rows or 1, chunk].
+
+        A row is loaded 128 lanes at a time, since such a load can repeat it along sublanes.
+        """
+        factors = self.vmem["factors"]
+        columns = [factors[at : at + 1, c : c + LANES] for c in range(0, factors.shape[1], LANES)]
+        if not _pairs(self.chip):
+            return jnp.concatenate(columns, axis=1)
+        # a word holds a factor twice, for the two rows of bfloat16 in a sublane
+        words = [jnp.broadcast_to(each, (PACKED // 2, each.shape[1])) for each in columns]
+        tile = pltpu.bitcast(jnp.concatenate(words, axis=1), jnp.bfloat16)
+        return jnp.concatenate([tile] * (-(-rows // PACKED)), axis=0)[:rows]
 
     def _upcast(self, w: Value) -> Value:
         """Weights in the dtype in which they are multiplied by their scales."""
