@@ -25,7 +25,7 @@ from trencadis.backends.tpu.products import FLOAT4, in_operand, multiply, mxu_dt
 from trencadis.core.devices import Chip
 from trencadis.core.problem import Problem
 
-SLAB = 256  # entries of k whose weights are upcast for one product: a pass of the largest MXUs
+SLAB = 512  # entries of k whose weights are upcast for one product, of one or more passes of an MXU
 PACKED = 16  # rows of a native tile of bfloat16
 E5M2_SHIFT = 14  # a 4-bit float with its bits in those of a float8_e5m2 is too small by 2**14
 E5M2_BITS = np.int32(-0x71717172)  # 0x8e8e8e8e: sign and low exponent and mantissa bits of four float8_e5m2
@@ -69,6 +69,11 @@ def padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def blocks(problem: Problem) -> int:
     """The number of blocks of k that have scales of their own."""
     return -(-problem.k // problem.epilogue.column_block[0])
+
+
+def bytes_of(problem: Problem) -> int:
+    """The bytes of the scales along k of one group, as the kernel reads them; 0 if there are none."""
+    return blocks(problem) * problem.n * held_scales(problem).itemsize if applies(problem) else 0
 
 
 def in_columns(problem: Problem, inner: Problem, scales: jax.Array) -> jax.Array:
@@ -119,14 +124,32 @@ class BlockScales:
         scales = self.vmem["block_scales"].at[at]
         if not in_operand(self.problem):
             return self._promoted(x, w, scales)
-        factors = self.vmem["factors"]
-        factors[...] = _factors(scales[...], factors.dtype)
+        nans = self._make_factors(scales[...])
         rounded = self.problem.replace(rhs=np.dtype(jnp.bfloat16))
         total = None
         for start, end in _spans(0, self.problem.k, SLAB):
             product = multiply(rounded, self.chip, x[:, start:end], self._scaled(w, start, end), (1, 0))
             total = product if total is None else total + product
-        return total * np.float32(2.0**E5M2_SHIFT) if self._small else total
+        total = total * np.float32(2.0**E5M2_SHIFT) if self._small else total
+        return total if nans is None else total + nans
+
+    def _make_factors(self, scales: Value) -> Value | None:
+        """Store scales as what weights are multiplied by: float32, or words that hold a bfloat16 number twice.
+
+        The result is a float32 [1, chunk], NaN in columns where a scale is, or None if the factors hold the NaN.
+        """
+        factors, nans = self.vmem["factors"], None
+        if scales.dtype == jnp.uint8:  # e8m0; 2**-127 becomes 0, as all subnormal numbers do on a TPU
+            exponents = scales.astype(jnp.int32)
+            largest = jnp.max(exponents, axis=0, keepdims=True)
+            nans = jnp.where(largest == np.int32(255), np.float32(np.nan), np.float32(0))
+            high = exponents << np.int32(23)
+            low = exponents << np.int32(7)
+        else:
+            high = pltpu.bitcast(scales.astype(jnp.float32), jnp.int32)
+            low = lax.shift_right_logical(high, np.int32(16))
+        factors[...] = high | low if _pairs(self.chip) else pltpu.bitcast(high, jnp.float32)
+        return nans
 
     def _promoted(self, x: Value, w: Ref, scales: Ref) -> Value:
         """The sum of the products of all blocks of k, each multiplied by the scales of its columns."""
@@ -184,20 +207,6 @@ class BlockScales:
 def _pairs(chip: Chip) -> bool:
     """Whether a chip multiplies bfloat16 in its vector units, two numbers to a word."""
     return chip.name not in NO_BFLOAT16_ARITHMETIC
-
-
-def _factors(scales: Value, dtype: np.dtype[Any]) -> Value:
-    """Scales in float32, or as words that hold them twice in bfloat16, which is exact."""
-    if scales.dtype == jnp.uint8:  # e8m0; 2**-127 becomes 0, as all subnormal numbers do on a TPU
-        exponents = scales.astype(jnp.int32)
-        scales = pltpu.bitcast(exponents << np.int32(23), jnp.float32)
-        scales = jnp.where(exponents == np.int32(255), np.float32(np.nan), scales)
-    else:
-        scales = scales.astype(jnp.float32)
-    if dtype == jnp.float32:
-        return scales
-    words = pltpu.bitcast(scales, jnp.int32)
-    return words | lax.shift_right_logical(words, np.int32(16))
 
 
 def _spans(start: int, end: int, length: int) -> list[tuple[int, int]]:

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from trencadis.backends.prepare import round_up
-from trencadis.backends.tpu import contraction, gating, rows
+from trencadis.backends.tpu import block_scales, contraction, gating, rows
 from trencadis.backends.tpu.indexing import LANES
 from trencadis.backends.tpu.layout import Layout, cheapest_heights
 from trencadis.backends.tpu.model import MxuModel, code_cycles, longest_block_cycles, predict
-from trencadis.backends.tpu.products import mxu_dtypes
+from trencadis.backends.tpu.products import in_operand, mxu_dtypes
 from trencadis.core.devices import CHIPS, Chip, chip_of
 from trencadis.core.dtypes import width
 from trencadis.core.problem import Form, Problem
@@ -31,6 +31,7 @@ HEIGHTS = {
     256: [(128,), (128, 192), (128, 192, 256), (128, 256, 320), (128, 192, 320, 512), (128, 256, 384, 512, 544)],
     128: [(32, 64), (64, 128), (64, 128, 160), (64, 128, 256), (64, 128, 256, 320), (64, 128, 256, 352)],
 }
+SHORT_HEIGHTS = [(32,), (32, 64), (32, 64, 128), (64, 128, 256)]  # and where weights have scales along k
 # Most cycles of a basic block, by the size of an MXU: longer ones gain little, and take the compiler long.
 MAX_BLOCK_CYCLES = {256: 9_200, 128: 24_000}
 WHOLE_WEIGHTS = 16 << 20  # bytes of a group's weights, double buffered, up to which they may be held as one block
@@ -94,8 +95,11 @@ def reason(problem: Problem, layout: Layout, chip: Chip) -> str:
 
 def mxu_model_for(problem: Problem, chip: Chip) -> MxuModel:
     """The cost model of a chip for the dtypes in which it multiplies the problem's operands."""
-    stored = (problem.lhs, problem.rhs)
-    return MxuModel.of(chip, mxu_dtypes(problem, chip), stored, transposed=problem.transpose_rhs)
+    stored, scaled = (problem.lhs, problem.rhs), in_operand(problem)
+    model = MxuModel.of(chip, mxu_dtypes(problem, chip), stored, transposed=problem.transpose_rhs)
+    if not block_scales.applies(problem):
+        return model
+    return model.with_block_scales(block_scales.SLAB if scaled else problem.epilogue.column_block[0], scaled=scaled)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,7 +157,8 @@ def _rows_layouts(
     problem: Problem, model: MxuModel, tiling: Tiling | None, sublane_tile: int, dma_align: int
 ) -> Iterator[Layout]:
     most = round_up(problem.rows, sublane_tile)
-    sets = {tuple(sorted({min(round_up(h, sublane_tile), most) for h in heights})) for heights in HEIGHTS[model.size]}
+    tried = HEIGHTS[model.size] + (SHORT_HEIGHTS if block_scales.applies(problem) else [])
+    sets = {tuple(sorted({min(round_up(h, sublane_tile), most) for h in heights})) for heights in tried}
     if tiling is not None:
         tallest = min(round_up(tiling.m, sublane_tile), most)
         sets = {tuple(sorted({h for heights in sets for h in heights if h < tallest} | {tallest}))[-5:]}

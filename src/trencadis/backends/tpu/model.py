@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trencadis.backends.prepare import round_up
-from trencadis.backends.tpu import gating
+from trencadis.backends.tpu import block_scales, gating
 from trencadis.backends.tpu.layout import Layout
 from trencadis.core.devices import Chip
 from trencadis.core.dtypes import width
@@ -28,6 +28,9 @@ TILE_OVERHEAD = 420  # cycles around each row tile: its scalar code, and the cop
 ACTIVATION = 1.5 / 1024  # cycles to apply a gated activation to a number; SwiGLU stands for all
 PULLBACK = 4 / 1024  # cycles for the pullback of one
 CONVERT_E4M3 = 1 / 480  # cycles to convert a float8_e4m3fn to bfloat16 so that its NaN is kept
+
+SCALE_WEIGHT = {256: 1.6 / 2048, 128: 2.7 / 2048}  # cycles to upcast a weight and scale it, by the size of an MXU
+ADD_PARTS = 0.5 / 1024  # cycles to multiply a number of the sums of a part of k by its scale, and to add it
 
 DtypePair = tuple[np.dtype[Any], np.dtype[Any]]
 
@@ -42,6 +45,7 @@ class MxuModel:
     fill_drain: int  # cycles to fill and drain the MXUs around a basic block
     convert: tuple[float, float]  # cycles to convert an element of lhs and one of rhs, in parallel to the products
     min_rows: int  # a tile of fewer rows takes as long as this many, since its weights have to be loaded
+    part: int = 0  # entries of k that are multiplied at a time where weights have scales along k; 0: all of k
 
     @classmethod
     def of(
@@ -64,8 +68,22 @@ class MxuModel:
 
     def rows_cycles(self, height: int, k: int, chunk: int) -> float:
         """The cycles of a product `[height, k] x [k, chunk]`, whose weights are loaded for it."""
-        product = max(height, self.min_rows) * round_up(k, self.size) * round_up(chunk, self.size) / self.rate
-        return self.fill_drain + max(product, k * (height * self.convert[0] + chunk * self.convert[1]))
+        parts, depth = 0, round_up(k, self.size)
+        if self.part:  # each of which is padded to the size of an MXU
+            parts, rows = -(-k // self.part), height * round_up(self.part, self.size) / self.part
+        else:
+            rows = height
+        product = max(rows, self.min_rows) * depth * round_up(chunk, self.size) / self.rate
+        vectors = k * (height * self.convert[0] + chunk * self.convert[1]) + height * chunk * parts * ADD_PARTS
+        return self.fill_drain + max(product, vectors)
+
+    def with_block_scales(self, part: int, *, scaled: bool) -> MxuModel:
+        """The same model for weights whose scales change along k, multiplied a part of k at a time.
+
+        With `scaled` the weights are multiplied by their scales, otherwise the sums of each part are.
+        """
+        lhs, rhs = self.convert
+        return dataclasses.replace(self, part=part, convert=(lhs, rhs + SCALE_WEIGHT[self.size] * scaled))
 
     def step_cycles(self, block_k: int, rows: int, chunk: int) -> float:
         """The cycles of a product `[rows, block_k]ᵀ x [rows, chunk]` that is added to an accumulator."""
@@ -149,6 +167,7 @@ def _rows(problem: Problem, layout: Layout, model: MxuModel, size: float) -> flo
         tiles, left = tiles + 1, left - height // unit
     lhs_reads = blocks if tiles > 1 else layout.cores
     moved = len(gating.weights(problem)) * problem.k * problem.n * width(problem.rhs)
+    moved += block_scales.bytes_of(problem)
     moved += lhs_reads * (size + layout.dma_align) * problem.k * width(problem.lhs)
     written = sum(result.axis.total * width(result.dtype) for result in gating.results(problem, layout).values())
     moved += size * (written + len(gating.matrices(problem)) * problem.n * width(problem.out))
