@@ -9,7 +9,7 @@ from trencadis.core.problem import Form
 
 NAMES = {
     "f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8", "s32": "int32",
-    "e4": "float8_e4m3fn", "e5": "float8_e5m2", "s4": "int4",
+    "e4": "float8_e4m3fn", "e5": "float8_e5m2", "s4": "int4", "f4": "float4_e2m1fn",
 }  # fmt: skip
 
 
@@ -37,6 +37,8 @@ def numbers(problem, seed):
         if jnp.issubdtype(dtype, jnp.integer):
             most = min(int(jnp.iinfo(dtype).max), 127)
             return rng.integers(-most - 1, most + 1, shape).astype(dtype)
+        if dtype == jnp.float8_e8m0fnu:
+            return (2.0 ** rng.integers(-4, 4, shape)).astype(dtype)
         return rng.normal(size=shape).astype(dtype)
 
     lhs, rhs = some(problem.lhs_shape, problem.lhs), some(problem.rhs_shape, problem.rhs)
@@ -45,7 +47,9 @@ def numbers(problem, seed):
         rows = problem.form is Form.ROWS
         extras.append(some((problem.m,) if rows else (problem.local_groups, problem.k), float32))
     if ends.by_column:
-        extras.append(some((problem.local_groups, problem.n), float32))
+        (k, n), scales = ends.column_block, (problem.local_groups, problem.n)
+        along_k = (problem.local_groups, -(-problem.k // k), -(-problem.n // n)) if k else scales
+        extras.append(some(along_k, ends.column_scales if k else float32))
     if problem.epilogue.bias is not None:
         extras.append(some((problem.local_groups, problem.n), problem.epilogue.bias))
     if problem.epilogue.accumulate:
@@ -56,6 +60,8 @@ def numbers(problem, seed):
 def meaning(problem, lhs, rhs, sizes, first, *extras):
     """The result in float64, entry by entry."""
     *scales, bias, existing = problem.epilogue.split(extras)
+    if problem.epilogue.column_block[0]:
+        rhs, scales = scaled_weights(problem, rhs, scales[1]), (scales[0], None)
     lhs = np.swapaxes(lhs, 0, 1) if problem.transpose_lhs else lhs
     m, local, parts = problem.m, problem.local_groups, []
     for e in range(problem.batch):
@@ -71,6 +77,13 @@ def meaning(problem, lhs, rhs, sizes, first, *extras):
             ))  # fmt: skip
     out = np.concatenate(parts)
     return out if existing is None else out + oracle.wide(existing)
+
+
+def scaled_weights(problem, rhs, scales):
+    """Weights in float64, times their scales along k."""
+    for axis, length, size in zip((1, 2), problem.epilogue.column_block, (problem.k, problem.n), strict=True):
+        scales = np.repeat(oracle.wide(scales), length, axis=axis).take(range(size), axis=axis)
+    return oracle.wide(rhs) * (np.swapaxes(scales, 1, 2) if problem.transpose_rhs else scales)
 
 
 def spans(problem, sizes, first):

@@ -29,6 +29,10 @@ def scaled(epilogue=Epilogue(), by_row=True):
     return dataclasses.replace(epilogue, by_row=by_row, by_column=True)
 
 
+def along_k(k, n=1, scales="float32", **steps):
+    return Epilogue(by_column=True, column_block=(k, n), column_scales=np.dtype(jnp.dtype(scales)), **steps)
+
+
 BIAS, ACCUMULATE = Epilogue(bias=np.dtype("float32"), activation=relu), Epilogue(accumulate=True)
 BITS16, BITS8 = dict(sublane_tile=16, heights=(32, 64)), dict(sublane_tile=32, dma_align=32, heights=(32, 64))
 
@@ -70,6 +74,31 @@ CASES = {
         rows_problem(61, 130, 200, 5, "s8 s4 f32", epilogue=scaled(by_row=False)),
         rows_layout(block_n=200, chunk=200, **BITS8),
     ),
+    # the last block of scales and the last native tile of weights are not whole; the last chunk is smaller
+    "rows, mxfp4": (
+        rows_problem(61, 592, 384, 5, "bf16 f4 f32", local=4, epilogue=along_k(32, scales="float8_e8m0fnu")),
+        rows_layout(block_n=256, chunk=256, cores=2, **BITS16),
+    ),
+    "rows, nvfp4 on a chip that multiplies no bfloat16 vectors": (
+        rows_problem(61, 160, 200, 5, "bf16 f4 bf16", epilogue=along_k(16, scales="float8_e4m3fn", by_row=True)),
+        rows_layout(block_n=200, chunk=200, chip=CHIPS["v5e"], **BITS16),
+    ),
+    "rows, mxfp8": (
+        rows_problem(61, 128, 256, 5, "bf16 e4 f32", epilogue=along_k(32, scales="float8_e8m0fnu", accumulate=True)),
+        rows_layout(block_n=128, **BITS16),
+    ),
+    "rows, int4 weights with scales along k": (
+        rows_problem(61, 320, 256, 5, "bf16 s4 f32", transpose_rhs=True, epilogue=along_k(128)),
+        rows_layout(block_n=128, **BITS16),
+    ),
+    "rows, int4 weights with short blocks of scales": (
+        rows_problem(61, 200, 256, 5, "bf16 s4 f32", epilogue=along_k(32, bias=np.dtype("float32"), activation=relu)),
+        rows_layout(block_n=128, **BITS16),
+    ),
+    "rows, float8 with square blocks of scales": (
+        rows_problem(61, 256, 384, 5, "e4 e4 f32", epilogue=along_k(128, 128, by_row=True)),
+        rows_layout(block_n=256, **BITS8),
+    ),
     # a window; the last block of k, the last block of n and its last chunk are smaller than the others; a step has more
     # rows than a sublane tile, so that the last step of a span is padded with rows that were never copied
     "contraction": (
@@ -104,7 +133,7 @@ CASES = {
 }  # fmt: skip
 DEFAULT = [
     "rows", "rows, bias", "rows, existing_out", "rows, int8 with scales",
-    "rows, int4 weights", "contraction", "contraction, stored [k, m]", "contraction, float8 with scales",
+    "rows, int4 weights", "rows, mxfp4", "rows, int4 weights with scales along k", "contraction", "contraction, stored [k, m]", "contraction, float8 with scales",
     "contraction, batch",
 ]  # fmt: skip
 

@@ -32,6 +32,7 @@ HEIGHTS = {
     128: [(32, 64), (64, 128), (64, 128, 160), (64, 128, 256), (64, 128, 256, 320), (64, 128, 256, 352)],
 }
 SHORT_HEIGHTS = [(32,), (32, 64), (32, 64, 128), (64, 128, 256)]  # and where weights have scales along k
+FEW_ROWS = 64  # mean rows of a group up to which it takes longer to upcast and scale weights than to multiply them
 # Most cycles of a basic block, by the size of an MXU: longer ones gain little, and take the compiler long.
 MAX_BLOCK_CYCLES = {256: 9_200, 128: 24_000}
 WHOLE_WEIGHTS = 16 << 20  # bytes of a group's weights, double buffered, up to which they may be held as one block
@@ -74,7 +75,7 @@ def _best(problem: Problem, chip: Chip, layouts: list[Layout]) -> Layout | None:
     model = mxu_model_for(problem, chip)
     fit = [layout for layout in layouts if vmem(problem, layout) <= chip.vmem * VMEM_SHARE]
     # long basic blocks take too long to compile; if all are too long, the shortest are better than none
-    limit = MAX_BLOCK_CYCLES[model.size]
+    limit = MAX_BLOCK_CYCLES[model.size] * (4 / 3 if _mostly_upcasts(problem) else 1)  # a single height has half the code
     short = [layout for layout in fit if longest_block_cycles(problem, layout, model) <= limit]
     fit = short or sorted(fit, key=lambda layout: longest_block_cycles(problem, layout, model))[:8]
 
@@ -157,7 +158,7 @@ def _rows_layouts(
     problem: Problem, model: MxuModel, tiling: Tiling | None, sublane_tile: int, dma_align: int
 ) -> Iterator[Layout]:
     most = round_up(problem.rows, sublane_tile)
-    tried = HEIGHTS[model.size] + (SHORT_HEIGHTS if block_scales.applies(problem) else [])
+    tried = _height_sets(problem, model, sublane_tile)
     sets = {tuple(sorted({min(round_up(h, sublane_tile), most) for h in heights})) for heights in tried}
     if tiling is not None:
         tallest = min(round_up(tiling.m, sublane_tile), most)
@@ -173,6 +174,22 @@ def _rows_layouts(
                     block_k=problem.k, block_n=block_n, chunk=chunk, lhs_buffers=lhs_buffers,
                     out_buffers=min(8, max(4, 2 * (block_n // chunk))), cores=cores,
                 )  # fmt: skip
+
+
+def _mostly_upcasts(problem: Problem) -> bool:
+    """Whether it takes longer to upcast weights and multiply them by their scales than to multiply them by rows."""
+    return in_operand(problem) and problem.m < FEW_ROWS * problem.groups
+
+
+def _height_sets(problem: Problem, model: MxuModel, sublane_tile: int) -> list[tuple[int, ...]]:
+    """The sets of row tile heights to try.
+
+    To upcast weights takes as long for a short tile as for a tall one. So where that is most of the work, there is one
+    height, for a group of the mean size wherever it starts; a second one would only be more code.
+    """
+    if _mostly_upcasts(problem):
+        return [(round_up(problem.m // problem.groups + sublane_tile, 32),)]
+    return HEIGHTS[model.size] + (SHORT_HEIGHTS if block_scales.applies(problem) else [])
 
 
 def _n_blocks(n: int, asked: int | None) -> Iterator[tuple[int, int]]:

@@ -29,7 +29,8 @@ ACTIVATION = 1.5 / 1024  # cycles to apply a gated activation to a number; SwiGL
 PULLBACK = 4 / 1024  # cycles for the pullback of one
 CONVERT_E4M3 = 1 / 480  # cycles to convert a float8_e4m3fn to bfloat16 so that its NaN is kept
 
-SCALE_WEIGHT = {256: 1.6 / 2048, 128: 2.7 / 2048}  # cycles to upcast a weight and scale it, by the size of an MXU
+# cycles to upcast a weight and to multiply it by its scale; of 4-bit floats, but for v7x by way of float8_e5m2
+SCALE_WEIGHT = {"v5e": 2.7 / 2048, "v5p": 2.7 / 2048, "v6e": 1.6 / 2048, "v7x": 1 / 2048}
 ADD_PARTS = 0.5 / 1024  # cycles to multiply a number of the sums of a part of k by its scale, and to add it
 
 DtypePair = tuple[np.dtype[Any], np.dtype[Any]]
@@ -83,7 +84,7 @@ class MxuModel:
         With `scaled` the weights are multiplied by their scales, otherwise the sums of each part are.
         """
         lhs, rhs = self.convert
-        return dataclasses.replace(self, part=part, convert=(lhs, rhs + SCALE_WEIGHT[self.size] * scaled))
+        return dataclasses.replace(self, part=part, convert=(lhs, rhs + scaled * SCALE_WEIGHT.get(self.chip.name, 2.7 / 2048)))
 
     def step_cycles(self, block_k: int, rows: int, chunk: int) -> float:
         """The cycles of a product `[rows, block_k]ᵀ x [rows, chunk]` that is added to an accumulator."""
