@@ -165,6 +165,15 @@ def test_interleaved_weights_in_transformations(x, w):
     )
 
 
+def test_the_contracted_axis_is_last_but_one_on_a_tpu(w):
+    q = quantize(w, "mxfp4", (1, 32, 1))
+    with tr.target("v6e"):
+        assert q.transposed and stored(prepare(q)) == stored(prepare(q, contracting=1)) == (G, K, N)
+        assert stored(prepare(q.mT, contracting=-1)) == (G, K, N)
+        with pytest.raises(ValueError, match="contracting: want one of the last two axes"):
+            prepare(q, contracting=0)
+
+
 def test_weights_are_interleaved_for_a_hopper_gpu_that_unpacks_them(w):
     made = {format: quantize(w, format, granularity) for format, granularity in FORMATS}
     assert not any(prepare(q).interleaved for q in made.values())  # of this machine

@@ -21,7 +21,8 @@ def prepare(w: Any, *, contracting: int = -2, interleave: bool | None = None) ->
     """Quantized weights, stored in the order in which products on this machine read them fastest.
 
     The contracted axis is stored last, which is how tensor cores read 8 bits. For Hopper GPUs, weights that the kernel
-    unpacks are interleaved along it as well, so that rows need not be permuted to match. Shape and meaning stay:
+    unpacks are interleaved along it as well, so that rows need not be permuted to match. For TPUs it is stored last but
+    one: their MXUs load weights in that order twice as fast, and scales along k can be multiplied into them. Shape and meaning stay:
     weights `[g, k, n]` are still multiplied without transpose_rhs, on any machine. Call it once, when weights are
     loaded, on the machine that serves. `quantize` and the loaders of checkpoints store the contracted axis last
     already, but do not interleave: what they make does not depend on the machine.
@@ -55,9 +56,16 @@ def prepare(w: Any, *, contracting: int = -2, interleave: bool | None = None) ->
         w = _unit_scaled(w)
     if w.ndim < 2:
         raise ValueError(f"w: want weights of at least 2 dimensions, such as [g, k, n]; got shape {w.shape}")
-    found = ordered(w, contracting)
+    found = ordered(w, _other(contracting, w.ndim) if target_of(None).platform == "tpu" else contracting)
     wanted = _unpacked_on_hopper(found) if interleave is None else bool(interleave)
     return found.interleave(wanted)
+
+
+def _other(axis: int, ndim: int) -> int:
+    """The other one of the last two axes; what is neither of them is returned as it is, to be refused."""
+    if axis in (-1, ndim - 1) and not isinstance(axis, bool):
+        return -2
+    return -1 if axis in (-2, ndim - 2) and not isinstance(axis, bool) else axis
 
 
 def _unpacked_on_hopper(w: Scaled) -> bool:

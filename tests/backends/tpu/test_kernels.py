@@ -91,6 +91,10 @@ CASES = {
         rows_problem(61, 320, 256, 5, "bf16 s4 f32", transpose_rhs=True, epilogue=along_k(128)),
         rows_layout(block_n=128, **BITS16),
     ),
+    "rows, mxfp4 stored [g, n, k]": (
+        rows_problem(61, 128, 128, 5, "bf16 f4 f32", transpose_rhs=True, epilogue=along_k(32, scales="float8_e8m0fnu")),
+        rows_layout(block_n=128, **BITS16),
+    ),
     "rows, int4 weights with short blocks of scales": (
         rows_problem(61, 200, 256, 5, "bf16 s4 f32", epilogue=along_k(32, bias=np.dtype("float32"), activation=relu)),
         rows_layout(block_n=128, **BITS16),

@@ -26,18 +26,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from trencadis.backends.prepare import flat_sizes, pad_to, round_up
+from trencadis.backends.prepare import PREPARE, flat_sizes, pad_to, round_up
 from trencadis.backends.tpu import block_scales, gating
 from trencadis.backends.tpu.choose import chip_for, choose, choose_for_tile, padded, reason
 from trencadis.backends.tpu.epilogue_vectors import as_lane_vectors
 from trencadis.backends.tpu.indexing import LANES, Ref
 from trencadis.backends.tpu.kernel import call
 from trencadis.backends.tpu.layout import Layout
-from trencadis.backends.tpu.products import FLOAT4, conversion_note, in_operand
+from trencadis.backends.tpu.products import FLOAT4, conversion_note, exact_in_operand, in_operand
 from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, unknown_dtype
 from trencadis.core.devices import CHIPS, Chip
 from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import ALONG_K, Activation, Gate, elementwise
+from trencadis.core.epilogue import Activation, Gate, elementwise
 from trencadis.core.jax_compat import apart
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import owned
@@ -50,6 +50,8 @@ OPERANDS = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 RESULTS = ("bfloat16", "float32", "int8", "int32")
 GATED_DTYPES = ("bfloat16", "float32")  # of all operands and results of a gated activation
 MAX_GROUP_SIZES = 2**16  # group sizes that fit into SMEM
+
+K_LAST = "weights are stored [g, n, k], and the kernel multiplies by their scales only weights stored [g, k, n]"
 
 _refusal = functools.partial(Refusal, "tpu")
 
@@ -72,10 +74,12 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
         return _refusal(str(error))
     assert layout is not None  # otherwise `_size` had refused
     note = conversion_note(seen, chip)
+    slow = overrides.advise and exact_in_operand(seen) and not in_operand(seen)
     return Plan(
         asked=problem, problem=inner, target=target, backend="tpu", interpret=overrides.interpret,
         tiling=Tiling(layout.block_m, layout.block_k, layout.block_n), layout=layout,
         because=reason(seen, layout, chip), notes=() if note is None else (note,),
+        slow=K_LAST if slow else "", advice=PREPARE if slow else "",
     )  # fmt: skip
 
 
@@ -128,13 +132,11 @@ def _arithmetic(problem: Problem) -> Refusal | None:
 
 def _along_k(problem: Problem) -> str:
     """Why the kernel cannot apply scales that change along k; nothing if it can."""
-    length, exact = problem.epilogue.column_block[0], in_operand(problem)
+    length, unit = problem.epilogue.column_block[0], 16 if exact_in_operand(problem) else 32
     if problem.form is not Form.ROWS or problem.epilogue.row_block:
         return "scales of rows change along k, and it applies only those of weights"
-    if length % (16 if exact else 32):
-        return f"scales change along k every {length}; it applies those per multiple of {16 if exact else 32}"
-    if exact and problem.transpose_rhs:
-        return ALONG_K
+    if length % unit:
+        return f"scales change along k every {length}; it applies those per multiple of {unit}"
     return ""
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from trencadis.backends.prepare import pad_to, round_up
 from trencadis.backends.tpu.indexing import LANES, BlockedAxis, Dma, Index, Ref, Value, aligned_ds
@@ -157,18 +158,18 @@ class BlockScales:
         problem, total = self.problem, None
         for start, end in _spans(0, problem.k, round_up(SLAB, self.length)):
             weights = w[:, start:end] if problem.transpose_rhs else w[start:end, :]
-            weights = weights.astype(dtype)
+            weights = self._upcast(weights, dtype)
             for low, high in _spans(start, end, self.length):
                 part = lax.slice_in_dim(weights, low - start, high - start, axis=1 if problem.transpose_rhs else 0)
                 product = multiply(problem, self.chip, x[:, low:high], part, (1, 1 if problem.transpose_rhs else 0))
                 at = low // self.length
                 product = product.astype(jnp.float32) * scales[at : at + 1, :]
                 total = product if total is None else total + product
-        return total
+        return total * np.float32(2.0**E5M2_SHIFT) if self._small else total
 
     def _scaled(self, w: Ref, start: int, end: int) -> Value:
         """Weights [end - start, chunk] in bfloat16, multiplied by their scales; too small by 2**14 if `_small`."""
-        values, parts = self._upcast(w[start:end, :]), []
+        values, parts = self._upcast(w[start:end, :], jnp.bfloat16 if _pairs(self.chip) else jnp.float32), []
         for low, high in _spans(start, end, self.length):
             factors = self._factors_of(low // self.length, high - low)
             parts.append((values[low - start : high - start] * factors).astype(jnp.bfloat16))
@@ -188,9 +189,8 @@ class BlockScales:
         tile = pltpu.bitcast(jnp.concatenate(words, axis=1), jnp.bfloat16)
         return jnp.concatenate([tile] * (-(-rows // PACKED)), axis=0)[:rows]
 
-    def _upcast(self, w: Value) -> Value:
-        """Weights in the dtype in which they are multiplied by their scales."""
-        dtype = jnp.bfloat16 if _pairs(self.chip) else jnp.float32
+    def _upcast(self, w: Value, dtype: DTypeLike) -> Value:
+        """Weights in another dtype, which holds them exactly; too small by 2**14 if `_small`."""
         if self.problem.rhs.name != FLOAT4:
             return w.astype(dtype)
         if not self._small:

@@ -24,7 +24,15 @@ EXACT_TERMS = 1024  # products of two int8, up to 2**14 each, whose sum float32 
 
 
 def in_operand(problem: Problem) -> bool:
-    """Whether weights are multiplied by their scales along k: bfloat16 holds the products."""
+    """Whether weights are multiplied by their scales along k: bfloat16 holds the products.
+
+    Weights stored `[g, n, k]` are not, since a scale would have to be repeated along lanes.
+    """
+    return not problem.transpose_rhs and exact_in_operand(problem)
+
+
+def exact_in_operand(problem: Problem) -> bool:
+    """Whether bfloat16 holds the products of weights and their scales along k, if there are such scales."""
     if not problem.epilogue.column_block[0]:
         return False
     scales = SCALE_DIGITS.get(problem.epilogue.column_scales.name, 24)
@@ -82,8 +90,19 @@ def conversion_note(problem: Problem, chip: Chip) -> str | None:
         return None
     names = " and ".join(narrow)
     if mxu_dtypes(problem, chip) == (problem.lhs, problem.rhs):
-        return f"a {chip.name} multiplies {names} as stored"
-    return f"the kernel converts {names} to {mxu_dtypes(problem, chip)[0].name} in VMEM, which a {chip.name} multiplies"
+        return f"a {chip.name} multiplies {names} as stored{_scaling_note(problem)}"
+    to = mxu_dtypes(problem, chip)[0].name
+    return f"the kernel converts {names} to {to} in VMEM, which a {chip.name} multiplies{_scaling_note(problem)}"
+
+
+def _scaling_note(problem: Problem) -> str:
+    """The rest of the sentence, where weights have scales that change along k."""
+    length = problem.epilogue.column_block[0]
+    if not length:
+        return ""
+    if in_operand(problem):
+        return f", and multiplies weights by their scales per {length} of k, which is exact"
+    return f"; the sums of each {length} of k are multiplied by their scales"
 
 
 def _narrow_dtypes(problem: Problem) -> set[str]:
