@@ -22,10 +22,11 @@ def prepare(w: Any, *, contracting: int = -2, interleave: bool | None = None) ->
 
     The contracted axis is stored last, which is how tensor cores read 8 bits. For Hopper GPUs, weights that the kernel
     unpacks are interleaved along it as well, so that rows need not be permuted to match. For TPUs it is stored last but
-    one: their MXUs load weights in that order twice as fast, and scales along k can be multiplied into them. Shape and meaning stay:
-    weights `[g, k, n]` are still multiplied without transpose_rhs, on any machine. Call it once, when weights are
-    loaded, on the machine that serves. `quantize` and the loaders of checkpoints store the contracted axis last
-    already, but do not interleave: what they make does not depend on the machine.
+    one: their MXUs load weights in that order twice as fast, and scales along k can be multiplied into them.
+
+    Shape and meaning stay: weights `[g, k, n]` are still multiplied without transpose_rhs, on any machine. Call it
+    once, when weights are loaded, on the machine that serves. `quantize` and the loaders of checkpoints store the
+    contracted axis last already, but do not interleave: what they make does not depend on the machine.
 
     The gradient with respect to lhs sums over n, so that it wants weights in the order in which they came. Where it is
     taken as often as the product, as in training with frozen weights, one of the two is transposed in any case.

@@ -9,7 +9,7 @@ from sweep import marked, sweep
 
 import trencadis as tr
 from trencadis.core.devices import CHIPS
-from trencadis.quant import Scaled
+from trencadis.quant import Scaled, quantize
 
 from .ahead import compiled, kernels, largest
 
@@ -111,6 +111,48 @@ def test_int4_weights_are_read_as_they_are_stored():
     text = compiled(CHIPS["v6e"], fn, *shapes)
     assert kernels(text) == ["trencadis_rows"]
     assert largest(text)[0] <= 16 * G * N, largest(text)
+
+
+@pytest.mark.parametrize(
+    ("format", "block", "chip"),
+    [
+        ("mxfp4", (1, 32, 1), "v5e"),
+        ("int4", (1, 128, 1), "v7x"),
+        *map(marked, [
+            ("mxfp4", (1, 32, 1), "v5p"), ("mxfp4", (1, 32, 1), "v6e"), ("mxfp4", (1, 32, 1), "v7x"),
+            ("nvfp4", (1, 16, 1), "v6e"), ("nvfp4", (1, 16, 1), "v7x"), ("mxfp8", (1, 32, 1), "v5e"),
+            ("mxfp8", (1, 32, 1), "v7x"), ("int4", (1, 128, 1), "v5e"), ("int4", (1, 32, 1), "v6e"),
+            ("int8", (1, 128, 1), "v5p"), ("float8_e4m3fn", (1, 128, 1), "v5e"), ("float8_e4m3fn", (1, 32, 1), "v6e"),
+        ]),
+    ],
+)  # fmt: skip
+def test_scales_along_k_are_read_as_they_are_stored(format, block, chip):
+    """XLA makes no weights, no scales, and no product for each block of k."""
+    w = jax.eval_shape(lambda: quantize(jnp.zeros((G, K, N)), format, block, contracting=-1))
+    leaves, tree = jax.tree.flatten(w)
+
+    def fn(x, s, *leaves):
+        return tr.grouped_matmul(x, jax.tree.unflatten(tree, leaves), s, jnp.bfloat16, tiling=TILE, backend="tpu")
+
+    text = compiled(CHIPS[chip], fn, ((M, K), "bfloat16"), ((G,), "int32"), *((x.shape, x.dtype) for x in leaves))
+    assert kernels(text) == ["trencadis_rows"]
+    assert largest(text)[0] <= 8 * M, largest(text)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("format", "block", "chip"), [("mxfp4", 32, "v5e"), ("nvfp4", 16, "v6e"), ("int4", 128, "v7x")]
+)
+def test_weights_with_k_last_and_scales_along_k_compile(format, block, chip):
+    w = jax.eval_shape(lambda: quantize(jnp.zeros((G, K, N)), format, (1, block, 1)))
+    leaves, tree = jax.tree.flatten(w)
+    assert w.transposed
+
+    def fn(x, s, *leaves):
+        return tr.grouped_matmul(x, jax.tree.unflatten(tree, leaves), s, jnp.bfloat16, backend="tpu")
+
+    shapes = ((x.shape, x.dtype) for x in leaves)
+    assert kernels(compiled(CHIPS[chip], fn, ((M, K), "bfloat16"), ((G,), "int32"), *shapes)) == ["trencadis_rows"]
 
 
 @pytest.mark.parametrize("form", ["rows", "contraction"])

@@ -137,8 +137,8 @@ CASES = {
 }  # fmt: skip
 DEFAULT = [
     "rows", "rows, bias", "rows, existing_out", "rows, int8 with scales",
-    "rows, int4 weights", "rows, mxfp4", "rows, int4 weights with scales along k", "contraction", "contraction, stored [k, m]", "contraction, float8 with scales",
-    "contraction, batch",
+    "rows, mxfp4", "rows, int4 weights with scales along k",
+    "contraction", "contraction, stored [k, m]", "contraction, float8 with scales", "contraction, batch",
 ]  # fmt: skip
 
 

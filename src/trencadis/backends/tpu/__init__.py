@@ -209,10 +209,15 @@ def _padded_operands(problem: Problem, inner: Problem, layout: Layout, *operands
         rhs_shape: tuple[int, ...] = (rows, n)
     else:
         rhs_shape = (problem.weights, n, k) if problem.transpose_rhs else (problem.weights, k, n)
-    named = {"lhs": pad_to(lhs, (k, rows) if problem.transpose_lhs else (rows, k)), "rhs": block_scales.padded(rhs, rhs_shape)}
+    named = {
+        "lhs": pad_to(lhs, (k, rows) if problem.transpose_lhs else (rows, k)),
+        "rhs": block_scales.padded(rhs, rhs_shape),
+    }
     vectors, by_row = {"by_column": extras.by_column, "bias": extras.bias}, extras.by_row
     if block_scales.applies(problem):
-        named["block_scales"] = block_scales.in_columns(problem, inner, vectors.pop("by_column"))
+        vectors["by_column"], scales = None, extras.by_column
+        assert scales is not None
+        named["block_scales"] = block_scales.in_columns(problem, inner, scales)
     matrices = {"existing": extras.existing}
     own = rest[len(extras.given) :]
     if gating.is_pullback(problem):

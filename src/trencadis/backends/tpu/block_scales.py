@@ -10,6 +10,10 @@ Either way nothing is rounded but the result. 4-bit floats are read as int4, and
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -44,7 +48,7 @@ def held_weights(problem: Problem) -> np.dtype[Any]:
 
 
 def held_scales(problem: Problem) -> np.dtype[Any]:
-    """The dtype as which scales are copied to VMEM: that in which they are stored, if weights are multiplied by them."""
+    """The dtype as which scales are copied to VMEM: the one in which they are stored, if weights are scaled."""
     if not in_operand(problem):
         return np.dtype(np.float32)
     stored = problem.epilogue.column_scales
@@ -97,7 +101,7 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
         "block_scales_sem": pltpu.SemaphoreType.DMA((2, layout.chunks)),
     }
     if in_operand(problem):
-        buffers["factors"] = pltpu.VMEM(shape, np.int32 if _pairs(layout.chip) else np.float32)
+        buffers["factors"] = pltpu.VMEM(shape, np.dtype(np.int32 if _pairs(layout.chip) else np.float32))
     return buffers
 
 
@@ -124,15 +128,20 @@ class BlockScales:
         """The product [h, chunk] of rows and a chunk of weights in a buffer, with the scales at (slot, chunk)."""
         scales = self.vmem["block_scales"].at[at]
         if not in_operand(self.problem):
-            return self._promoted(x, w, scales)
+            return self._total(self._promoted(x, w, scales))
         nans = self._make_factors(scales[...])
         rounded = self.problem.replace(rhs=np.dtype(jnp.bfloat16))
-        total = None
-        for start, end in _spans(0, self.problem.k, SLAB):
-            product = multiply(rounded, self.chip, x[:, start:end], self._scaled(w, start, end), (1, 0))
-            total = product if total is None else total + product
-        total = total * np.float32(2.0**E5M2_SHIFT) if self._small else total
+        products = (
+            multiply(rounded, self.chip, x[:, start:end], self._scaled(w, start, end), (1, 0))
+            for start, end in _spans(0, self.problem.k, SLAB)
+        )
+        total = self._total(products)
         return total if nans is None else total + nans
+
+    def _total(self, products: Iterable[Value]) -> Value:
+        """The sum of products, each of which is added as soon as it is made."""
+        total = functools.reduce(operator.add, products)
+        return total * np.float32(2.0**E5M2_SHIFT) if self._small else total
 
     def _make_factors(self, scales: Value) -> Value | None:
         """Store scales as what weights are multiplied by: float32, or words that hold a bfloat16 number twice.
@@ -152,20 +161,17 @@ class BlockScales:
         factors[...] = high | low if _pairs(self.chip) else pltpu.bitcast(high, jnp.float32)
         return nans
 
-    def _promoted(self, x: Value, w: Ref, scales: Ref) -> Value:
-        """The sum of the products of all blocks of k, each multiplied by the scales of its columns."""
-        _, dtype = mxu_dtypes(self.problem, self.chip)
-        problem, total = self.problem, None
+    def _promoted(self, x: Value, w: Ref, scales: Ref) -> Iterator[Value]:
+        """Yield the products of all blocks of k, each multiplied by the scales of its columns."""
+        problem, axis = self.problem, 1 if self.problem.transpose_rhs else 0
+        _, dtype = mxu_dtypes(problem, self.chip)
         for start, end in _spans(0, problem.k, round_up(SLAB, self.length)):
-            weights = w[:, start:end] if problem.transpose_rhs else w[start:end, :]
-            weights = self._upcast(weights, dtype)
+            weights = self._upcast(w[:, start:end] if problem.transpose_rhs else w[start:end, :], dtype)
             for low, high in _spans(start, end, self.length):
-                part = lax.slice_in_dim(weights, low - start, high - start, axis=1 if problem.transpose_rhs else 0)
-                product = multiply(problem, self.chip, x[:, low:high], part, (1, 1 if problem.transpose_rhs else 0))
+                part = lax.slice_in_dim(weights, low - start, high - start, axis=axis)
+                sums = multiply(problem, self.chip, x[:, low:high], part, (1, axis)).astype(jnp.float32)
                 at = low // self.length
-                product = product.astype(jnp.float32) * scales[at : at + 1, :]
-                total = product if total is None else total + product
-        return total * np.float32(2.0**E5M2_SHIFT) if self._small else total
+                yield sums * scales[at : at + 1, :]
 
     def _scaled(self, w: Ref, start: int, end: int) -> Value:
         """Weights [end - start, chunk] in bfloat16, multiplied by their scales; too small by 2**14 if `_small`."""
@@ -212,4 +218,4 @@ def _pairs(chip: Chip) -> bool:
 def _spans(start: int, end: int, length: int) -> list[tuple[int, int]]:
     """The range from start to end in pieces that end at multiples of a length."""
     edges = [start, *range(start - start % length + length, end, length), end]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))

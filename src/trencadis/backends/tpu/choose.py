@@ -75,7 +75,9 @@ def _best(problem: Problem, chip: Chip, layouts: list[Layout]) -> Layout | None:
     model = mxu_model_for(problem, chip)
     fit = [layout for layout in layouts if vmem(problem, layout) <= chip.vmem * VMEM_SHARE]
     # long basic blocks take too long to compile; if all are too long, the shortest are better than none
-    limit = MAX_BLOCK_CYCLES[model.size] * (4 / 3 if _mostly_upcasts(problem) else 1)  # a single height has half the code
+    limit = MAX_BLOCK_CYCLES[model.size] * (
+        4 / 3 if _mostly_upcasts(problem) else 1
+    )  # a single height has half the code
     short = [layout for layout in fit if longest_block_cycles(problem, layout, model) <= limit]
     fit = short or sorted(fit, key=lambda layout: longest_block_cycles(problem, layout, model))[:8]
 

@@ -84,7 +84,9 @@ class MxuModel:
         With `scaled` the weights are multiplied by their scales, otherwise the sums of each part are.
         """
         lhs, rhs = self.convert
-        return dataclasses.replace(self, part=part, convert=(lhs, rhs + scaled * SCALE_WEIGHT.get(self.chip.name, 2.7 / 2048)))
+        return dataclasses.replace(
+            self, part=part, convert=(lhs, rhs + scaled * SCALE_WEIGHT.get(self.chip.name, 2.7 / 2048))
+        )
 
     def step_cycles(self, block_k: int, rows: int, chunk: int) -> float:
         """The cycles of a product `[rows, block_k]ᵀ x [rows, chunk]` that is added to an accumulator."""
