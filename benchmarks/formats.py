@@ -83,7 +83,7 @@ BOTH = ("e4m3", "e5m2", "int8")  # formats of both operands with all three passe
 ALONG_K = ("w-int4-128", "w-int8-128", "w-e4m3-128x128", "w-mxfp4", "w-mxfp8", "w-nvfp4")
 GPU = ("bf16", "e4m3", "int8", "deepseek", "w-int8", "w-e4m3", "w-int4", *ALONG_K)
 CPU = ("bf16", "w-int8", "w-e4m3", "w-int4")
-TPU = ("bf16", "int8", "e4m3", "e5m2", "w-int8", "w-e4m3")
+TPU = ("bf16", "int8", "e4m3", "e5m2", "w-int8", "w-e4m3", "w-int4", *ALONG_K)
 
 
 def has_pass(format: str, which: str) -> bool:
@@ -189,7 +189,7 @@ def records(cases: Sequence[Case], jobs: int) -> Iterator[Record]:
 
 
 def scheduled(problem: BenchProblem, which: str, format: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A call with a bfloat16 result and the shapes of its operands, with scales of rows and columns."""
+    """A call with a bfloat16 result and the shapes of its operands; weights are stored [g, k, n]."""
     m, k, n, g = problem.m, problem.k, problem.n, problem.g
     how = FORMATS[format]
     shapes = ((m, k), (m, n)) if which == "d_rhs" else ((m, k), (g, k, n))

@@ -8,7 +8,7 @@ row_results        results of the rows form on their way to HBM; gating: gated a
 tile_scheduler     the order of tiles, computed from group sizes in SMEM; indexing: blocks and chunks of an axis
 pipeline           prefetched operands, and results that are written back asynchronously
 products           the product of two tiles and its dtypes; nans: NaNs of float8_e4m3fn, which some MXUs drop
-epilogue_vectors   scales and bias in VMEM
+epilogue_vectors   scales and bias in VMEM; block_scales: scales of weights that change along k
 """
 
 from __future__ import annotations
