@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from trencadis.backends.prepare import pad_to, round_up
-from trencadis.backends.tpu.indexing import LANES, BlockedAxis, Dma, Index, Ref, Value, aligned_ds
+from trencadis.backends.tpu.indexing import LANES, BlockedAxis, Dma, Index, Ref, Value, aligned_ds, i32
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.products import FLOAT4, in_operand, multiply, mxu_dtypes
 from trencadis.core.devices import Chip
@@ -129,10 +130,10 @@ class BlockScales:
         scales = self.vmem["block_scales"].at[at]
         if not in_operand(self.problem):
             return self._total(self._promoted(x, w, scales))
-        nans = self._make_factors(scales[...])
+        nans, zero = self._make_factors(scales[...]), at[0] & i32(0)
         rounded = self.problem.replace(rhs=np.dtype(jnp.bfloat16))
         products = (
-            multiply(rounded, self.chip, x[:, start:end], self._scaled(w, start, end), (1, 0))
+            multiply(rounded, self.chip, x[:, start:end], self._scaled(w, start, end, zero), (1, 0))
             for start, end in _spans(0, self.problem.k, SLAB)
         )
         total = self._total(products)
@@ -173,21 +174,22 @@ class BlockScales:
                 at = low // self.length
                 yield sums * scales[at : at + 1, :]
 
-    def _scaled(self, w: Ref, start: int, end: int) -> Value:
+    def _scaled(self, w: Ref, start: int, end: int, zero: Index) -> Value:
         """Weights [end - start, chunk] in bfloat16, multiplied by their scales; too small by 2**14 if `_small`."""
         values, parts = self._upcast(w[start:end, :], jnp.bfloat16 if _pairs(self.chip) else jnp.float32), []
         for low, high in _spans(start, end, self.length):
-            factors = self._factors_of(low // self.length, high - low)
+            factors = self._factors_of(low // self.length, high - low, zero)
             parts.append((values[low - start : high - start] * factors).astype(jnp.bfloat16))
         return jnp.concatenate(parts, axis=0)
 
-    def _factors_of(self, at: int, rows: int) -> Value:
+    def _factors_of(self, at: int, rows: int, zero: Index) -> Value:
         """The factors of a block of k, for so many rows or as one row, [rows or 1, chunk].
 
-        A row is loaded 128 lanes at a time, since such a load can repeat it along sublanes.
+        A row is loaded 128 lanes at a time, since such a load can repeat it along sublanes. Its index is a
+        sum with a traced zero: JAX lowers thousands of loads in quadratic time if their static indices differ.
         """
-        factors = self.vmem["factors"]
-        columns = [factors[at : at + 1, c : c + LANES] for c in range(0, factors.shape[1], LANES)]
+        factors, row = self.vmem["factors"], pl.ds(zero + i32(at), 1)
+        columns = [factors[row, c : c + LANES] for c in range(0, factors.shape[1], LANES)]
         if not _pairs(self.chip):
             return jnp.concatenate(columns, axis=1)
         # a word holds a factor twice, for the two rows of bfloat16 in a sublane
