@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from trencadis.core.jax_compat import Value, vmapped_axes
@@ -65,6 +65,11 @@ def resharded(x: Array, mesh: AbstractMesh, spec: Sequence[Axes]) -> Array:
     if not jax.typeof(x).sharding.mesh.empty and spec_of(jax.typeof(x).sharding, mesh, x.ndim) == tuple(spec):
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, wanted))
+
+
+def placed(mesh: AbstractMesh | Mesh, given: Any, specs: Any) -> Any:
+    """A pytree of arrays, each sharded over explicit axes of a mesh as its spec says."""
+    return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), given, specs)
 
 
 def sharding_of(x: Value) -> NamedSharding | None:
