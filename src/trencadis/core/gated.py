@@ -30,7 +30,7 @@ from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Epilogue, Gate
 from trencadis.core.jax_compat import Rules, Value, interpreter_effects, register, result_type, vary_alike
 from trencadis.core.linear import jvp_of_varied
-from trencadis.core.mesh import explicit_mesh, mapped, replicated
+from trencadis.core.mesh import explicit_mesh, mapped, mapped_alike, replicated
 from trencadis.core.partition import Partition, dimensions
 from trencadis.core.plan import gated_plan
 from trencadis.core.problem import Problem
@@ -149,7 +149,8 @@ def _jvp(
 def _batch(
     operands: Sequence[Value], axes: Sequence[int | None], *, problem: Problem, overrides: Overrides
 ) -> tuple[list[Array], list[int]]:
-    out = jax.vmap(functools.partial(composed, problem, overrides, autodiff.run), in_axes=tuple(axes))(*operands)
+    function = functools.partial(composed, problem, overrides, autodiff.run)
+    out = jax.vmap(function, in_axes=tuple(axes))(*mapped_alike(operands, axes))
     return out, [0] * len(out)
 
 

@@ -67,6 +67,24 @@ def resharded(x: Array, mesh: AbstractMesh, spec: Sequence[Axes]) -> Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, wanted))
 
 
+def mapped_alike(xs: Sequence[V], axes: Sequence[int | None]) -> Sequence[V | Array]:
+    """Arrays that `jax.vmap` maps along these axes, all of them sharded along theirs over the same explicit axes."""
+    found = [(jax.typeof(x).sharding, axis) for x, axis in zip(xs, axes, strict=True) if axis is not None]
+    over = {sharding.spec[axis] for sharding, axis in found}
+    if len(over) < 2:
+        return xs
+    mesh, (chosen, *_) = found[0][0].mesh, [each for each in over if each is not None]
+
+    def along(x: V, axis: int | None) -> V | Array:
+        if axis is None or jax.typeof(x).sharding.spec[axis] == chosen:
+            return x
+        spec = list(jax.typeof(x).sharding.spec)
+        spec[axis] = chosen
+        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    return [along(x, axis) for x, axis in zip(xs, axes, strict=True)]
+
+
 def placed(mesh: AbstractMesh | Mesh, given: Any, specs: Any) -> Any:
     """A pytree of arrays, each sharded over explicit axes of a mesh as its spec says."""
     return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), given, specs)
@@ -81,6 +99,13 @@ def resharded_like(x: Array, like: Value) -> Array:
     """The array, sharded over explicit axes like another of its shape."""
     mesh = explicit_mesh(like)
     return x if mesh is None else resharded(x, mesh, spec_of(jax.typeof(like).sharding, mesh, x.ndim))
+
+
+def resharded_as(x: Array, sharding: NamedSharding) -> Array:
+    """The array, sharded over explicit axes as its type is to be."""
+    if sharding.mesh.empty or jax.typeof(x).sharding.spec == sharding.spec or not explicit_axes(sharding.mesh):
+        return x
+    return resharded(x, sharding.mesh, spec_of(sharding, sharding.mesh, x.ndim))
 
 
 def mapped(

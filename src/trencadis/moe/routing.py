@@ -79,7 +79,7 @@ def route(
     given: tuple[Any, ...] = logits, jnp.asarray(scale), bias, mask, experts
     mesh = explicit_mesh(logits)
     tokens = () if mesh is None else spec_of(jax.typeof(logits).sharding, mesh, 2)[0]
-    if mesh is None or not tokens or not isinstance(score, str):  # a function may close over arrays
+    if mesh is None or not tokens or not logits.size or callable(score):  # a function may close over arrays
         here: Any = (x if x is None else replicated(x) for x in given)
         return choice.routing(*here)
     return _over_tokens(*given, choice=choice, mesh=mesh, tokens=tokens)
