@@ -104,7 +104,7 @@ def test_quantized_weights_over_experts_and_width():
 @pytest.mark.sweep
 def test_vmap_of_a_sharded_axis():
     xs = jnp.stack([numbers()[0], 2 * numbers()[0]])
-    several = step(jax.vmap(layer, in_axes=(0, *[None] * 6)))
+    several = jax.jit(jax.vmap(layer, in_axes=(0, *[None] * 6)))
     given = placed(None, "e", None, None)[1:]
     close(several(put(xs, "d"), *given), several(xs, *numbers()[1:]))
 
