@@ -40,6 +40,8 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict --config-file= --cache-dir=$(VENV)/mypy tests/support/user_program.py
+	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python tests/support/user_program.py
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/size.py
 

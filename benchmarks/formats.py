@@ -35,6 +35,7 @@ class Operands:
     rhs: Quantization
     dtype: str = "bfloat16"
     k_last: bool = True  # weights are stored [g, n, k]; otherwise [g, k, n], as those of 16 bits always are
+    interleave: bool | None = None  # how `prepare` is asked to store weights beside quantized rows
 
 
 FORMATS = {
@@ -63,7 +64,7 @@ PAIRS = {  # both operands quantized, in different formats or with scales along 
     "e4m3-64": Operands((E4M3, (1, 64)), (E4M3, "column")),
     "e4m3-32": Operands((E4M3, (1, 32)), (E4M3, "column")),
     "e4m3-128-e4m3-128": Operands(ROWS_128, (E4M3, (1, 128, 1))),
-    "e4m3-128-int8-128": Operands(ROWS_128, ("int8", (1, 128, 1))),
+    "e4m3-128-int8-128": Operands(ROWS_128, ("int8", (1, 128, 1)), interleave=True),
     "e4m3-128-int4-128": Operands(ROWS_128, ("int4", (1, 128, 1))),
     "int8-int8-128": Operands(("int8", "row"), ("int8", (1, 128, 1))),
     "int8-int4-128": Operands(("int8", "row"), ("int4", (1, 128, 1))),
@@ -137,10 +138,10 @@ def prepared(problem: BenchProblem, which: str, format: str, *, k_last: bool = T
 
 
 def _interleave(how: Operands, k_last: bool) -> bool | None:
-    """How to store weights: on a GPU those of 16-bit rows interleaved, others as `prepare` does it by default."""
+    """How to store weights: on a GPU those that a kernel upcasts interleaved, others as `prepare` does by default."""
     if not k_last:
         return False
-    return True if how.lhs is None and jax.default_backend() == "gpu" else None
+    return (True if how.lhs is None else how.interleave) if jax.default_backend() == "gpu" else None
 
 
 def _operand(seed: int, shape: tuple[int, ...], how: Quantization, dtype: Any = jnp.bfloat16) -> Any:

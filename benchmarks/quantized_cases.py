@@ -174,7 +174,7 @@ def few_rows(backend: str, name: str, length: int | None, out: Any) -> float:
     sizes = np.arange(g) % 8
     x = jax.random.normal(jax.random.key(0), (int(sizes.sum()), k), jnp.bfloat16)
     w = quantize(jax.random.normal(jax.random.key(1), (g, n, k), jnp.bfloat16), name, (1, 1, length or k))
-    w = prepare(w, contracting=-1, interleave=length is not None and backend == "gpu")
+    w = prepare(w, contracting=-1, interleave=length is not None)
     call: Callable[..., Any] = jax.jit(
         lambda x, w: tr.grouped_matmul(x, w, sizes, out, transpose_rhs=True, backend=backend)
     )

@@ -16,7 +16,7 @@ from benchmarks import processes
 from benchmarks.moe import torch_layer
 from benchmarks.moe.layers import Operands
 from benchmarks.moe.parts import Part
-from benchmarks.moe.prepared import OTHERS, PRODUCTS, Prepared
+from benchmarks.moe.prepared import OTHERS, PRODUCTS, SEQUENCE, Key, Prepared
 from benchmarks.moe.shapes import SHAPES, MoeShape
 from benchmarks.processes import SAYS, ChildFailed, Job
 from benchmarks.report import OURS, Record
@@ -82,17 +82,20 @@ def measure(name: str, names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def timed(prepared: Prepared, x: Operands, names: Sequence[str]) -> Iterator[Record]:
-    """Yield a record of each layer and pass, of the sum of products, and of each operation that is no product."""
+    """Yield a record of each layer and pass, of products and of their sequence, and of what is no product."""
     for which in prepared.shape.passes:
         for name in names:
             call, record = prepared.layer(x, which, name)
             if call is not None:
-                clock = _clock(prepared.result_bytes(which, name))
+                clock = _clock(prepared.bytes_of(*prepared.layers[which, name]))
                 record = _with_time(record, functools.partial(burst, call, clock))
             yield record
     times, why = bursts(prepared, x, PRODUCTS, prepared.products)
     for which in prepared.shape.passes:
         yield prepared.products_record(which, times, "; ".join(dict.fromkeys(why.values())))
+    for which, part in prepared.sequences.items():
+        record = Record(problem=prepared.shape.name, dtype=prepared.shape.label, which=which, contender=SEQUENCE)
+        yield _with_time(record, functools.partial(_burst_of, prepared, x, (SEQUENCE, which), part))
     times, why = bursts(prepared, x, OTHERS, prepared.others)
     for name, part in prepared.others.items():
         record = Record(problem=prepared.shape.name, dtype=prepared.shape.label, which=name)
@@ -103,15 +106,19 @@ def bursts(
     prepared: Prepared, x: Operands, kind: str, group: Mapping[str, Part]
 ) -> tuple[dict[str, Stats], dict[str, str]]:
     """The times of parts, one after the other, and why some have none."""
-    clock = device_clock(jax.default_backend())
     times: dict[str, Stats] = {}
     why: dict[str, str] = {}
     for name, part in group.items():
         try:
-            times[name] = burst(prepared.call(x, (kind, name), part), clock)
+            times[name] = _burst_of(prepared, x, (kind, name), part)
         except Exception as failure:
             why[name] = reason_of(failure)
     return times, why
+
+
+def _burst_of(prepared: Prepared, x: Operands, key: Key, part: Part) -> Stats:
+    """The time of a part."""
+    return burst(prepared.call(x, key, part), _clock(prepared.bytes_of(part.fn, part.args)))
 
 
 def _clock(result_bytes: int) -> HostClock | CuptiClock:

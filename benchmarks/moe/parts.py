@@ -59,6 +59,16 @@ def products(shape: MoeShape, which: str) -> dict[str, Part]:
     }
 
 
+def sequence(shape: MoeShape, which: str) -> Part:
+    """The same grouped matmuls as one program, which runs them one after the other."""
+    each = products(shape, which).values()
+
+    def run(*args: tuple[Any, ...]) -> list[Any]:
+        return [part.fn(*given) for part, given in zip(each, args, strict=True)]
+
+    return Part(jax.jit(run), lambda x: tuple(part.args(x) for part in each))
+
+
 def total(seconds: Mapping[str, float]) -> float:
     """The sum of the products; where gate and up are also two, the faster form counts."""
     others = sum(each for name, each in seconds.items() if name not in ("gate", "up", "gate_up"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,9 @@ from benchmarks.report import Record
 from benchmarks.timing import Stats, reason_of
 
 PRODUCTS = "products"  # the contender that is the sum of the grouped matmuls
+SEQUENCE = "products in sequence"  # the same as one program
 OTHERS = "others"  # the kind of parts that are no products
+PAUSE_S = 5.0  # before a function is compiled again
 
 Key = tuple[str, str]  # a pass and a contender, or the kind of a part and its name
 
@@ -39,6 +42,7 @@ class Prepared:
         self.layers = {(which, name): layers.call(name, shape, which) for which in shape.passes for name in names}
         self.products = parts.products(shape, shape.passes[-1])
         self.others = {} if shape.weights else parts.others(shape)
+        self.sequences = {} if shape.weights else {which: parts.sequence(shape, which) for which in shape.passes}
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             self.compiled = {key: pool.submit(job) for key, job in self._jobs().items()}
         self.right: dict[bytes, exact.Values] = {}
@@ -49,7 +53,7 @@ class Prepared:
         for key, (fn, args) in reversed(self.layers.items()):  # a step has more kernels
             jobs[key] = functools.partial(_compile, fn, args(self.given))
             jobs["samples of " + key[0], key[1]] = functools.partial(self._samples, *key)
-        for kind, group in ((PRODUCTS, self.products), (OTHERS, self.others)):
+        for kind, group in ((PRODUCTS, self.products), (SEQUENCE, self.sequences), (OTHERS, self.others)):
             for name, part in group.items():
                 jobs[kind, name] = functools.partial(_compile, part.fn, part.args(self.given))
         jobs["float64", ""] = self._exact
@@ -98,9 +102,8 @@ class Prepared:
         fn, args, *_ = how
         return JaxCall(fn, args(x))
 
-    def result_bytes(self, which: str, name: str) -> int:
-        """The bytes of what a layer returns."""
-        fn, args = self.layers[which, name]
+    def bytes_of(self, fn: Any, args: Callable[[Operands], Any]) -> int:
+        """The bytes of what a function returns."""
         found = jax.tree.leaves(jax.eval_shape(fn, *args(self.given)))
         return sum(each.size * each.dtype.itemsize for each in found)
 
@@ -117,4 +120,11 @@ class Prepared:
 
 
 def _compile(fn: Any, args: Sequence[Any]) -> Any:
-    return fn.lower(*args).compile()
+    """The compiled function; once more if it fails, since many processes that start ptxas at once may run short."""
+    try:
+        return fn.lower(*args).compile()
+    except Exception as failure:
+        if "ptxas" not in str(failure):
+            raise
+        time.sleep(PAUSE_S)
+        return fn.lower(*args).compile()

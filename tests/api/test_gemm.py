@@ -218,8 +218,10 @@ def test_sizes_stay_on_the_device(xwy):
     with pytest.warns(tr.PerformanceWarning):  # several ragged dimensions have no kernel
         exported = jax.export.export(step, platforms=["cpu", "cuda", "tpu"])(x, w, y, sizes)
     assert [a.shape for a in exported.in_avals] == [x.shape, w.shape, y.shape, (3,)]
+    lines = exported.mlir_module().splitlines()
+    called = [line for line in lines if not line.startswith("#loc")]  # functions that called the test have any name
     for word in ("callback", "infeed", "outfeed", "send", "recv"):
-        assert word not in exported.mlir_module()
+        assert not any(word in line for line in called)
     with jax.transfer_guard("disallow"):
         step(x, w, y, sizes)
 

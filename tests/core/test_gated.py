@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gated_cases import BIAS, check, forward, gathered, numbers, pullback, spoil, total
+from gated_cases import BIAS, check, forward, gathered, numbers, pullback, spoil, total, weights
 from jax.test_util import check_grads
 
 from trencadis.core import gated
@@ -26,7 +26,10 @@ CASES = {
     "rows gathered": gathered(12, 5, 6, 4, local=3, epilogue=BIAS),
     "bf16": forward(12, 5, 6, 4, "bf16 bf16 bf16", local=3),
     "pullback": pullback(12, 5, 6, 4, local=3),
+    "pullback, rows gathered": pullback(12, 5, 6, 4, local=3, k=2),
     "sum": total(12, 5, 6, 4, local=3),
+    "weights": weights(12, 5, 6, 4, local=3, pair=True, k=2),
+    "weights, rhs gathered": weights(12, 5, 6, 4, local=3, k=2, operand="rhs"),
 }
 
 
@@ -42,9 +45,9 @@ def test_equals_float64_with_poison_in_another_group(name):
     check(problem, SIZES, FIRST, operands, run(problem, operands))
 
 
-@pytest.mark.parametrize("name", ["both kept", "pullback", "sum"])
+@pytest.mark.parametrize("name", ["both kept", "pullback", "sum", "weights"])
 def test_derivatives_and_batches(name):
-    problem = CASES[name]
+    problem = CASES[name].of_rows
     operands = [jnp.asarray(each) for each in numbers(problem, 1)]
     check_grads(lambda *xs: run(problem, xs), operands, order=1, modes=("fwd", "rev"), atol=2e-2, rtol=2e-2)
     shifted = [jnp.stack([each, each[::-1]]) for each in operands]
@@ -54,9 +57,10 @@ def test_derivatives_and_batches(name):
         np.testing.assert_allclose(got, np.stack(want), rtol=1e-5, atol=1e-5)
 
 
-def test_derivatives_and_batches_of_gathered_rows():
+@pytest.mark.parametrize("name", ["rows gathered", "weights, rhs gathered"])
+def test_derivatives_and_batches_of_gathered_rows(name):
     """They are those of the composition: a gather, and its transpose without a scatter, before the product."""
-    problem = CASES["rows gathered"]
+    problem = CASES[name]
     *floats, token, inverse = map(jnp.asarray, numbers(problem, 1))
 
     def outs(*floats):
@@ -73,8 +77,8 @@ def test_derivatives_and_batches_of_gathered_rows():
 def test_cost_counts_all_operands_and_results():
     for problem, products in ((CASES["forward"], 2), (CASES["both kept"].replace(epilogue=BIAS), 2)):
         assert cost(problem).flops == products * cost(problem.replace(gate=None)).flops
-    for name in ("forward", "bf16", "pullback", "sum"):
-        problem = CASES[name]
+    for name in ("forward", "bf16", "pullback", "sum", "weights"):
+        problem = CASES[name].of_rows
         arrays = [*problem.operands[:2], *problem.gate_operands, *problem.results]
         assert cost(problem).bytes == sum(np.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
     rows = CASES["rows gathered"]

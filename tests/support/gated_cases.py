@@ -2,9 +2,10 @@
 
 import numpy as np
 import oracle
-from poisoned import rows_problem, spans
+from poisoned import rows_problem, spans, sum_problem
 
 from trencadis.core.epilogue import Epilogue, Gate, Gather
+from trencadis.core.problem import Form
 from trencadis.moe import swiglu
 from trencadis.moe.permutation import rows_of_tokens
 
@@ -22,9 +23,17 @@ def gathered(m, *shape, keep=True, k=2, **changes):
     return rows_problem(m, *shape, gate=gate, **changes)
 
 
-def pullback(*shape, **changes):
-    """The pullback of SwiGLU, of a product with transposed weights."""
-    return rows_problem(*shape, gate=Gate(activation=swiglu(), pullback=True), transpose_rhs=True, **changes)
+def pullback(m, *shape, k=0, **changes):
+    """The pullback of SwiGLU, of a product with transposed weights; rows are gathered if a token has k of them."""
+    gather = Gather(m // k, rows_of_tokens) if k else None
+    gate = Gate(activation=swiglu(), pullback=True, gather=gather)
+    return rows_problem(m, *shape, gate=gate, transpose_rhs=True, **changes)
+
+
+def weights(m, *shape, k=0, operand="lhs", pair=False, **changes):
+    """The gradient of weights, or of a pair of them; rows of an operand are gathered if a token has k of them."""
+    gather = Gather(m // k, rows_of_tokens, operand) if k else None
+    return sum_problem(m, *shape, gate=Gate(activation=None, pair=pair, gather=gather), **changes)
 
 
 def total(*shape, **changes):
@@ -50,7 +59,10 @@ def meaning(problem, sizes, first, lhs, rhs, *rest):
         mine[list(span)] = True
     if problem.gather is not None:
         *rest, token, _ = rest
-        lhs = lhs[token]
+        lhs, rhs = (lhs[token], rhs) if problem.gather.operand == "lhs" else (lhs, rhs[token])
+    if problem.form is Form.CONTRACTION:
+        window = dict(first=int(first[0]), local=problem.local_groups)
+        return [oracle.contraction(lhs, each, sizes[0], **window) for each in (rhs, *rest)]
     window = dict(first=int(first[0]), transpose_rhs=problem.transpose_rhs)
     if problem.gate.activation is None:
         pairs = ((lhs, rhs), rest)
@@ -80,19 +92,24 @@ def spoil(problem, sizes, first, operands, bad, poison):
     found, rows = [np.array(each) for each in operands], np.setdiff1d(np.arange(problem.m), good)
     if problem.gather is not None:
         tokens = np.setdiff1d(np.arange(problem.gather.tokens), found[-2][good])
-        found[0][tokens] = poison
-        return [found[0], *spoil(problem.of_rows, sizes, first, found[1:-2], bad, poison), *found[-2:]]
+        at = ("lhs", "rhs").index(problem.gather.operand)
+        found[at][tokens] = poison
+        others = [*found[:at], *found[at + 1 : -2]]
+        others = spoil(problem.of_rows, sizes, first, others, bad, poison)
+        return [*others[:at], found[at], *others[at:], *found[-2:]]
     for each in found:
         each[rows if each.shape[0] == problem.m else bad] = poison
     return found
 
 
 def check(problem, sizes, first, operands, outs):
-    """The results equal those in float64, and are exactly 0 in unowned rows."""
+    """The results equal those in float64, and are exactly 0 in unowned rows, or for empty groups."""
     with np.errstate(invalid="ignore", over="ignore"):
         wanted = meaning(problem, sizes, first, *operands)
     mine = [row for span in spans(problem, sizes, first) for row in span]
     rest = np.setdiff1d(np.arange(problem.m), mine)
+    if problem.form is Form.CONTRACTION:
+        rest = [i for i, span in enumerate(spans(problem, sizes, first)) if not span]
     for got, want, (shape, dtype) in zip(outs, wanted, problem.results, strict=True):
         assert got.shape == shape and got.dtype == dtype
         finite = want[np.isfinite(want)]

@@ -8,7 +8,8 @@ import numpy as np
 
 OPERATIONS = {
     "mov": lambda a: a, "and": operator.and_, "or": operator.or_, "xor": operator.xor, "shl": operator.lshift,
-    "shr": operator.rshift, "add": operator.add, "mul": operator.mul, "mad": lambda a, b, c: a * b + c,
+    "shr": operator.rshift, "add": operator.add, "sub": operator.sub, "mul": operator.mul,
+    "mad": lambda a, b, c: a * b + c,
 }  # fmt: skip
 ARITHMETIC = {"mul": operator.mul, "sub": operator.sub, "fma": lambda a, b, c: a * b + c}
 
@@ -44,9 +45,9 @@ def run(text, **registers):
 
 
 def _inside(text):
-    """The instructions of a text, without the braces around all of it."""
-    text = text.strip()
-    return text[1:-1] if text.startswith("{") else text
+    """The instructions of a text, without the braces of scopes, which begin with registers or with another one."""
+    text = re.sub(r"\{\s*(?=[.{])", "", re.sub(r";\s*\}", ";", text))
+    return re.sub(r";\s*\}", ";", text)
 
 
 def _converted(to, source, given):

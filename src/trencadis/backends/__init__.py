@@ -33,7 +33,7 @@ KERNELS: dict[str, tuple[str, ...]] = {"tpu": ("tpu",), "cuda": ("gpu", "triton"
 # the backends whose kernels can apply a gated activation
 GATED: tuple[str, ...] = ("tpu", "gpu")
 # the backends that can read interleaved weights; for others they are put in order first
-INTERLEAVED: tuple[str, ...] = ("gpu",)
+INTERLEAVED: tuple[str, ...] = ("gpu", "triton")
 # backends whose kernels can be interpreted anywhere, and the device that the interpreter stands for
 _H200 = Target(platform="cuda", kind=CARDS["h200"].kind)
 INTERPRETED = {"tpu": Target(platform="tpu"), "gpu": _H200, "triton": _H200}

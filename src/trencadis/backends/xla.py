@@ -33,8 +33,8 @@ from trencadis.core.tiling import Overrides, Tiling
 
 Array = jax.Array
 
-ROW_HEIGHTS = (1, 4, 8, 16, 64, 256)
-SUM_HEIGHTS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
+ROW_HEIGHTS = (1, 4, 16, 64, 256)
+SUM_HEIGHTS = (8, 16, 32, 64, 128, 256)
 
 _slice = functools.partial(lax.dynamic_slice, allow_negative_indices=False)
 _update = functools.partial(lax.dynamic_update_slice, allow_negative_indices=False)
@@ -202,12 +202,12 @@ def _row_heights(problem: Problem, block_m: int, dtype: np.dtype[Any]) -> list[t
     """
     narrow = dtype == jnp.bfloat16
     overhead = 7 if narrow else 10 if problem.transpose_rhs else 1
-    small = (2**18 if narrow else 2**17) / max(problem.k * problem.n, 1)  # fixed costs weigh more on small weights
+    fixed = _fixed_rows(problem, narrow)
     heights = [max(h, 2) if narrow else h for h in ROW_HEIGHTS]
     heights = [h for h in heights if h <= min(block_m, problem.rows) and h < 4 * problem.m] or [
         min(block_m, problem.rows)
     ]
-    prices = [(h + overhead if h > 1 else 2.5) + small for h in heights]
+    heights, prices = _worth_a_loop({h: (h + overhead if h > 1 else 2.5) + fixed for h in heights})
     most = 2 * heights[-1]
     cost = [prices[0] * -(-rows // heights[0]) for rows in range(most)]
     steps = [(heights[0], 1)]
@@ -222,8 +222,25 @@ def _row_heights(problem: Problem, block_m: int, dtype: np.dtype[Any]) -> list[t
 def _sum_heights(problem: Problem, block_m: int) -> list[int]:
     """The tile heights of a contraction, ascending; the rows left over by full tiles take the shortest that fits."""
     longest = min(problem.m, block_m)
-    shorter = [h for h in SUM_HEIGHTS if h < longest]
-    return [*shorter, longest]
+    fixed = 16 + _fixed_rows(problem, narrow=False)  # the sum is written once, whatever the height
+    return _worth_a_loop({h: h + fixed for h in (*SUM_HEIGHTS, longest) if h <= longest})[0]
+
+
+def _fixed_rows(problem: Problem, narrow: bool) -> float:
+    """What a tile costs before its first row, in rows of arithmetic: it weighs more if the weights are small."""
+    return (2**18 if narrow else 2**17) / max(problem.k * problem.n, 1)
+
+
+def _worth_a_loop(prices: dict[int, float]) -> tuple[list[int], list[float]]:
+    """The heights, ascending, that save a quarter of the price of the next taller one, and their prices.
+
+    Each height is a loop that XLA compiles. The tallest is always there.
+    """
+    kept: list[int] = []
+    for height in sorted(prices, reverse=True):
+        if not kept or prices[height] <= 0.75 * prices[kept[-1]]:
+            kept.append(height)
+    return kept[::-1], [prices[height] for height in kept[::-1]]
 
 
 def row_tiles(problem: Problem, layout: Layout, start: int, end: int) -> list[RowTile]:

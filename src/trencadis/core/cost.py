@@ -76,11 +76,14 @@ def _gated(problem: Problem) -> tuple[int, int, int, int]:
     """
     if problem.gate is None:
         return 1, 1, 1, 0
+    tokens = 0 if problem.gather is None else 1  # the token of each row
+    if problem.form is Form.CONTRACTION:
+        return 1, 1 + problem.gate.pair, 1 + problem.gate.pair, tokens
     if problem.gate.activation is None:
         return 2, 2, 1, 0
     if problem.gate.pullback:  # gate, up, d gate, d up and weight * h; weight and d weight
-        return 1, 1, 5, 2
-    return 1, 2, 3 if problem.gate.keep else 1, 0 if problem.gather is None else 1  # the token of each row
+        return 1, 1, 5, 2 + tokens
+    return 1, 2, 3 if problem.gate.keep else 1, tokens
 
 
 def _share(whole: int, part: int, of: int) -> int:

@@ -115,39 +115,43 @@ class Epilogue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gather:
-    """Rows of a product that are gathered from those of lhs: row i is lhs[token[i]].
+    """Rows of a product that are gathered from those of an operand: row i is lhs[token[i]], or rhs[token[i]].
 
     Two operands follow all others: `token`, i32[m], and the inverse of the permutation, i32[m], which gradients need.
     """
 
-    tokens: int  # the rows of lhs
-    rows: Callable[[Array, Array, Array], Array]  # of lhs, token and inverse: the rows [m, k]
+    tokens: int  # the rows of the operand
+    rows: Callable[[Array, Array, Array], Array]  # of the operand, token and inverse: its rows, m of them
+    operand: str = "lhs"  # or "rhs", in a contraction
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """A gated activation in the epilogue of a rows product, its pullback, or the gradient of the rows.
+    """A gated activation in the epilogue of a rows product, its pullback, or the products of their gradients.
 
-        forward     lhs @ gate, lhs @ up -> activation of both    a second rhs follows; `keep`: both sums are results,
-                                                                  `gather`: rows are gathered
+        forward     lhs @ gate, lhs @ up -> activation of both    a second rhs follows; `keep`: both sums are results
         pullback    the product is d h                            both sums follow, and the weight of each row [m]
         sum         lhs @ gate + lhs_up @ up                      a second lhs and rhs follow; there is no activation
+        weights     lhsᵀ @ rhs of each group, a contraction       `pair`: a second rhs follows, and has a second result
 
     The pullback gives the cotangents of both sums, of `weight * d h`; then `weight * h`, and the sum over n of d h * h.
+    All but the sum may have rows that are gathered.
     """
 
-    activation: Activation | None  # of gate and up; None: the sum of two products
+    activation: Activation | None  # of gate and up; None: products without one
     keep: bool = False
     pullback: bool = False
+    pair: bool = False
     gather: Gather | None = None
 
     def __str__(self) -> str:
+        gathered = ", rows gathered" * (self.gather is not None)
         if self.activation is None:
-            return "sum of two products"
+            return ("two products" if self.pair or self.gather is None else "one product") + gathered
         name = getattr(self.activation, "__name__", type(self.activation).__name__)
         if self.pullback:
-            return f"pullback of {name}"
-        return f"{name} of gate and up" + ", both kept" * self.keep + ", rows gathered" * (self.gather is not None)
+            return f"pullback of {name}{gathered}"
+        return f"{name} of gate and up" + ", both kept" * self.keep + gathered
 
 
 def add(a: Array, b: Array) -> Array:

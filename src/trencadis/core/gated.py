@@ -3,9 +3,10 @@
     forward     h = activation(lhs @ w_gate + b_gate, lhs @ w_up + b_up)
     pullback    d h = lhs @ rhs, then d gate, d up, weight * h and d weight, from gate, up and the weight of each row
     sum         d gate @ w_gate + d up @ w_up
+    weights     the gradients of the weights, contractions: lhsᵀ @ rhs, or lhsᵀ @ d gate and lhsᵀ @ d up
 
-The rows of the forward pass may be gathered from lhs by token. A kernel that cannot do so gets them gathered before.
-A backend may compute either in one kernel. Otherwise, and wherever they are differentiated or batched, they are
+Rows may be gathered by token, from lhs or, in a contraction, from rhs. A kernel that cannot do so gets them gathered
+before. A backend may compute either in one kernel. Otherwise, and wherever they are differentiated or batched, they are
 composed of plain products and elementwise operations. Unowned rows of every result are 0.
 """
 
@@ -33,7 +34,7 @@ from trencadis.core.linear import jvp_of_varied
 from trencadis.core.mesh import explicit_mesh, mapped, mapped_alike, replicated
 from trencadis.core.partition import Partition, dimensions
 from trencadis.core.plan import gated_plan
-from trencadis.core.problem import Problem
+from trencadis.core.problem import Form, Problem
 from trencadis.core.row_blocks import replace_rows
 from trencadis.core.spans import owned, spans
 from trencadis.core.target import Target
@@ -51,6 +52,8 @@ def run(problem: Problem, overrides: Overrides, *operands: Value) -> list[Array]
     mesh = explicit_mesh(*operands)
     if mesh is None:
         return _bind(problem, overrides, *operands)
+    if problem.form is Form.CONTRACTION:
+        return composed(problem, overrides, sharded.run, *operands)
     problem, operands = problem.of_rows, _with_rows(problem, *operands)
     plain = problem.replace(gate=None)
     part = sharded.partition_of(plain, mesh, operands[: len(dimensions(plain))])
@@ -88,6 +91,8 @@ def composed(problem: Problem, overrides: Overrides, multiply: Multiply, *operan
     assert problem.gate is not None
     lhs, rhs, sizes, first, *rest = operands = _with_rows(problem, *operands)
     plain = problem.replace(gate=None)
+    if problem.form is Form.CONTRACTION:
+        return [multiply(plain, overrides, lhs, each, sizes, first) for each in (rhs, *rest)]
     if problem.gate.activation is None:
         total, (lhs, rhs) = multiply(plain, overrides, lhs, rhs, sizes, first), rest
         more = plain.replace(epilogue=Epilogue(accumulate=True))
@@ -108,8 +113,11 @@ def _with_rows(problem: Problem, *operands: V) -> tuple[V | Array, ...]:
     """The operands of `problem.of_rows`: rows are gathered, if the problem asks for it."""
     if problem.gather is None:
         return operands
-    lhs, *rest, token, inverse = operands
-    return (problem.gather.rows(*map(jnp.asarray, (lhs, token, inverse))), *rest)
+    *given, token, inverse = operands
+    found: list[V | Array] = [*given]
+    at = ("lhs", "rhs").index(problem.gather.operand)
+    found[at] = problem.gather.rows(*map(jnp.asarray, (given[at], token, inverse)))
+    return tuple(found)
 
 
 def _activated(gate: Gate, *z: Array) -> Array:
@@ -175,7 +183,7 @@ def _pulled_back_in_place(problem: Problem, overrides: Overrides, multiply: Mult
     """The results of the pullback, stored over its operands, whose unowned rows are 0 as the products left them."""
     gate = problem.gate
     assert gate is not None
-    lhs, rhs, sizes, first, z_gate, z_up, weight = operands
+    lhs, rhs, sizes, first, z_gate, z_up, weight = _with_rows(problem, *operands)
     d_h = multiply(problem.replace(gate=None), overrides, lhs, rhs, sizes, first)
 
     def block(z_gate: Array, z_up: Array, d_h: Array, _: Array, weight: Array) -> list[Array]:

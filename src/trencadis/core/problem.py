@@ -53,7 +53,7 @@ class Problem:
     batch: int = 1
     rhs_batch: int = 1
     epilogue: Epilogue = Epilogue()
-    gate: Gate | None = None  # rows: a gated activation, with operands and results of its own
+    gate: Gate | None = None  # a product of a gated layer, with operands and results of its own
     precision: PrecisionLike = None
 
     def __post_init__(self) -> None:
@@ -103,18 +103,18 @@ class Problem:
 
     @property
     def gather(self) -> Gather | None:
-        """How rows are gathered from those of lhs; None if they are those of lhs."""
+        """How rows are gathered from those of an operand; None if they are its own."""
         return None if self.gate is None else self.gate.gather
 
     @property
     def of_rows(self) -> Problem:
-        """The same problem where lhs is the rows, if they are to be gathered from it here."""
+        """The same problem where both operands have all rows, if they are to be gathered here."""
         return self if self.gate is None else self.replace(gate=dataclasses.replace(self.gate, gather=None))
 
     @property
     def lhs_shape(self) -> Shape:
         """Shape of lhs as it is stored."""
-        if self.gather is not None:
+        if self.gather is not None and self.gather.operand == "lhs":
             return (self.gather.tokens, self.k)
         return (self.k, self.rows) if self.transpose_lhs else (self.rows, self.k)
 
@@ -122,7 +122,8 @@ class Problem:
     def rhs_shape(self) -> Shape:
         """Shape of rhs as it is stored."""
         if self.form is Form.CONTRACTION:
-            return (self.rows, self.n)
+            gather = self.gather
+            return (gather.tokens if gather is not None and gather.operand == "rhs" else self.rows, self.n)
         return (self.weights, self.n, self.k) if self.transpose_rhs else (self.weights, self.k, self.n)
 
     @property
@@ -147,14 +148,16 @@ class Problem:
 
     @property
     def gate_operands(self) -> list[tuple[Shape, DTypeLike]]:
-        """Shapes and dtypes of the operands of a gated activation, which follow all others."""
+        """Shapes and dtypes of the operands of a gate, which follow all others; the last are token and inverse."""
         assert self.gate is not None
+        indices: list[tuple[Shape, DTypeLike]] = [((self.rows,), np.int32)] * (0 if self.gather is None else 2)
+        if self.form is Form.CONTRACTION:
+            return [*[(self.rhs_shape, self.rhs)] * self.gate.pair, *indices]
         if self.gate.activation is None:
             return [(self.lhs_shape, self.lhs), (self.rhs_shape, self.rhs)]
         if self.gate.pullback:  # gate, up, weight
-            return [(self.out_shape, self.out)] * 2 + [((self.rows,), np.float32)]
+            return [*[(self.out_shape, self.out)] * 2, ((self.rows,), np.float32), *indices]
         bias = [] if self.epilogue.bias is None else [((self.local_groups, self.n), self.epilogue.bias)]
-        indices = [((self.rows,), np.int32)] * (0 if self.gather is None else 2)  # token, inverse
         return [(self.rhs_shape, self.rhs), *bias, *indices]  # up
 
     @property
@@ -163,7 +166,7 @@ class Problem:
         assert self.gate is not None
         if self.gate.pullback:  # d gate, d up, weight * h, d weight
             return [(self.out_shape, self.out)] * 3 + [((self.rows,), np.float32)]
-        return [(self.out_shape, self.out)] * (3 if self.gate.keep else 1)  # h, gate, up
+        return [(self.out_shape, self.out)] * (3 if self.gate.keep else 1 + self.gate.pair)  # h, gate, up
 
     def replace(self, **changes: Any) -> Problem:
         """The same problem with some fields changed."""

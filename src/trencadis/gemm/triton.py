@@ -58,10 +58,12 @@ def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides(
     asked: Any = problem  # a plan's problem is any that has an epilogue; this one has none
     if problem.empty:
         return Refusal("triton", "there is nothing to multiply", costly=False)
-    like = mean_problem(problem)
-    answer = backend.plan(like, target, Overrides())
+    answer = backend.plan(mean_problem(problem), target, Overrides())
     if isinstance(answer, Refusal):
         return answer
+    # XLA converts lhs where the kernel must not
+    inner: Any = dataclasses.replace(problem, lhs=dataclasses.replace(problem.lhs, dtype=answer.problem.lhs))
+    like = mean_problem(inner)
     if problem.scaled and problem.sum != np.float32:
         return Refusal("triton", f"alpha, beta and bias are {problem.sum.name}; it computes them in float32")
     entries = max(math.prod(buffer.shape) for buffer in (problem.lhs, problem.rhs, problem.out))
@@ -75,9 +77,9 @@ def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides(
         plain = plain.replace(stages=max(min(plain.stages, int(card.shared // (2 * step_bytes(like, card, plain)))), 1))
     tile = plain.replace(programs=card.cores * programs_per_sm(like, card, plain))
     return Plan(
-        asked=asked, problem=asked, target=target, backend="triton", interpret=overrides.interpret,
+        asked=asked, problem=inner, target=target, backend="triton", interpret=overrides.interpret,
         tiling=tiling_of(like, tile), layout=GemmLayout(tile=tile, copy_programs=card.cores * COPIES_PER_SM),
-        because=_reason(problem, like, tile),
+        because=_reason(inner, like, tile),
     )  # fmt: skip
 
 
@@ -122,6 +124,7 @@ def execute(
     from trencadis.backends.triton import bridge, interpreter
 
     call = interpreter.call if interpret else bridge.call
+    lhs = lhs.astype(problem.lhs.dtype)
     found = tables(problem, layout.tile, Groups(*rest[:6]))
     copies = []
     for name, data, table in (("lhs", lhs, found.lhs), ("rhs", rhs, found.rhs)):

@@ -13,8 +13,8 @@
     d w               (weight * h)ᵀ d y, rowsᵀ d z_gate, rowsᵀ d z_up
     d x     [t, d]    sum over k of d z_gate @ w_gateᵀ + d z_up @ w_upᵀ
 
-rows and h are computed again in the backward pass: one is a gather and the other elementwise. In the forward pass rows
-are not stored where the kernel of the first product gathers them.
+rows and h are computed again in the backward pass: one is a gather and the other elementwise. Neither rows nor d y are
+stored where the kernels of products gather them by token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trencadis.core import arguments, gated
 from trencadis.core.alike import sharded_like
 from trencadis.core.epilogue import Activation, Epilogue, Gate, Gather
 from trencadis.core.linear import with_backward
-from trencadis.core.mesh import sharding_of
+from trencadis.core.mesh import explicit_mesh, sharding_of
 from trencadis.core.spans import clamp_first, offsets
 from trencadis.moe.permutation import (
     Permutation,
@@ -79,6 +79,13 @@ class Inputs(NamedTuple):
     experts: Experts  # those that are arrays
 
 
+class Rows(NamedTuple):
+    """Rows of tokens, sorted by expert; where they are not there, products gather them."""
+
+    tokens: Array  # [t, d]
+    rows: Array | None  # [m, d]
+
+
 class Kept(NamedTuple):
     """What the forward pass keeps for the backward pass; what is not here is computed again."""
 
@@ -117,7 +124,7 @@ def run(layer: Layer, indices: Indices, inputs: Inputs) -> Array:
 def value(layer: Layer, indices: Indices, inputs: Inputs) -> Array:
     """The result [t, d] of the layer, as a composition of functions that are differentiable by themselves."""
     experts = _merged(indices.frozen, inputs.experts)
-    h, _ = _activations(layer, indices, experts, inputs.x, None, keep=False)
+    h, _ = _activations(layer, indices, experts, Rows(inputs.x, None), keep=False)
     y = _product(layer, indices, h, experts.down, experts.bias_down)
     return weighted_sum(y, inputs.weights, indices.permutation)
 
@@ -138,7 +145,7 @@ def quantized(layer: Layer, recipe: Recipe, indices: Indices, inputs: Inputs) ->
 def _forward(layer: Layer, indices: Indices, inputs: Inputs) -> tuple[Array, Kept]:
     experts = _merged(indices.frozen, inputs.experts)
     rows = permute(inputs.x, indices.permutation) if layer.save == "fast" else None
-    h, z = _activations(layer, indices, experts, inputs.x, rows, keep=layer.save != "inputs")
+    h, z = _activations(layer, indices, experts, Rows(inputs.x, rows), keep=layer.save != "inputs")
     y = _product(layer, indices, h, experts.down, experts.bias_down)
     out = weighted_sum(y, inputs.weights, indices.permutation)
     return out, Kept(z, rows=rows)
@@ -146,17 +153,21 @@ def _forward(layer: Layer, indices: Indices, inputs: Inputs) -> tuple[Array, Kep
 
 def _backward(layer: Layer, indices: Indices, inputs: Inputs, kept: Kept, ct: Array) -> Inputs:
     permutation, experts = indices.permutation, _merged(indices.frozen, inputs.experts)
-    rows = permute(inputs.x, permutation) if kept.rows is None else kept.rows
-    z = kept.z or _activations(layer, indices, experts, inputs.x, rows, keep=True)[1]
-    d_y = permute(ct, permutation)
+    gathers = _one_kernel(layer, experts) and explicit_mesh(inputs.x, *jax.tree.leaves(experts)) is None
+    x, d_y = Rows(inputs.x, kept.rows), Rows(ct, None)
+    if not gathers:
+        x = Rows(inputs.x, _rows(indices, x))
+    if not gathers or experts.bias_down is not None:
+        d_y = Rows(ct, _rows(indices, d_y))
+    z = kept.z or _activations(layer, indices, experts, x, keep=True)[1]
     weight = rows_of(inputs.weights, permutation).astype(jnp.float32)  # [m]
     d_z, weighted, d_weight = _pullback(layer, indices, experts, d_y, z, weight)
     if experts.bias_down is not None:  # d y by the bias of its expert: a product with [e, d, 1]
-        d_weight = d_weight + _product(layer, indices, d_y, experts.bias_down[:, :, None])[:, 0]
+        d_weight = d_weight + _product(layer, indices, _rows(indices, d_y), experts.bias_down[:, :, None])[:, 0]
     return Inputs(
         x=sum_rows(_d_rows(layer, indices, experts, d_z), permutation, ct.shape[0]),
         weights=assignments_of(d_weight, permutation, ct.shape[0]).astype(inputs.weights.dtype),
-        experts=_d_experts(layer, indices, inputs.experts, (rows, weighted, weight[:, None]), (d_z, d_y)),
+        experts=_d_experts(layer, indices, inputs.experts, (x, weighted, weight[:, None]), (d_z, d_y), gathers=gathers),
     )
 
 
@@ -164,43 +175,52 @@ def _backward(layer: Layer, indices: Indices, inputs: Inputs, kept: Kept, ct: Ar
 # Products
 
 
-def _activations(
-    layer: Layer, indices: Indices, experts: Experts, x: Array, rows: Array | None, *, keep: bool
-) -> tuple[Array, tuple[Array, ...]]:
-    """The activations [m, f], and with keep the pre-activations of gate and up, or of up alone.
+def _rows(indices: Indices, x: Rows) -> Array:
+    """The rows [m, d], gathered if they are not there."""
+    return permute(x.tokens, indices.permutation) if x.rows is None else x.rows
 
-    Without rows, which are those of x by token, the product gathers them.
-    """
+
+def _gathered(indices: Indices, x: Rows, operand: str = "lhs") -> tuple[Gather | None, Array, Any]:
+    """How a product gets rows: how it gathers them, if they are not there, its operand, and its indices."""
+    if x.rows is not None:
+        return None, x.rows, ()
+    return Gather(x.tokens.shape[0], rows_of_tokens, operand), x.tokens, indices.permutation[:2]
+
+
+def _activations(
+    layer: Layer, indices: Indices, experts: Experts, x: Rows, *, keep: bool
+) -> tuple[Array, tuple[Array, ...]]:
+    """The activations [m, f], and with keep the pre-activations of gate and up, or of up alone."""
     if _one_kernel(layer, experts):
         biased = experts.bias_gate is not None or experts.bias_up is not None
         zeros = jnp.zeros(experts.up.shape[::2], layer.wide) if biased else None
         bias_gate, bias_up = (zeros if bias is None else bias for bias in (experts.bias_gate, experts.bias_up))
-        gather = Gather(x.shape[0], rows_of_tokens) if rows is None else None
+        gather, lhs, by = _gathered(indices, x)
         gate = Gate(activation=layer.activation, keep=keep, gather=gather)
-        rest = (experts.up, *(() if bias_up is None else (bias_up,)), *(indices.permutation[:2] if gather else ()))
-        lhs = x if rows is None else rows
+        rest = (experts.up, *(() if bias_up is None else (bias_up,)), *by)
         h, *kept = _gated(layer, indices, gate, lhs, experts.gate, bias_gate, rest)
         return h, tuple(kept)
-    rows = permute(x, indices.permutation) if rows is None else rows
+    rows = _rows(indices, x)
     pairs = ((experts.gate, experts.bias_gate), (experts.up, experts.bias_up))[not layer.gated :]
     z = tuple(_product(layer, indices, rows, w, bias) for w, bias in pairs)
     return layer.apply(z).astype(layer.dtype), z if keep else ()
 
 
 def _pullback(
-    layer: Layer, indices: Indices, experts: Experts, d_y: Array, z: tuple[Array, ...], weight: Array
+    layer: Layer, indices: Indices, experts: Experts, d_y: Rows, z: tuple[Array, ...], weight: Array
 ) -> tuple[tuple[Array, ...], Array, Array]:
     """The gradients of the pre-activations, the activations times weight, and the gradient [m] of weight."""
     if _one_kernel(layer, experts):
-        gate = Gate(activation=layer.activation, pullback=True)
+        gather, lhs, by = _gathered(indices, d_y)
+        gate = Gate(activation=layer.activation, pullback=True, gather=gather)
         d_gate, d_up, weighted, d_weight = _gated(
-            layer, indices, gate, d_y, experts.down, None, (*z, weight), transposed=True
+            layer, indices, gate, lhs, experts.down, None, (*z, weight, *by), transposed=True
         )
         return (d_gate, d_up), weighted, d_weight
-    d_h = _product(layer, indices, d_y, experts.down, transposed=True).astype(layer.wide)
+    d_h = _product(layer, indices, _rows(indices, d_y), experts.down, transposed=True).astype(layer.wide)
     h, pullback = jax.vjp(lambda *z: layer.apply(z), *z)
     factor = weight.astype(layer.wide)[:, None]
-    d_weight = jnp.sum(jnp.where(_owned(indices, experts, d_y.shape[0]), d_h * h, 0), axis=1)
+    d_weight = jnp.sum(jnp.where(_owned(indices, experts, d_h.shape[0]), d_h * h, 0), axis=1)
     d_z = tuple(each.astype(layer.dtype) for each in pullback(factor * d_h))
     return d_z, (factor * h).astype(layer.dtype), d_weight
 
@@ -247,16 +267,16 @@ def _d_rows(layer: Layer, indices: Indices, experts: Experts, d_z: tuple[Array, 
 
 
 def _d_experts(
-    layer: Layer, indices: Indices, experts: Experts, lhs: tuple[Array, Array, Array],
-    gradients: tuple[tuple[Array, ...], Array],
+    layer: Layer, indices: Indices, experts: Experts, lhs: tuple[Rows, Array, Array],
+    gradients: tuple[tuple[Array, ...], Rows], *, gathers: bool,
 ) -> Experts:  # fmt: skip
     """The gradients of the parameters that are arrays: sums over the rows of each expert."""
-    (rows, weighted, weight), (d_z, d_y) = lhs, gradients
+    (x, weighted, weight), (d_z, d_y) = lhs, gradients
     d_gate, d_up = d_z[0] if layer.gated else None, d_z[-1]
     ones = jnp.ones_like(weight)
 
-    def contracted(param: Array | None, lhs: Array, rhs: Array | None) -> Array | None:
-        if param is None or rhs is None:
+    def contracted(param: Array | None, lhs: Array | None, rhs: Array | None) -> Array | None:
+        if param is None or lhs is None or rhs is None:
             return None
         whole = param if param.ndim == 3 else param[:, None, :]
         out = contraction_product(
@@ -266,14 +286,48 @@ def _d_experts(
         )  # fmt: skip
         return sharded_like(out.reshape(param.shape), param)
 
+    gate: Array | None
+    up: Array | None
+    down: Array | None
+    if gathers:
+        gate, up, down = _d_matrices(layer, indices, experts, (x, weighted), (d_z, d_y))
+    else:
+        gate, up = (contracted(*each) for each in ((experts.gate, x.rows, d_gate), (experts.up, x.rows, d_up)))
+        down = contracted(experts.down, weighted, d_y.rows)
     return Experts(
-        gate=contracted(experts.gate, rows, d_gate),
-        up=contracted(experts.up, rows, d_up),
-        down=contracted(experts.down, weighted, d_y),
+        gate=gate,
+        up=up,
+        down=down,
         bias_gate=contracted(experts.bias_gate, ones, d_gate),
         bias_up=contracted(experts.bias_up, ones, d_up),
-        bias_down=contracted(experts.bias_down, weight, d_y),
+        bias_down=contracted(experts.bias_down, weight, d_y.rows),
     )
+
+
+def _d_matrices(
+    layer: Layer, indices: Indices, experts: Experts, lhs: tuple[Rows, Array], rhs: tuple[tuple[Array, ...], Rows]
+) -> list[Array]:
+    """The gradients of gate, up and down, all of which are arrays, by products that gather rows."""
+    (x, weighted), (d_z, d_y) = lhs, rhs
+    contracted = functools.partial(_contraction, layer, indices)
+    gather, tokens, by = _gathered(indices, x)
+    found = contracted(Gate(activation=None, pair=True, gather=gather), experts.gate, tokens, *d_z, *by)
+    gather, tokens, by = _gathered(indices, d_y, "rhs")
+    found += contracted(Gate(activation=None, gather=gather), experts.down, weighted, tokens, *by)
+    return [sharded_like(out, param) for out, param in zip(found, experts[:3], strict=True)]
+
+
+def _contraction(
+    layer: Layer, indices: Indices, gate: Gate, like: Array, lhs: Array, rhs: Array, *rest: Array
+) -> list[Array]:
+    """The gradients of one or two arrays of weights of the shape and dtype of `like`: sums over rows."""
+    m, sizes = indices.permutation.token.shape[0], indices.permutation.sizes
+    x, y = (jax.ShapeDtypeStruct((m, each.shape[1]), each.dtype) for each in (lhs, rhs))
+    problem = arguments.contraction_problem(
+        x, y, sizes, like.dtype, transpose_lhs=False, local=like.shape[0], precision=None
+    ).replace(gate=gate)
+    after = sizes_and_window(problem, sizes, indices.first)
+    return gated.run(problem, overrides_of(problem, layer.options), lhs, rhs, *after, *rest)
 
 
 def _owned(indices: Indices, experts: Experts, rows: int) -> Array:

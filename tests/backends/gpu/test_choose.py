@@ -13,7 +13,7 @@ from sweep import marked
 
 import trencadis as tr
 from trencadis.backends.gpu.choose import choose, choose_for_tile, mma_dtype, tiling_of
-from trencadis.backends.gpu.kernel import REGISTERS, REGISTERS_OF_MORE_CONSUMERS
+from trencadis.backends.gpu.kernel import REGISTERS, REGISTERS_OF_MORE_CONSUMERS, REGISTERS_OF_PIPELINES
 from trencadis.backends.gpu.layout import CONSUMERS, WGMMA_M
 from trencadis.backends.gpu.rows import PART
 from trencadis.core.arguments import problem_of
@@ -102,10 +102,15 @@ def test_weights_with_scales_along_k_fit(values, scales, length, rows):
     assert layout.block_n == layout.consumers * WGMMA_M
     stage = layout.block_k * (layout.block_m * 16 + layout.block_n * bits(problem.rhs)) // 8
     stores = layout.consumers * layout.block_m * layout.swizzle
-    assert layout.stages >= 2 and layout.stages * stage + stores <= H200.shared
-    sums, operand = layout.block_m // 2 * (1 + layout.promoted), 2 * PART // 4  # two parts of the operand
+    assert layout.stages >= 2 and layout.pipelines * (layout.stages * stage + stores) <= H200.shared
+    sums, parts = layout.block_m // 2 * (1 + layout.promoted), layout.block_m >= WGMMA_M  # or whole steps
+    operand = (2 * PART if parts else layout.block_k) // 4
     registers = REGISTERS_OF_MORE_CONSUMERS[layout.consumers] if layout.consumers > CONSUMERS else REGISTERS[""]
+    registers = registers if layout.pipelines == 1 else REGISTERS_OF_PIPELINES
     assert sums + operand + 24 <= registers[0]
+    assert layout.pipelines == 1 + (rows == 4 and bits(problem.rhs) == 4)
+    groups = layout.pipelines * (layout.consumers + 1)
+    assert layout.pipelines * (layout.consumers * registers[0] + registers[1]) <= 512 // groups // 8 * 8 * groups
 
 
 @pytest.mark.parametrize("k", [576, 960, 2048, 2080, 2880])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gated_cases import BIAS, check, forward, gathered, numbers, pullback, spoil, total
+from gated_cases import BIAS, check, forward, gathered, numbers, pullback, spoil, total, weights
 from poisoned import rows_problem
 from sweep import sweep
 
@@ -44,10 +44,16 @@ CASES = {
     "pullback": (pullback(203, 100, 264, 6, BF16, local=4), PULLBACK),
     # consumers with one block, and steps for blocks that are not there
     "pullback, narrow": (pullback(140, 64, 72, 6, F16), {**PULLBACK, "stages": 2, "num_ctas": 1}),
+    # tokens with two rows; three steps of the sum before those of the epilogue
+    "pullback, rows gathered": (pullback(202, 180, 264, 6, BF16, local=4, k=2), PULLBACK),
+    # blocks of columns outside of the array, in both operands; a step with rows of three groups
+    "weights, lhs gathered": (weights(201, 136, 200, 6, BF16, local=4, k=3, pair=True), {"two_results": True}),
+    "weights, rhs gathered": (weights(202, 72, 200, 6, "f16 f16 f32", local=4, k=2, operand="rhs"), {"stages": 3}),
+    "two weights": (weights(140, 70, 72, 6, BF16, pair=True), {"two_results": True, "num_ctas": 1}),
     "sum": (total(203, 100, 136, 6, BF16, local=4), {"pairs": True}),
     "sum, swap-AB": (total(140, 70, 72, 6, F16), {**GATED, "gated": False, "pairs": True}),
 }
-DEFAULT = ["both kept, biases", "rows gathered", "pullback", "sum"]
+DEFAULT = ["both kept, biases", "rows gathered", "pullback, rows gathered", "weights, lhs gathered", "sum"]
 
 
 def close(got, want):
@@ -117,6 +123,8 @@ def test_the_layer_and_its_gradients_through_interpreted_kernels():
         (forward(64, 128, 128, 2, BF16, epilogue=Epilogue(accumulate=True)), "existing_out"),
         (forward(64, 128, 128, 2, BF16, batch=2), "batch"),
         (gathered(2**21, 2048, 128, 2, BF16, k=1), "32 bits"),
+        (weights(64, 128, 128, 2, BF16, pair=True, k=2, operand="rhs"), "two operands"),
+        (weights(256, 128, 128, 2, BF16, k=2), "so short"),
         (pullback(64, 128, 128, 2, BF16).replace(transpose_rhs=False), "not stored"),
         (rows_problem(64, 64, 64, 2, BF16, gate=Gate(activation=lambda a, b: jax.lax.igamma(a, b))), "does not lower"),
     ],
@@ -126,8 +134,9 @@ def test_refusals(problem, why):
     assert isinstance(answer, Refusal) and why in answer.reason
 
 
-def test_the_kernel_gathers_rows():
-    problem = gathered(512, 64, 64, 2, BF16)
+@pytest.mark.parametrize("kind", [gathered, functools.partial(pullback, k=2), functools.partial(weights, k=2)])
+def test_the_kernel_gathers_rows(kind):
+    problem = kind(512, 64, 64, 2, BF16)
     answer = plan(problem, H200, Overrides())
     assert isinstance(answer, Plan) and answer.problem.gather == problem.gather
 

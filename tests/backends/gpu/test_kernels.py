@@ -50,7 +50,9 @@ CASES = {
     "rows, swap-AB, stored [n, k]": (
         rows_problem(203, 70, 128, 6, "f16 f16 bf16", transpose_rhs=True), {**SWAP_AB, "block_n": 256, "stages": 3},
     ),
-    "rows, swap-AB, bias": (rows_problem(140, 64, 200, 6, "bf16 bf16 bf16", epilogue=BIAS), {**SWAP_AB, "block_m": 64}),
+    "rows, swap-AB, bias, two pipelines": (
+        rows_problem(140, 64, 200, 6, "bf16 bf16 bf16", epilogue=BIAS), {**SWAP_AB, "block_m": 64, "pipelines": 2},
+    ),
     "rows, swap-AB, existing_out": (
         rows_problem(140, 64, 200, 6, "bf16 bf16 f16", local=4, epilogue=MORE),
         {**SWAP_AB, "store_buffers": 2, "num_ctas": 1},
@@ -83,7 +85,7 @@ CASES = {
 }  # fmt: skip
 DEFAULT = [
     "rows", "rows, 256 x 192", "rows, float32", "rows, lhs hi/lo", "rows, bias",
-    "rows, existing_out", "rows, swap-AB", "rows, swap-AB, bias",
+    "rows, existing_out", "rows, swap-AB", "rows, swap-AB, bias, two pipelines",
     "contraction", "contraction, stored [k, m]", "contraction, rhs hi/lo", "contraction, existing_out",
     "contraction, batch",
 ]  # fmt: skip

@@ -201,7 +201,7 @@ def test_scales_along_k_of_other_dtypes_are_float32_in_the_kernel(dtype):
     plan = gpu.plan(asked, Target(platform="cuda", kind="NVIDIA H200"), Overrides())
     assert plan.layout.promoted
     given = jnp.arange(1, 2 * 2 * 256 + 1, dtype=jnp.float32).reshape(2, 2, 256).astype(dtype)
-    held = block_scales.stored(plan.problem, given)
+    held = block_scales.stored(plan.problem, plan.layout, given)
     assert held.dtype == jnp.float32
     np.testing.assert_array_equal(held, given.mT.astype(jnp.float32))
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.ptx import pairs, run
 from trencadis.backends.gpu import upcast
-from trencadis.backends.gpu.operand_scales import e4m3_to_bf16, powers_of_two
+from trencadis.backends.gpu.operand_scales import e4m3_to_bf16, powers_of_two, split_powers
 from trencadis.backends.gpu.upcast import permute_k
 from trencadis.core.interleave import FLOAT4_MOVES, interleave_columns
 
@@ -107,10 +107,22 @@ def _rotated(word, by):
 
 @pytest.mark.parametrize("up", [0, 126])
 def test_every_power_of_two(up):
-    exponents = np.arange(129 if up else 255)
-    words = exponents.astype(np.uint64) | exponents[::-1].astype(np.uint64) << np.uint64(16)
-    want = 2.0 ** (np.stack([exponents, exponents[::-1]], 1) - 127 + up)
-    np.testing.assert_array_equal(_unpacked(powers_of_two(up), words), want)
+    words, want = _every_e8m0(129 if up else 256)
+    np.testing.assert_array_equal(_unpacked(powers_of_two(up), words), want * 2.0**up)
+
+
+def test_every_power_of_two_as_two_factors():
+    """Both are made of what the instructions for one make, also where that is no number."""
+    words, want = _every_e8m0(256)
+    first, second = (_unpacked(text, run(powers_of_two(126), **{"$1": words})["$0"]) for text in split_powers())
+    np.testing.assert_array_equal(first * second, want * 2.0**126)
+
+
+def _every_e8m0(count):
+    """Words of two e8m0 scales below some number, and their values."""
+    scales = np.stack([np.arange(count), np.arange(count)[::-1]], 1)
+    words = scales[:, 0].astype(np.uint64) | scales[:, 1].astype(np.uint64) << np.uint64(16)
+    return words, np.where(scales == 255, np.nan, 2.0 ** (scales - 127))
 
 
 @pytest.mark.parametrize("half", ["low", "high"])

@@ -9,7 +9,7 @@ import pytest
 from gated_cases import BIAS, check, forward, numbers, pullback, spoil
 from jax.experimental.pallas import tpu as pltpu
 from poisoned import rows_problem
-from sweep import marked, sweep
+from sweep import sweep
 
 from trencadis import inspect as tpu
 from trencadis import moe
@@ -135,13 +135,19 @@ def test_compiles_to_one_kernel(problem, chip):
     assert kernels(text) == ["trencadis_gated_pullback" if problem.gate.pullback else "trencadis_gated"]
 
 
-@pytest.mark.parametrize("chip", ["v6e", marked("v5e"), marked("v7x")])
-def test_the_schedule_is_shorter_than_products_and_the_bytes_of_activations(chip):
+SCHEDULED = [(chip, *each) for chip in ("v6e", "v5e", "v7x") for each in ((forward, 2, 3), (pullback, 1, 6))]
+
+
+@pytest.mark.parametrize(
+    ("chip", "make", "products", "matrices"),
+    sweep(SCHEDULED, SCHEDULED[:1]),
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
+def test_the_schedule_is_shorter_than_products_and_the_bytes_of_activations(chip, make, products, matrices):
     m, d, f, e = 4096, 512, 384, 16
-    for problem, products, matrices in ((forward(m, d, f, e, BF16), 2, 3), (pullback(m, d, f, e, BF16), 1, 6)):
-        plain = problem.replace(gate=None)
-        apart = products * seconds(plain, chip) + matrices * m * f * 2 / CHIPS[chip].hbm
-        assert seconds(problem, chip) < apart
+    problem = make(m, d, f, e, BF16)
+    apart = products * seconds(problem.replace(gate=None), chip) + matrices * m * f * 2 / CHIPS[chip].hbm
+    assert seconds(problem, chip) < apart
 
 
 def seconds(problem, chip):

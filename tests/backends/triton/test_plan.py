@@ -138,3 +138,10 @@ def test_an_activation_that_triton_has_not_is_left_to_xla():
     asked = rows_problem(64, 64, 64, 2, "bf16 bf16 bf16", epilogue=Epilogue(activation=jax.numpy.arctan))
     answer = triton.plan(asked, A100, Overrides())
     assert answer.peeled == ("arctan",) and answer.problem.out == np.float32
+
+
+def test_lhs_of_another_dtype_is_converted_before_the_kernel_on_hopper():
+    """A kernel would convert it in registers, which products of wgmma that are in flight still read."""
+    problem = ROWS.replace(lhs=np.dtype(np.int8))
+    dtypes = {card: triton.plan(problem, target_of(card), Overrides()).problem.lhs for card in ("h200", "a100")}
+    assert dtypes == {"h200": ROWS.rhs, "a100": np.int8}

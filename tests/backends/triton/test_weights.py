@@ -23,6 +23,7 @@ from trencadis.backends.triton.layout import Layout
 from trencadis.core.arguments import problem_of
 from trencadis.core.devices import CARDS, target_of
 from trencadis.core.epilogue import Epilogue
+from trencadis.core.interleave import interleave
 from trencadis.core.plan import plan
 from trencadis.core.tiling import Overrides, Tiling
 
@@ -47,6 +48,11 @@ def asked(values, *, scales="float32", length=0, across=1, m=75, k=96, n=40, row
     return problem.replace(epilogue=steps, **{name: np.dtype(jnp.dtype(x)) for name, x in dtypes.items()})
 
 
+def interleaved(values, **more):
+    """A product with weights that are stored interleaved."""
+    return asked(values, **more).replace(interleaved=True)
+
+
 BIAS = {"by_row": True, "bias": np.dtype("float32"), "activation": relu}
 CASES = {
     **{f"{values}, a scale per column": (asked(values), {}) for values in VALUES},
@@ -68,6 +74,9 @@ CASES = {
     "int8 by 64, rows by 32": (asked("int8", length=64, by_row=True, row_block=32, k=100), {}),
     "mxfp4, rows by 64": (asked("float4_e2m1fn", scales=E8M0, length=32, k=144, by_row=True, row_block=64), {}),
     "int4, rows by 32": (asked("int4", by_row=True, row_block=32, bias=np.dtype("float32")), {}),
+    "int8 by 32, interleaved": (interleaved("int8", length=32, k=112), {"block_k": 64}),
+    "int4, interleaved": (interleaved("int4", rows="float16"), {"block_k": 64}),
+    "mxfp4, interleaved": (interleaved("float4_e2m1fn", scales=E8M0, length=32, k=160), {"block_k": 64}),
     "float8, stored [g, k, n]": (asked("float8_e5m2", scales=E8M0, length=32, last=False, accumulate=True), {}),
 }
 SMALL = Layout(block_m=16, block_n=32, block_k=32, warps=4, stages=2, raster_group=2)
@@ -133,7 +142,7 @@ def test_equals_the_oracle_with_poison_elsewhere(name):
     sizes, first = np.asarray([[5, 7, 33, 0, 17, 9]], np.int32), np.asarray([1], np.int32)
     x, w, extras = numbers(problem, sizes, first, len(name))
     run = functools.partial(weights_layout.execute, problem, SMALL.replace(**changes), "8.0", interpret=True)
-    got = np.asarray(jax.jit(run)(x, w, sizes, first, *extras))
+    got = np.asarray(jax.jit(run)(x, interleave(w) if problem.interleaved else w, sizes, first, *extras))
     with np.errstate(invalid="ignore"):
         want = meaning(problem, x, w, sizes, first, extras)
     assert np.isfinite(want[5:12]).all() and not np.isfinite(want[12:45]).any()
@@ -177,19 +186,27 @@ FORMATS = {
     "mxfp4, float16": asked("float4_e2m1fn", scales=E8M0, length=32, rows="float16", **REAL),
     "int4 by 128, rows by 32": asked("int4", length=128, by_row=True, row_block=32, **REAL),
 }
-PAIRS = [(card, name) for card in INSTRUCTIONS for name in FORMATS]
+INTERLEAVED = {
+    f"{name}, interleaved": FORMATS[name].replace(interleaved=True) for name in ("int8", "int4 by 128", "mxfp4")
+}
+PAIRS = [
+    *((card, name) for card in INSTRUCTIONS for name in FORMATS),
+    *(("h200", name) for name in INTERLEAVED),  # on no other card
+]
 
 
 @pytest.mark.parametrize(
-    ("card", "name"), sweep(PAIRS, [("a100", "mxfp4"), ("mi300x", "nvfp4"), ("h200", "int4 by 128, rows by 32")])
+    ("card", "name"), sweep(PAIRS, [("a100", "mxfp4"), ("mi300x", "nvfp4"), ("h200", "int8, interleaved")])
 )
 def test_compiles_to_tensor_cores(card, name):
-    problem, some = FORMATS[name], CARDS[card]
+    problem, some = (FORMATS | INTERLEAVED)[name], CARDS[card]
     layout = weights_layout.choose(problem, some)
     binary = compiled(weights_layout.kernel_of(problem, layout, some.arch))
     assert binary.shared <= some.shared
     # a tile of few columns is multiplied by mma.sync on cards that have more
     assert INSTRUCTIONS[card] in binary.text or "mma.sync" in binary.text
+    # a product that is not waited for in its step would read registers in which the next one has its weights
+    assert not re.search(r"wgmma.wait_group.sync.aligned [1-9]", binary.text)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -216,6 +233,16 @@ def test_every_card_has_one_kernel(name):
 def test_refusals(problem, reason):
     assert re.search(reason, triton.plan(problem, target_of("a100"), Overrides()).reason)
     assert plan(problem, target_of("a100"), Overrides()).split
+
+
+def test_interleaved_weights_are_read_as_they_are_on_hopper():
+    """Also where the other kernel for Hopper refuses: a result of float32 with scales along k."""
+    problem = asked("int4", length=128, m=512, k=512, n=256).replace(interleaved=True)
+    chosen = plan(problem, target_of("h200"))
+    assert chosen.backend == "triton" and chosen.problem.interleaved and not chosen.slow
+    assert chosen.layout.warps >= 4  # wgmma, for which they are interleaved
+    elsewhere = plan(problem, target_of("a100"))
+    assert not elsewhere.problem.interleaved and "interleaved" in elsewhere.slow and "False" in elsewhere.advice
 
 
 def test_4_bit_weights_as_they_lie_are_transposed_before_the_kernel():

@@ -76,7 +76,8 @@ def test_bursts_of_everything(prepared, operands, monkeypatch):
     clock = HostClock("fake", iter(range(10**6)).__next__)
     monkeypatch.setattr(gpu, "device_clock", lambda platform: clock)
     found = {(r.which, r.contender): r for r in gpu.timed(prepared, operands, ("ours", "composed"))}
-    layers = [(which, name) for which in TINY.passes for name in ("ours", "composed", "products")]
+    contenders = ("ours", "composed", "products", "products in sequence")
+    layers = [(which, name) for which in TINY.passes for name in contenders]
     rows = [(name, "ours") for name in ("logits", "route", "sort", "gather", "gather_sum", "copy")]
     assert set(found) == {*layers, *rows} and not any(r.why for r in found.values())
     assert found["forward", "products"].seconds == 2 and found["step", "products"].seconds == 6
@@ -86,7 +87,7 @@ def test_bursts_of_everything(prepared, operands, monkeypatch):
 def test_the_profiler_keeps_as_many_results_as_fit(prepared, monkeypatch):
     monkeypatch.setattr(gpu, "device_clock", lambda platform: CuptiClock())
     assert [gpu._clock(size).kept for size in (1, 6 << 30, 99 << 30)] == [10, 5, 1]
-    assert prepared.result_bytes("forward", "ours") == 4 * TINY.t * (TINY.d + TINY.k)
+    assert prepared.bytes_of(*prepared.layers["forward", "ours"]) == 4 * TINY.t * (TINY.d + TINY.k)
 
 
 def test_turns_on_a_cpu(prepared, monkeypatch):

@@ -5,7 +5,7 @@ layout           what a layout holds
 kernel           the warpgroups of a CTA and their barriers
 rows             the mainloop of the rows form; contraction: that of the other form, with its mask
 consumer         the consumer warpgroups; mma_shapes: the products that they issue
-gather           loads of gathered rows
+gather           loads of gathered rows; arrivals: the barriers of their copies
 gated            gated activations and their pullback; registers: what they need beside the operations of Pallas
 upcast           low-precision weights as a register (RS) operand; block_scales: their scales, where they change along k
 store            the epilogue, and the stores to global memory
@@ -66,6 +66,7 @@ RESULTS = ("bfloat16", "float16", "float32")
 OPERANDS = (*RESULTS, "float8_e4m3fn", "float8_e5m2", "int8")
 LEAST_SWIZZLE = 32  # bytes of the shortest swizzle row
 TMA_BOX = 256  # entries that one TMA copy takes along an axis
+GATHER_ROWS = 128  # mean rows of a group up to which rows of a contraction are gathered before it
 TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
 
 _refusal = functools.partial(Refusal, "gpu")
@@ -220,14 +221,32 @@ def _gated(problem: Problem) -> Refusal | None:
         return None
     if problem.batch > 1 or epilogue.scaled or epilogue.activation is not None or epilogue.accumulate:
         return _refusal("a gated activation in the kernel goes with a bias and no batch, scales or existing_out")
-    if problem.lhs != problem.rhs or problem.lhs.itemsize != 2 or problem.out.itemsize != 2:
-        return _refusal("operands and results of a gated activation are not of 16 bits, or operands of two dtypes")
-    if gate.gather is not None and round_up(problem.k, WGMMA_M) * gate.gather.tokens * problem.lhs.itemsize >= 2**32:
-        return _refusal("lhs, whose rows are to be gathered, has more bytes than 32 bits count", costly=False)
+    if problem.lhs != problem.rhs or problem.lhs.itemsize != 2:
+        return _refusal("operands of a gated layer are not of 16 bits, or of two dtypes")
+    if problem.form is Form.CONTRACTION:
+        if problem.transpose_lhs or (gate.pair and gate.gather is not None and gate.gather.operand == "rhs"):
+            return _refusal("lhs of a contraction is stored [k, m], or rows of two operands are gathered", costly=False)
+        return _gathered(problem)
+    if problem.out.itemsize != 2:
+        return _refusal("results of a gated activation are not of 16 bits")
+    if _gathered(problem) is not None:
+        return _gathered(problem)
     if gate.pullback and (problem.out != problem.lhs or not problem.transpose_rhs):
         return _refusal("a pullback has weights that are not stored [g, n, k], or results of another dtype")
     if gate.activation is not None and not _gate_lowers(gate):
         return _refusal(f"{gate} does not lower inside a kernel", "use operations that Pallas has on GPUs")
+    return None
+
+
+def _gathered(problem: Problem) -> Refusal | None:
+    """The refusal to gather rows in the kernel: it cannot, or a gather before it takes less time; None if it does."""
+    if problem.gather is None:
+        return None
+    if problem.form is Form.CONTRACTION:
+        short = problem.m <= GATHER_ROWS * problem.groups
+        return _refusal("sums are so short that tiles wait for their tokens", costly=False) if short else None
+    if round_up(problem.k, WGMMA_M) * problem.gather.tokens * problem.lhs.itemsize >= 2**32:
+        return _refusal("lhs, whose rows are to be gathered, has more bytes than 32 bits count", costly=False)
     return None
 
 
@@ -282,20 +301,20 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
 
 def _gate_operands(problem: Problem, product: dict[str, Array], n: int, *operands: Array) -> dict[str, Array]:
     """The operands of a gated activation by name, padded like those of the product."""
-    shapes = [product[name].shape for name in ("lhs", "rhs")]
-    if not operands:
+    if problem.gate is None:
         return {}
-    if problem.gate is not None and problem.gate.pullback:
-        z_gate, z_up, weight = operands
-        named = {name: pad_to(z, (shapes[0][0], n)) for name, z in (("z_gate", z_gate), ("z_up", z_up))}
+    lhs, rhs, given, named = product["lhs"].shape, product["rhs"].shape, list(operands), {}
+    if problem.gather is not None:
+        *given, named["token"], _ = given
+    if problem.gate.pullback:
+        *z, weight = given
+        rows = round_up(problem.rows, ROW_ALIGN)
+        named |= {name: pad_to(each, (rows, n)) for name, each in zip(("z_gate", "z_up"), z, strict=True)}
         return {**named, "weight": pad_to(weight, (round_up(problem.rows, 4),))}
-    if problem.gate is not None and problem.gate.activation is None:
-        return {name: pad_to(x, shape) for name, x, shape in zip(("lhs_up", "up"), operands, shapes, strict=True)}
-    up, *rest = operands
-    named = {"up": pad_to(up, shapes[1])}
-    if problem.epilogue.bias is not None:
-        named["bias_up"] = pad_to(rest.pop(0), (problem.local_groups, n))
-    return named if problem.gather is None else {**named, "token": rest[0]}
+    shapes = {"up": rhs, "bias_up": (problem.local_groups, n)}
+    if problem.gate.activation is None and problem.form is Form.ROWS:
+        shapes = {"lhs_up": lhs, "up": rhs}
+    return named | {name: pad_to(x, shape) for x, (name, shape) in zip(given, shapes.items(), strict=False)}
 
 
 def _interpreted(problem: Problem, layout: Layout, rhs: Array) -> tuple[Problem, Layout, Array]:
@@ -306,7 +325,7 @@ def _interpreted(problem: Problem, layout: Layout, rhs: Array) -> tuple[Problem,
     layout = layout.replace(
         dynamic=False, num_ctas=min(layout.num_ctas, 2), upcast=layout.upcast and not eight,
         upcast_in_smem=layout.upcast and not eight, transpose_in_smem=False, k_major=layout.k_major or eight,
-        interpreted=True,
+        pipelines=1 if layout.upcast else layout.pipelines, interpreted=True,
     )  # fmt: skip
     return problem, layout, rhs
 
@@ -324,7 +343,7 @@ def _column_scales(problem: Problem, inner: Problem, layout: Layout, scales: Arr
         scales = jnp.repeat(scales.astype(jnp.float32), across, axis=2) if across > 1 else scales.astype(jnp.float32)
         return pad_to(scales[..., : problem.n], (*scales.shape[:2], inner.n))
     if problem.epilogue.column_block[0]:
-        return stored(inner.replace(n=problem.n, k=problem.k), scales)
+        return stored(inner.replace(n=problem.n, k=problem.k), layout, scales)
     return pad_to(scales, (problem.local_groups, inner.n))
 
 
@@ -352,7 +371,6 @@ def _prepared(
         rhs = rhs.mT if layout.k_major and not problem.transpose_rhs else rhs
         weights = problem.weights
         last = round_up(problem.k, ROW_ALIGN) if not interpret else k  # a copy of rows past the end reads 0
-        rows = rows if problem.gather is None else problem.gather.tokens
         shapes: list[tuple[int, ...]] = [(rows, k), (weights, n, k) if k_major else (weights, last, n)]
         inner = problem.replace(k=k, n=n, transpose_rhs=k_major)
     else:
@@ -363,6 +381,9 @@ def _prepared(
         shapes = [(round_up(problem.k, ROW_ALIGN), whole) if k_major else (rows, k)]
         shapes += [(n, whole) if layout.k_major else (rows, n)]
         inner = problem.replace(n=n)
+    if problem.gather is not None:
+        at = ("lhs", "rhs").index(problem.gather.operand)
+        shapes[at] = (problem.gather.tokens, shapes[at][1])
     named = {
         name: hi_lo(pad_to(x, shape)) if layout.hi_lo == name else pad_to(x.astype(dtype), shape)
         for name, x, shape, dtype in zip(("lhs", "rhs"), (lhs, rhs), shapes, (problem.lhs, problem.rhs), strict=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,13 +27,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from trencadis.backends.gpu.layout import WGMMA_M, Layout
-from trencadis.backends.gpu.operand_scales import ROW, WORD_BYTES, Scales
+from trencadis.backends.gpu.operand_scales import PAIR, ROW, Scales, of_step, quad_lane
 from trencadis.backends.gpu.scales import in_operand
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
+from trencadis.core.interleave import LANES
 from trencadis.core.problem import Problem
 
 Value = Any  # an MLIR value: its type is generic or not, by the version of jaxlib
 THREADS = 128  # of a warpgroup
+WORD_BYTES = 4
 SECTOR = 32  # bytes that a cache fetches at once
 
 
@@ -60,15 +63,21 @@ class BlockScales:
 
     @property
     def packed(self) -> bool:
-        """Whether scales are bytes, four to a word, that operand A is multiplied by; promotion has float32."""
+        """Whether scales are bytes, which operand A is multiplied by; promotion has float32."""
         return in_operand(self.problem)
 
-    def of_operand(self, words: list[jax.Array]) -> Scales:
-        """The scales of a step as factors of operand A, from the words that `load` gives."""
-        return Scales(words, self.dtype, self.length, self.problem.rhs, self.problem.interleaved)
+    @property
+    def chunk(self) -> int:
+        """The bytes of scales of a step that each of the four lanes of a row loads and converts: two, or four."""
+        return WORD_BYTES if self.per_step > LANES * PAIR else PAIR
+
+    def of_operand(self, loaded: list[jax.Array]) -> Scales:
+        """The scales of a step as factors of operand A, from what `load` gives."""
+        (words,) = loaded
+        return of_step(words, self.chunk, self.dtype, self.length, self.problem.rhs, self.problem.interleaved)
 
     def load(self, refs: Refs, tile: Tile, top: Scalar, step: Scalar) -> list[jax.Array]:
-        """The scales of a step for the 64 columns from `top` of a tile on: words or float32 numbers [64].
+        """The scales of a step for the 64 columns from `top` of a tile on: bytes by lane, or float32 numbers [64].
 
         Global memory answers late: they are asked for well before they are used. Past the last step they repeat.
         """
@@ -78,10 +87,9 @@ class BlockScales:
         # the last tile may be wider than the result: what it computes there is not stored
         rows = ref.at[self._weights(tile), pl.ds(lax.min(first, i32(ref.shape[1] - height)), height)]
         start = lax.div(step * i32(self.layout.block_k), i32(self.length))
-        count = self.per_step
         if self.packed:
-            count, start = -(-count // WORD_BYTES), lax.div(start, i32(ref.dtype.itemsize))
-        return _load(rows, start, count, shared=across > 1)
+            return [_load_bytes(rows, lax.div(start, i32(ref.dtype.itemsize)), self.chunk, shared=across > 1)]
+        return _load(rows, start, self.per_step, shared=across > 1)
 
     def prefetch(self, refs: Refs, tile: Tile) -> None:
         """Fetch the scales of a tile into the L2 cache, long before consumers load them.
@@ -99,15 +107,19 @@ class BlockScales:
         return tile.group if weights == self.problem.spans else lax.rem(tile.group, i32(weights))
 
 
-def stored(problem: Problem, scales: jax.Array) -> jax.Array:
-    """Scales [g, k / length, n / across] as the kernel reads them: [g, n / across, k / length], float32 or words."""
+def stored(problem: Problem, layout: Layout, scales: jax.Array) -> jax.Array:
+    """Scales [g, k / length, n / across] as the kernel reads them: [g, n / across, k / length], float32 or bytes.
+
+    Bytes are in integers of as many as a lane loads, if rows and steps are whole ones.
+    """
     scales, pad = scales.mT, -problem.n % WGMMA_M if problem.epilogue.column_block[1] == 1 else 0
     if pad:
         scales = jnp.concatenate([scales, jnp.ones((scales.shape[0], pad, scales.shape[2]), scales.dtype)], axis=1)
     if not in_operand(problem):
         return scales.astype(jnp.float32)
+    source = BlockScales(problem, layout)
+    unit = math.gcd(scales.shape[2], source.chunk, source.per_step)
     scales = lax.bitcast_convert_type(scales, jnp.uint8)
-    unit = math.gcd(scales.shape[2], WORD_BYTES)
     if unit == 1:
         return scales
     word = jnp.int16 if unit == 2 else jnp.int32
@@ -132,65 +144,89 @@ def _prefetch(ref: Ref) -> None:
     fetch(ref)
 
 
-def _words_at(scales: Value, row: Value, first: Value, count: int) -> list[Value]:
-    """Two or four neighbouring words of an array in global memory, aligned to as many."""
-    i32, i64 = (ir.IntegerType.get_signless(width) for width in (32, 64))
+def _numbers_at(scales: Value, row: Value, first: Value, count: int) -> list[Value]:
+    """Two or four neighbouring float32 numbers of an array in global memory, aligned to as many."""
+    i32, i64, f32 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), ir.F32Type.get()
     length = ir.MemRefType(scales.type).shape[-1]
     at = arith.addi(arith.muli(arith.index_castui(i32, row), utils.c(length, i32)), first)
     offset = arith.muli(arith.extui(i64, at), utils.c(WORD_BYTES, i64))
     address = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(scales)), offset)
     names = ", ".join(f"${i}" for i in range(count))
     found: Value = llvm.inline_asm(
-        llvm.StructType.get_literal([i32] * count), [address], f"ld.global.nc.v{count}.b32 {{{names}}}, [${count}];",
-        ",".join(["=r"] * count + ["l"]), has_side_effects=True,  # so that it stays a step ahead
+        llvm.StructType.get_literal([f32] * count), [address], f"ld.global.nc.v{count}.b32 {{{names}}}, [${count}];",
+        ",".join(["=f"] * count + ["l"]), has_side_effects=True,  # so that it stays a step ahead
     )  # fmt: skip
-    return [llvm.extractvalue(i32, found, [i]) for i in range(count)]
+    return [llvm.extractvalue(f32, found, [i]) for i in range(count)]
 
 
 def _load(ref: Ref, start: Scalar, count: int, shared: bool) -> list[jax.Array]:
-    """Words [64] from global memory [64, all], or [1, all] if rows share them: `count` of them, from `start` on.
-
-    A word is read at once, or in halves or bytes where rows are not aligned to words.
+    """Numbers [64] from global memory [64, all], or [1, all] if rows share them: `count` of them, from `start` on.
 
     Past the end the last one is repeated: values there are zero, and the scale of another column may be NaN.
     """
-    dtype = jnp.float32 if ref.dtype == jnp.float32 else jnp.int32
-    unit = ref.dtype.itemsize
-    struct = mgpu.ShapeDtypeStruct((WGMMA_M,), dtype, layout=ROW)
-    last, signed = ref.shape[-1] - 1, None if dtype == jnp.float32 else True
-    together = unit == WORD_BYTES and count in (2, 4) and ref.shape[-1] % count == 0  # by one instruction
+    struct = mgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW)
+    last = ref.shape[-1] - 1
+    together = count in (2, 4) and ref.shape[-1] % count == 0  # by one instruction
 
     @mgpu.inline_mgpu(arg_types=(mgpu.RefType(), ROW), return_type=(struct,) * count)
-    def words(_: Any, scales: Value, start: FragmentedArray) -> tuple[FragmentedArray, ...]:
-        layout, index, word = ROW.to_mgpu(), ir.IndexType.get(), ir.IntegerType.get_signless(32)
-        shape = layout.registers_shape((WGMMA_M,))
-        registers = [np.empty(shape, dtype=object) for _ in range(count)]
-        rows = layout.thread_idxs((WGMMA_M,))
+    def numbers(_: Any, scales: Value, start: FragmentedArray) -> tuple[FragmentedArray, ...]:
+        word = ir.IntegerType.get_signless(32)
 
-        def at(row: Value, first: Value, offset: int) -> Value:
-            column = arith.minui(arith.addi(first, utils.c(offset, word)), utils.c(last, word))
-            return memref.load(scales, [row, arith.index_castui(index, column)])
-
-        def gathered(row: Value, first: Value, which: int) -> Value:
-            if unit == WORD_BYTES:
-                return at(row, first, which)
-            pieces = WORD_BYTES // unit
-            parts = [arith.extui(word, at(row, first, pieces * which + i)) for i in range(pieces)]
-            for i, part in enumerate(parts[1:], 1):
-                parts[0] = arith.ori(parts[0], arith.shli(part, utils.c(8 * unit * i, word)))
-            return parts[0]
-
-        for (row,), place in zip(rows, np.ndindex(shape), strict=True):
-            where = utils.c(0, index) if shared else row
-            register: Value = start.registers[place]
-            first = vector.extract(register, [], [0])
+        def of_row(row: Value, first: Value) -> list[Value]:
             if together:
-                numbers = _words_at(scales, where, arith.minui(first, utils.c(last + 1 - count, word)), count)
-            else:
-                numbers = [gathered(where, first, which) for which in range(count)]
-            for each, number in zip(registers, numbers, strict=True):
-                number = utils.bitcast(number, ir.F32Type.get()) if together and signed is None else number
-                each[place] = vector.broadcast(ir.VectorType.get((1,), number.type), number)
-        return tuple(FragmentedArray(_registers=each, _layout=layout, _is_signed=signed) for each in registers)
+                return _numbers_at(scales, row, arith.minui(first, utils.c(last + 1 - count, word)), count)
+            return [_at(scales, row, arith.addi(first, utils.c(i, word)), last) for i in range(count)]
 
-    return list(words(ref, mgpu.layout_cast(lax.broadcast(start, (WGMMA_M,)), ROW)))
+        return _rows(start, of_row, count, shared, signed=None)
+
+    return list(numbers(ref, mgpu.layout_cast(lax.broadcast(start, (WGMMA_M,)), ROW)))
+
+
+def _load_bytes(ref: Ref, start: Scalar, chunk: int, shared: bool) -> jax.Array:
+    """Words [64] from global memory [64, all], or [1, all] if rows share them, where integers of some bytes start.
+
+    Each of the four lanes of a row gets other bytes, as many as a chunk has. They are read at once, or in pieces if
+    integers are smaller. Past the end the last integer is repeated, as by `_load`.
+    """
+    struct = mgpu.ShapeDtypeStruct((WGMMA_M,), jnp.int32, layout=ROW)
+    last, unit = ref.shape[-1] - 1, ref.dtype.itemsize
+
+    @mgpu.inline_mgpu(arg_types=(mgpu.RefType(), ROW), return_type=struct)
+    def words(_: Any, scales: Value, start: FragmentedArray) -> FragmentedArray:
+        word = ir.IntegerType.get_signless(32)
+        offset = arith.muli(quad_lane(), utils.c(chunk // unit, word))
+
+        def of_row(row: Value, first: Value) -> list[Value]:
+            first, found = arith.addi(first, offset), utils.c(0, word)
+            for i in range(chunk // unit):
+                piece = _at(scales, row, arith.addi(first, utils.c(i, word)), last)
+                piece = piece if unit == WORD_BYTES else arith.extui(word, piece)
+                found = arith.ori(found, arith.shli(piece, utils.c(8 * unit * i, word)))
+            return [found]
+
+        (found,) = _rows(start, of_row, 1, shared, signed=True)
+        return found
+
+    return words(ref, mgpu.layout_cast(lax.broadcast(start, (WGMMA_M,)), ROW))
+
+
+def _at(scales: Value, row: Value, column: Value, last: int) -> Value:
+    """The entry of an array in global memory at a column, or at the last one."""
+    column = arith.minui(column, utils.c(last, ir.IntegerType.get_signless(32)))
+    return memref.load(scales, [row, arith.index_castui(ir.IndexType.get(), column)])
+
+
+def _rows(
+    start: FragmentedArray, of_row: Callable[[Value, Value], list[Value]], count: int, shared: bool, signed: bool | None
+) -> tuple[FragmentedArray, ...]:
+    """Arrays [64] of what a function gives for a row and where to start in it; of row 0 if all share it."""
+    layout = ROW.to_mgpu()
+    shape = layout.registers_shape((WGMMA_M,))
+    registers = [np.empty(shape, dtype=object) for _ in range(count)]
+    for (row,), place in zip(layout.thread_idxs((WGMMA_M,)), np.ndindex(shape), strict=True):
+        where: Value = utils.c(0, ir.IndexType.get()) if shared else row
+        register: Value = start.registers[place]
+        first = vector.extract(register, [], [0])
+        for each, number in zip(registers, of_row(where, first), strict=True):
+            each[place] = vector.broadcast(ir.VectorType.get((1,), number.type), number)
+    return tuple(FragmentedArray(_registers=each, _layout=layout, _is_signed=signed) for each in registers)

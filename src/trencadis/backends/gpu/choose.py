@@ -5,7 +5,8 @@
     with an upcast    192 x 128   and less tall: low-precision weights, which are in shared memory twice
                       192 x 192   if they are multiplied by scales along k, by three consumers
                        32 x 192   the same for few rows of a group
-                       16 x 256   if they are 4-bit floats for few rows, by four
+                       32 x 256   if they are 4-bit floats for few rows, by four
+                       16 x 128   weights of 4 bits for the fewest rows, two tiles at a time by two pipelines
     large tiles       256 x 192   where there is little padding or the result is float32, and in contractions
     smaller tiles     128 x 128   and sizes in between, where there are too few tiles to occupy all SMs
 
@@ -14,6 +15,7 @@ The measurements behind the choice are in docs/performance.md.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -47,10 +49,12 @@ from trencadis.backends.gpu.scales import (
 )
 from trencadis.core.devices import Card
 from trencadis.core.dtypes import bits
+from trencadis.core.epilogue import Gate
 from trencadis.core.interleave import FLOAT4
 from trencadis.core.problem import Form, Problem
 from trencadis.core.tiling import Tiling
 
+PLACE = 1024  # bytes: Mosaic places every array in shared memory at a multiple of these
 MAX_STAGES = 8  # more stages hide no more latency
 LARGE_M, LARGE_N = 256, 192  # the largest tile, exchanged in swap-AB: two consumers have registers for no more sums
 MAX_N = {Form.ROWS: 256, Form.CONTRACTION: LARGE_N}  # of one wgmma; a mask warpgroup leaves fewer registers
@@ -74,14 +78,19 @@ RELATIVE_TIME: dict[Form, dict[tuple[int, int], float]] = {
 def choose(problem: Problem, card: Card) -> Layout:
     """The layout that is expected to be the fastest for a problem on a GPU."""
     if problem.gate is not None and problem.gate.activation is None:
-        return choose(problem.replace(gate=None, k=2 * problem.k), card).replace(pairs=True)
+        plain, card, changes = _without_gate(problem, problem.gate, card)
+        layout = choose(plain, card)
+        if problem.gather is not None and layout.block_m < LARGE_M:  # or tiles wait for their tokens too often
+            layout = choose_for_tile(plain, card, Tiling(layout.block_k, LARGE_M, layout.block_n))
+        return layout.replace(**changes)
     return _layout(problem, card, *_tile(problem, card.cores))
 
 
 def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
     """The layout nearest to a tile that the caller asks for: no larger than it, unless the smallest one is."""
     if problem.gate is not None and problem.gate.activation is None:
-        return choose_for_tile(problem.replace(gate=None, k=2 * problem.k), card, tiling).replace(pairs=True)
+        plain, card, changes = _without_gate(problem, problem.gate, card)
+        return choose_for_tile(plain, card, tiling).replace(**changes)
     max_n = MAX_N[problem.form]
     block_m, block_n = (tiling.m if problem.form is Form.ROWS else tiling.k), tiling.n
     if needs_upcast(problem):
@@ -98,6 +107,18 @@ def choose_for_tile(problem: Problem, card: Card, tiling: Tiling) -> Layout:
     max_n = min(max_n, LARGE_M * LARGE_N // block_m)
     block_n = max(min(block_n, max_n) // WGMMA_M * WGMMA_M, WGMMA_M)
     return _layout(problem, card, block_m, block_n)
+
+
+def _without_gate(problem: Problem, gate: Gate, card: Card) -> tuple[Problem, Card, dict[str, bool]]:
+    """The plain problem with as much work as one without an activation, what it has of a card, and of its layout.
+
+    A sum goes on over another k. Two results are as many tiles as those of twice the groups.
+    """
+    if problem.form is Form.ROWS:
+        return problem.replace(gate=None, k=2 * problem.k), card, {"pairs": True}
+    card = dataclasses.replace(card, shared=card.shared - (0 if gate.gather is None else PLACE))
+    plain = problem.replace(gate=None, local_groups=problem.local_groups * (1 + gate.pair))
+    return plain, card, {"two_results": gate.pair}
 
 
 def tiling_of(problem: Problem, layout: Layout) -> Tiling:
@@ -183,7 +204,7 @@ def _rewrite_tile(problem: Problem, block_m: int) -> tuple[int, int]:
 def _upcast_rows(problem: Problem) -> int:
     """The rows of a tile whose weights are upcast: few for small groups, which leaves memory for more stages."""
     rows = problem.m / problem.groups
-    if rows <= SWAP_AB_UNIT // 2 and in_operand(problem) and bits(problem.rhs) == 4:
+    if rows <= SWAP_AB_UNIT // 2 and bits(problem.rhs) == 4:
         return SWAP_AB_UNIT
     return 2 * SWAP_AB_UNIT if rows <= TINY_GROUP else LARGE_N
 
@@ -203,13 +224,25 @@ def _upcast_consumers(problem: Problem, block_m: int) -> int:
 
     More than two are worth it where weights are multiplied by their scales: for few rows, where unpacking takes the
     time, four of 4-bit floats and three of 8 bits, and for many rows three. Promoted sums would leave them too few
-    registers.
+    registers. Each of two pipelines has two.
     """
     if promoted_part(problem) or not in_operand(problem) or not problem.transpose_rhs or not _swap_ab(problem):
+        return CONSUMERS
+    if _pipelines(problem, block_m) > 1:
         return CONSUMERS
     if block_m <= 2 * SWAP_AB_UNIT:
         return 4 if problem.rhs.name == FLOAT4 else 3 if bits(problem.rhs) == 8 else CONSUMERS
     return 3 if block_m > WGMMA_M else CONSUMERS
+
+
+def _pipelines(problem: Problem, block_m: int) -> int:
+    """The pipelines of a CTA: two where weights of 4 bits are upcast in registers for few rows.
+
+    One stores its tile, or waits for the scales of the next one, while the other multiplies; and SMs are busy for more
+    equal times, since tiles are half as wide as those of four consumers. Weights of 8 bits are bound by reading them.
+    """
+    in_registers = needs_upcast(problem) and problem.transpose_rhs and _swap_ab(problem)
+    return 2 if in_registers and bits(problem.rhs) == 4 and block_m <= SWAP_AB_UNIT else 1
 
 
 def _estimated_time(problem: Problem, cores: int, block_m: int, block_n: int) -> float:
@@ -257,12 +290,12 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
     # RS wgmma takes weights from registers only as operand A, K-major
     in_smem = unpacks(problem) or (upcast and not (swap_ab and (problem.transpose_rhs or transpose)))
     transpose = transpose and not in_smem
-    consumers = _upcast_consumers(problem, block_m)
+    consumers, pipelines = _upcast_consumers(problem, block_m), _pipelines(problem, block_m)
     block_k = _block_k(problem, swizzle, block_m > WGMMA_M or in_smem)
     stage = block_k * (block_m * bits(dtype) + (1 + gated) * block_n * bits(problem.rhs if upcast else dtype)) // 8
     buffers, rows = (1, block_m) if swap_ab else (_store_buffers(problem, block_n), WGMMA_M)
     rows = 3 * SLICE_SLOTS * SLICE if pullback else rows
-    others = _shared_beside_stages(problem, block_n, buffers, rows, consumers)
+    others = _shared_beside_stages(problem, block_n, buffers, rows, consumers * pipelines)
     others += in_smem * REWRITE_STAGES * block_k * block_n * dtype.itemsize
     others += transpose * REWRITE_STAGES * block_k * block_n
     flops = 2 * problem.rows * problem.k * problem.n * (1 + gated)
@@ -270,10 +303,11 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
         block_m=block_m,
         block_n=block_n,
         block_k=block_k,
-        stages=min((card.shared - others) // stage, MAX_STAGES),
+        stages=min((card.shared - others) // (stage * pipelines), MAX_STAGES),
         raster_group=8 if block_m > 128 or (problem.transpose_rhs and dtype.itemsize == 2 and not swap_ab) else 16,
         num_ctas=card.cores,
         consumers=consumers,
+        pipelines=pipelines,
         swizzle=swizzle,
         store_buffers=buffers,
         hi_lo=hi_lo_operand(problem),
@@ -339,10 +373,7 @@ def _store_buffers(problem: Problem, block_n: int) -> int:
 
 
 def _shared_beside_stages(problem: Problem, block_n: int, buffers: int, rows: int, consumers: int) -> int:
-    """The bytes of shared memory beside the stages: store buffers of this many rows, vectors, queue and barriers.
-
-    Mosaic places every array at a multiple of 1024.
-    """
+    """The bytes of shared memory beside the stages: store buffers of this many rows, vectors, queue and barriers."""
     stored = consumers * buffers * rows * SWIZZLE
     epilogue = problem.epilogue
     along_k = epilogue.column_block[0]
@@ -353,6 +384,7 @@ def _shared_beside_stages(problem: Problem, block_n: int, buffers: int, rows: in
     vectors += [4 * MAX_STAGES * length // consumers for length in by_step]
     vectors += [] if epilogue.bias is None else [block_n * epilogue.bias.itemsize] * (1 if problem.gate is None else 2)
     vectors += [4 * LARGE_M] * (problem.gate is not None and problem.gate.pullback)
-    loaded = sum(-(-consumers * size // 1024) * 1024 for size in vectors)
-    barriers = 8 * (4 * MAX_STAGES + 2 * REWRITE_STAGES + 2 * QUEUE_SLOTS + (1 + buffers) * consumers + 1)
-    return stored + loaded + 1024 + barriers
+    vectors += [PLACE // consumers] * (problem.gather is not None)  # the barriers of gathered rows
+    loaded = sum(-(-consumers * size // PLACE) * PLACE for size in vectors)
+    barriers = 8 * (4 * MAX_STAGES + 2 * REWRITE_STAGES + 4 * QUEUE_SLOTS + (1 + buffers) * consumers + 1)
+    return stored + loaded + PLACE + barriers

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu import tile_queue
+from trencadis.backends.gpu import arrivals, tile_queue
 from trencadis.backends.gpu.block_scales import BlockScales
 from trencadis.backends.gpu.contraction import ContractionMainloop
 from trencadis.backends.gpu.gated import store_for
@@ -40,13 +40,15 @@ class Consumer:
     mainloop: Mainloop
     refs: Refs
     scheduler: TileScheduler
-    warpgroup: Scalar  # which of the consumers
+    warpgroup: Scalar  # which of the consumers of a CTA
+    pipeline: Scalar | None = None  # which of the pipelines of a CTA, if there are several
 
     def consume(self, tile: Tile, done: Scalar) -> None:
         """Compute and store its share of the blocks of a tile; `done` steps came before it."""
         shapes = mma_shapes(self.problem, self.layout)
         blocks, share = shapes.blocks(tile), shapes.share(tile)
-        first = self.warpgroup * share
+        number = self.warpgroup if self.pipeline is None else lax.rem(self.warpgroup, i32(self.layout.consumers))
+        first = number * share
         top = pl.multiple_of(first * i32(WGMMA_M), WGMMA_M)
         mine = lax.min(blocks - first, share)
         compute = functools.partial(self._compute, tile, done, top, mine, shapes)
@@ -94,8 +96,8 @@ class Consumer:
             at = self._wait(tile, done, i)
             scales = None if source is None else source.of_operand(words)
             words = [] if source is None else source.load(self.refs, tile, top, i + i32(1))
-            if scales is None:
-                mgpu.wgmma(accs[0], *self._operands(at, top, shape.blocks, shape.n))
+            if scales is None or self.layout.block_m < WGMMA_M:  # parts take more instructions, which limit few rows
+                mgpu.wgmma(accs[0], *self._operands(at, top, shape.blocks, shape.n, scales))
                 if self.layout.gated:
                     mgpu.wgmma(accs[1], *self._operands(at, top, shape.blocks, shape.n, weights="smem_up"))
                 # Another consumer multiplies meanwhile: the sooner the stage is released, the better. And the compiler
@@ -228,8 +230,10 @@ class Consumer:
 
     def _wait(self, tile: Tile, done: Scalar, i: Scalar) -> tuple[Scalar, Scalar]:
         """Wait until step i of a tile is in shared memory; returns the stages of lhs and rhs that hold it."""
-        refs, at = self.refs, tile_queue.slot(done + i, self.layout.stages)
+        refs, at = self.refs, tile_queue.slot(done + i, self.layout.stages, self.pipeline)
         mgpu.barrier_wait(refs["full"].at[at])
+        if self.problem.gather is not None:
+            arrivals.wait(refs, self.layout, done + i)
         if isinstance(self.mainloop, ContractionMainloop):
             may_need_mask = self.mainloop.may_need_mask(self.scheduler, tile, i)
             pl.when(may_need_mask)(lambda: mgpu.barrier_wait(refs["masked"].at[at]))
@@ -241,7 +245,7 @@ class Consumer:
 
     def _release(self, done: Scalar, i: Scalar) -> None:
         """Tell the producer, and the warpgroup that rewrites weights, that this consumer has read step i of a tile."""
-        mgpu.barrier_arrive(self.refs["empty"].at[tile_queue.slot(done + i, self.layout.stages)])
+        mgpu.barrier_arrive(self.refs["empty"].at[tile_queue.slot(done + i, self.layout.stages, self.pipeline)])
         if self.layout.rewrites:
             mgpu.barrier_arrive(self.refs["rewritten_empty"].at[tile_queue.slot(done + i, REWRITE_STAGES)])
 

@@ -7,6 +7,7 @@ The mask warpgroup zeroes these in both operands, since zero times whatever they
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.layout import ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
-from trencadis.backends.gpu.rows import operand_a, operand_b, swizzled
+from trencadis.backends.gpu.rows import Gathered, operand_a, operand_b, swizzled
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.core.problem import Problem
 
 MASK_ROWS = 64  # rows of a K-major stage that are masked at a time
 
+OPERANDS = ("lhs", "rhs")
 STAGED = ("smem_lhs", "smem_rhs")  # the stages of operands A and B
 
 
@@ -53,15 +55,50 @@ class ContractionMainloop:
 
     def load(self, refs: Refs, scheduler: TileScheduler, tile: Tile, step: Scalar, stage: Scalar) -> None:
         """Start the TMA copies of one step: rows of both operands."""
+        for name in OPERANDS:
+            self._load(name, refs, scheduler, tile, step, stage)
+
+    def _load(self, name: str, refs: Refs, scheduler: TileScheduler, tile: Tile, step: Scalar, stage: Scalar) -> None:
+        """Start the TMA copy of rows of one operand; of rhs, that of the result to which the tile belongs."""
         cut, full = self.layout, refs["full"].at[stage]
         low, step, _ = scheduler.hi_lo_step(tile, step)
-        rows = pl.ds(scheduler.step_row(tile, step), cut.block_k)
-        k = pl.ds(pl.multiple_of(tile.row, WGMMA_M), cut.block_m)
-        n = pl.ds(pl.multiple_of(tile.column, cut.block_n), cut.block_n)
-        for name, staged, columns, k_major in zip(("lhs", "rhs"), STAGED, (k, n), self.k_major, strict=True):
-            place = (columns, rows) if k_major else (rows, columns)
-            source = refs[name].at[(low, *place) if cut.hi_lo == name else place]
-            mgpu.copy_gmem_to_smem(source, refs[staged].at[stage], full)
+        rows, columns = pl.ds(scheduler.step_row(tile, step), cut.block_k), self._columns(name, tile)
+        place = (columns, rows) if self.k_major[OPERANDS.index(name)] else (rows, columns)
+        place = (low, *place) if cut.hi_lo == name else place
+
+        def copy(name: str, staged: str) -> None:
+            mgpu.copy_gmem_to_smem(refs[name].at[place], refs[staged].at[stage], full)
+
+        copies = [functools.partial(copy, each, f"smem_{name}") for each in (name, "up")]
+        if cut.two_results and name == "rhs":
+            lax.cond(tile.group < i32(self.problem.spans), *copies)
+        else:
+            copies[0]()
+
+    def _columns(self, name: str, tile: Tile) -> Any:
+        """The columns of an operand that a tile reads."""
+        if name == "lhs":
+            return pl.ds(pl.multiple_of(tile.row, WGMMA_M), self.layout.block_m)
+        return pl.ds(pl.multiple_of(tile.column, self.layout.block_n), self.layout.block_n)
+
+    def load_beside(self, refs: Refs, scheduler: TileScheduler, tile: Tile, step: Scalar, stage: Scalar) -> None:
+        """Start the TMA copy of what a step reads beside gathered rows: the other operand."""
+        for name in OPERANDS:
+            if name != self._gathered:
+                self._load(name, refs, scheduler, tile, step, stage)
+
+    @property
+    def _gathered(self) -> str:
+        """The operand whose rows are gathered."""
+        return "" if self.problem.gather is None else self.problem.gather.operand
+
+    def gathered(self, refs: Refs, tile: Tile, step: Scalar, stage: Scalar) -> Gathered:
+        """Where the gathered rows of a step are, and where they go to: as many blocks of columns as the tile has."""
+        name, source = self._gathered, refs[self._gathered]
+        start, blocks = self._columns(name, tile).start, tile.units
+        if name == "rhs":
+            blocks = lax.div(i32(source.shape[1]) - start, i32(WGMMA_M))
+        return Gathered(source, start, refs[f"smem_{name}"].at[stage], blocks)
 
     def operands(self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int) -> tuple[Any, Any]:
         """Operands A and B of a consumer: its rows of the matrix by the columns of the tile."""

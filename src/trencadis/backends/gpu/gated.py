@@ -45,7 +45,7 @@ def results(problem: Problem) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shapes and dtypes of the kernel's results by name, in order."""
     out = problem.out_shape, problem.out
     if problem.gate is None or problem.gate.activation is None:
-        return {"out": out}
+        return {name: out for name in ("out", "out_up")[: 2 if problem.gate is not None and problem.gate.pair else 1]}
     if not problem.gate.pullback:
         return {name: out for name in ("out", "out_gate", "out_up")[: 3 if problem.gate.keep else 1]}
     sums = (problem.n // WGMMA_M * WARPS, problem.rows), np.dtype(np.float32)
@@ -122,9 +122,9 @@ class PullbackMainloop(RowsMainloop):
         """Start the TMA copies of one step, of either kind."""
         first = tile.steps - i32(self.layout.epilogue_steps)
         operands = functools.partial(super().load, refs, scheduler, tile, step, stage)
-        lax.cond(step < first, operands, functools.partial(self._load_z, refs, tile, step - first, stage))
+        lax.cond(step < first, operands, functools.partial(self.load_z, refs, tile, step - first, stage))
 
-    def _load_z(self, refs: Refs, tile: Tile, turn: Scalar, stage: Scalar) -> None:
+    def load_z(self, refs: Refs, tile: Tile, turn: Scalar, stage: Scalar) -> None:
         """Start the copies of a block of z_gate and z_up, to where lhs and rhs are in other steps.
 
         Consumers take turns: each step is for the next block of one of them.

@@ -7,6 +7,8 @@
     consumers   two; three or four where weights are multiplied by scales. A share of the blocks of a tile each: wait
                 for a full stage, issue wgmma, release it; then the epilogue, while the next tile is being copied
 
+A CTA may have two pipelines of a producer and two consumers, which share nothing but the code and the SM.
+
 Barriers of a stage: `full`, its copies have arrived; `masked`, other groups' rows are zero; `empty`, all have read it.
 Barriers of rewritten weights: `rewritten`, they are there; `rewritten_empty`, the consumers have read them.
 """
@@ -24,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu import store, tile_queue
+from trencadis.backends.gpu import arrivals, store, tile_queue
 from trencadis.backends.gpu.consumer import Consumer, Mainloop
 from trencadis.backends.gpu.contraction import ContractionMainloop
 from trencadis.backends.gpu.gated import PairsMainloop, PullbackMainloop, approximates, results
@@ -39,9 +41,11 @@ PARAMS = mgpu.CompilerParams(
     reduction_scratch_bytes=0,
     unsafe_no_auto_barriers=True,  # all threads arrive at a barrier, and `commit_smem` is called where they must meet
 )
-# registers of a thread: of consumers, producer, and the warpgroup between; 512 for all together, 480 for five
+# registers of a thread: of consumers, producer, and the warpgroup between. All of a CTA together have no more than it
+# starts with, a multiple of 8 for each warpgroup: 512, 480 for five or six. Else those that want more wait forever.
 REGISTERS = {"": (232, 40, 0), "mask": (224, 32, 32), "upcast": (168, 40, 136), "eight": (208, 40, 56)}
 REGISTERS_OF_MORE_CONSUMERS = {3: (160, 32, 0), 4: (112, 32, 0)}
+REGISTERS_OF_PIPELINES = 104, 32, 0  # two pipelines of two consumers
 
 
 def call(problem: Problem, layout: Layout, operands: dict[str, Any], interpret: Any = None) -> list[jax.Array]:
@@ -49,14 +53,17 @@ def call(problem: Problem, layout: Layout, operands: dict[str, Any], interpret: 
     existing = operands.pop("existing", None)
     mainloop = _mainloop(problem)(problem, layout)
     between = _between(mainloop)
-    warpgroups = layout.consumers + 1 + bool(between)
+    warpgroups = layout.consumers + 1 + bool(between)  # of a pipeline
+    stages = layout.stages * layout.pipelines
     shared = {
         **mainloop.scratch(),
         **store.scratch(problem, layout),
-        **tile_queue.scratch(warpgroups - 1),
-        "full": mgpu.Barrier(num_arrivals=mainloop.copies, num_barriers=layout.stages),
-        "empty": mgpu.Barrier(num_arrivals=layout.consumers + bool(between), num_barriers=layout.stages),
+        **tile_queue.scratch(warpgroups - 1, layout.pipelines),
+        "full": mgpu.Barrier(num_arrivals=mainloop.copies, num_barriers=stages),
+        "empty": mgpu.Barrier(num_arrivals=layout.consumers + bool(between), num_barriers=stages),
     }
+    if problem.gather is not None:
+        shared |= arrivals.scratch(layout)
     if between == "mask":
         shared["masked"] = mgpu.Barrier(num_barriers=layout.stages)
     if layout.rewrites:
@@ -76,7 +83,7 @@ def call(problem: Problem, layout: Layout, operands: dict[str, Any], interpret: 
     mesh = mgpu.Mesh(
         grid=(layout.num_ctas,),
         grid_names=("cta",),
-        num_threads=warpgroups,
+        num_threads=warpgroups * layout.pipelines,
         thread_name="warpgroup",
     )
     kernel = pl.kernel(
@@ -96,7 +103,7 @@ def call(problem: Problem, layout: Layout, operands: dict[str, Any], interpret: 
 
 def _name(problem: Problem) -> str:
     """What a kernel is called in a profile: rows, contraction, sum, gated, or gated_pullback."""
-    if problem.gate is None:
+    if problem.gate is None or problem.form is Form.CONTRACTION:
         return problem.form.value
     if problem.gate.activation is None:
         return "sum"
@@ -128,21 +135,28 @@ def _body(problem: Problem, layout: Layout, mainloop: Mainloop, refs: Refs) -> N
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     scheduler = TileScheduler(problem, layout, refs["sizes"], refs["first_group"])
     of_consumers, of_producer, of_between = REGISTERS[_between(mainloop)]
-    if layout.consumers > CONSUMERS:
-        of_consumers, of_producer, of_between = REGISTERS_OF_MORE_CONSUMERS[layout.consumers]
+    consumers, pipeline = layout.consumers * layout.pipelines, None
+    if consumers > CONSUMERS:
+        of_consumers, of_producer, of_between = REGISTERS_OF_MORE_CONSUMERS[consumers]
+    if layout.pipelines > 1:  # warpgroups are the consumers of each pipeline, then the producer of each
+        of_consumers, of_producer, of_between = REGISTERS_OF_PIPELINES
+        is_consumer = warpgroup < i32(consumers)
+        pipeline = lax.select(is_consumer, lax.div(warpgroup, i32(layout.consumers)), warpgroup - i32(consumers))
 
     def consume() -> None:
         mgpu.set_max_registers(of_consumers, action="increase")
-        tile_queue.consume(refs, Consumer(problem, layout, mainloop, refs, scheduler, warpgroup).consume)
+        consumer = Consumer(problem, layout, mainloop, refs, scheduler, warpgroup, pipeline)
+        tile_queue.consume(refs, consumer.consume, pipeline)
         mgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def produce() -> None:
         mgpu.set_max_registers(of_producer, action="decrease")
-        load = functools.partial(_load, layout, mainloop, refs, scheduler)
-        if problem.gather is not None and isinstance(mainloop, RowsMainloop):
-            load = functools.partial(load_gathered, mainloop, refs)
-        done = tile_queue.publish(scheduler, layout, refs, cta, load)
-        tile_queue.drain(refs["empty"], done, layout.stages)
+        load = functools.partial(_load, layout, mainloop, refs, scheduler, pipeline)
+        if problem.gather is not None:
+            arrivals.start(refs, layout)
+            load = functools.partial(load_gathered, mainloop, refs, scheduler)
+        done = tile_queue.publish(scheduler, layout, refs, cta, load, pipeline)
+        tile_queue.drain(refs["empty"], done, layout.stages, pipeline)
 
     def mask(mainloop: ContractionMainloop) -> None:
         mgpu.set_max_registers(of_between, action="decrease")
@@ -162,14 +176,17 @@ def _body(problem: Problem, layout: Layout, mainloop: Mainloop, refs: Refs) -> N
     # One tree of branches: only then does the compiler give each role its own number of registers. Pallas lowers the
     # first branch twice, once to find out what it returns, so that this is one that is empty and never taken.
     roles = [lambda: None, consume, produce, *([between] if _between(mainloop) else [])]
-    lax.switch(lax.clamp(i32(1), warpgroup - i32(layout.consumers - 2), i32(len(roles) - 1)), roles)
+    lax.switch(lax.clamp(i32(1), warpgroup - i32(consumers - 2), i32(len(roles) - 1)), roles)
 
 
-def _load(layout: Layout, mainloop: Mainloop, refs: Refs, scheduler: TileScheduler, tile: Tile, done: Scalar) -> None:
+def _load(
+    layout: Layout, mainloop: Mainloop, refs: Refs, scheduler: TileScheduler, pipeline: Scalar | None,
+    tile: Tile, done: Scalar,
+) -> None:  # fmt: skip
     """Producer: start the TMA copies of all steps of a tile, each as soon as its stage is empty."""
 
     def step(i: Scalar, _: None) -> None:
-        at = tile_queue.slot(done + i, layout.stages)
+        at = tile_queue.slot(done + i, layout.stages, pipeline)
         pl.when(done + i >= i32(layout.stages))(lambda: mgpu.barrier_wait(refs["empty"].at[at]))
         mainloop.load(refs, scheduler, tile, i, at)
 
@@ -189,6 +206,8 @@ def _mask(
 
         @pl.when(mainloop.may_need_mask(scheduler, tile, i))
         def mask() -> None:
+            if mainloop.problem.gather is not None:
+                arrivals.wait(refs, layout, done + i)
             mainloop.mask(refs, scheduler, tile, i, at)
             mgpu.barrier_arrive(refs["masked"].at[at])
 

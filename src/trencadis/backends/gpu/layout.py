@@ -37,7 +37,8 @@ class Layout:
     stages: int  # steps that are in shared memory at once
     raster_group: int  # tiles of a column that run before the next column: an L2 rasterization group
     num_ctas: int  # persistent CTAs: one for each SM
-    consumers: int = CONSUMERS  # consumer warpgroups
+    consumers: int = CONSUMERS  # consumer warpgroups of a pipeline
+    pipelines: int = 1  # in a CTA, each with its own producer, stages and tiles: one stores while another multiplies
     swizzle: int = SWIZZLE  # bytes of a swizzle row of the operands in shared memory
     store_buffers: int = 2  # buffers of a consumer for subtiles on their way to global memory
     hi_lo: str = ""  # "lhs" or "rhs": the operand that comes as a bf16 hi/lo split of a float32 array
@@ -48,6 +49,7 @@ class Layout:
     promoted: bool = False  # sums of each part of k are scaled and added up in other registers
     gated: bool = False  # two arrays of weights, gate and up, are multiplied by the same rows; columns are those of one
     pairs: bool = False  # the sum goes on over k of a second pair of lhs and rhs
+    two_results: bool = False  # contraction: tiles of a second rhs and result stand beside those of the first
     epilogue_steps: int = 0  # steps behind those of a sum, which load what the epilogue reads into stages
     columns: int = 0  # columns of the result, where the kernel's has more to align copies
     interpreted: bool = False  # the GPU interpreter runs the kernel; it has no inline PTX

@@ -4,11 +4,15 @@ Values that are 4-bit floats arrive too small by 2**126. Their scales make up fo
 
     e8m0    2**s times 2**126    a bfloat16 number if s <= 1. If any scale of a warp is 2 or more, there are two factors
     e4m3    s times 2**118       the sums are too small by 2**8, for which they are multiplied at the end
+
+The four lanes that hold a row of operand A need all of its scales. Each loads and converts two or four of them, and
+they take pairs of scales from each other.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,33 +29,37 @@ Factor = tuple[Value, str]  # a word, and which half of it is meant: "low" or "h
 Factors = Callable[[int, Sequence[int], int], list[Factor]]  # of a block of registers, its place, and a pair of it
 
 ROW = mgpu.Layout.WGMMA.reduce(1)  # a number for each row of operand A or of the accumulators
-WORD_BYTES = 4
+PAIR = 2  # bytes of a word that are converted together
+POWER = 126  # 4-bit floats arrive too small by 2**126
 PAIRS_APART = 8  # entries of k between the pairs of a lane
 
 
 @dataclasses.dataclass(frozen=True)
 class Scales:
-    """The scales of a register operand: words [64] of four bytes, for each step of the mainloop."""
+    """The scales of a register operand in a step of the mainloop: arrays [64], with other words in other lanes."""
 
-    words: list[Any]
+    loaded: Any  # two or four bytes
+    pairs: list[Any]  # the same as bfloat16 numbers, two to a word
     dtype: np.dtype[Any]  # float8_e8m0fnu or float8_e4m3fn
     length: int  # entries of k that share a scale
     values: np.dtype[Any]
     interleaved: bool  # a lane has pairs of the whole run; else neighbours
 
     @property
-    def small(self) -> bool:
-        """Whether values arrive too small by 2**126."""
-        return self.values.name == FLOAT4
+    def words(self) -> list[Any]:
+        """All arrays, in the order in which `large` and `factors` get their registers."""
+        return [self.loaded, *self.pairs]
+
+    @property
+    def split(self) -> bool:
+        """Whether a scale may be too large for one factor."""
+        return self.values.name == FLOAT4 and self.dtype.name == "float8_e8m0fnu"
 
     def large(self, words: Sequence[FragmentedArray]) -> Value | None:
         """Whether any scale of a warp is 2 or more, or NaN; None where that makes no difference."""
-        if not self.small or self.dtype.name != "float8_e8m0fnu":
+        if not self.split:
             return None
-        i32 = ir.IntegerType.get_signless(32)
-        together, *others = (vector.extract(x, [], [0]) for each in words for x in each.registers.flat)
-        for word in others:
-            together = arith.ori(together, word)
+        together = functools.reduce(arith.ori, (vector.extract(x, [], [0]) for x in words[0].registers.flat))
         text = """{
             .reg .pred large, any;
             .reg .b32 top;
@@ -60,106 +68,139 @@ class Scales:
             vote.sync.any.pred any, large, 0xFFFFFFFF;
             selp.u32 $0, 1, 0, any;
         }"""
-        anywhere: Value = llvm.inline_asm(i32, [together], text, "=r,r")
-        return arith.cmpi(arith.CmpIPredicate.ne, anywhere, _const(0))
+        return arith.cmpi(arith.CmpIPredicate.ne, _asm(text, together), _const(0))
 
     def factors(self, words: Sequence[FragmentedArray], run: int, large: bool) -> Factors:
         """A function that gives the factors of a pair in a block of `run` entries of k."""
-        apart, of_lane = 1, None
-        if self.length < run and not self.interleaved:  # a lane has a part of the run, and its own scale
-            apart = run // self.length
-            lane = arith.remui(utils.thread_idx(), _const(LANES))
-            of_lane = arith.divui(lane, _const(LANES // apart))
-        known: dict[Any, list[Factor]] = {}
+        pairs, of_lane = words[1:], None
+        if self.length < run and not self.interleaved:  # a lane has a half of the run, and its scale
+            of_lane = arith.divui(quad_lane(), _const(LANES * self.length // run))
 
-        def factors(block: int, rest: Sequence[int], pair: int) -> list[Value]:
+        @functools.cache
+        def taken(index: int, place: tuple[int, ...]) -> Value:
+            """Two scales, which the lane that has them gives to all lanes of a row."""
+            return _from_lane(pairs[index % len(pairs)].registers[place], index // len(pairs))
+
+        @functools.cache
+        def factors_of(index: int, place: tuple[int, ...]) -> list[Value]:
+            """Words whose halves are the factors of two scales: neighbours, or every other one from that of a lane."""
+            word = taken(index, place)
+            if of_lane is not None:
+                word = _halves(word, taken(index + 1, place), of_lane)
+            return [_asm(text, word) for text in split_powers()] if self.split and large else [word]
+
+        def factors(block: int, rest: Sequence[int], pair: int) -> list[Factor]:
             at = (block * run + (PAIRS_APART * pair if self.interleaved else 0)) // self.length
             # of the 16 rows of a warp, a thread has one of the first 8 and one of the others
-            place = tuple(max(rest) if size == 2 else 0 for size in words[0].registers.shape)
-            if (at, place) not in known:
-                which, byte = divmod(at, WORD_BYTES)
-                word = vector.extract(words[which].registers[place], [], [0])
-                both = byte & ~apart, byte | apart  # two scales at once
-                for each, numbers in zip(both, self._pair(word, both, of_lane, large), strict=True):
-                    known[at - byte + each, place] = numbers
-            return known[at, place]
+            place = tuple(max(rest) if size == 2 else 0 for size in pairs[0].registers.shape)
+            apart = 1 if of_lane is None else PAIR
+            index = at // (PAIR * apart) * apart
+            return [(word, ("low", "high")[at // apart % PAIR]) for word in factors_of(index, place)]
 
         return factors
 
-    def _pair(self, word: Value, both: tuple[int, int], of_lane: Value | None, large: bool) -> list[list[Factor]]:
-        """The factors for two scales: bytes of a word, or those that are as many bytes further as `of_lane` says."""
-        if self.dtype.name == "float8_e4m3fn":
-            half = "low" if both[0] < 2 else "high"
-            if of_lane is not None or both[1] != both[0] + 1:
-                word, half = _bytes_of(word, 0x4400 + both[0] + 0x10 * both[1], 0x11, of_lane), "low"
-            numbers = _asm(e4m3_to_bf16(half, self.small), word)
-            return [[(numbers, "low")], [(numbers, "high")]]
-        exponents = _bytes_of(word, 0x4040 + both[0] + 0x100 * both[1], 0x0101, of_lane)
-        if self.small and large:
-            first, second = _split_powers(exponents, _nan(word))
-            return [[(first, half), (second, half)] for half in ("low", "high")]
-        powers = _asm(powers_of_two(126 if self.small else 0), exponents)
-        powers = powers if self.small else arith.ori(powers, _nan(word))
-        return [[(powers, "low")], [(powers, "high")]]
+
+def of_step(
+    loaded: Any, chunk: int, dtype: np.dtype[Any], length: int, values: np.dtype[Any], interleaved: bool
+) -> Scales:
+    """The scales of a step, of which each lane has loaded a chunk of two or four bytes: these are converted here."""
+    struct = mgpu.ShapeDtypeStruct(loaded.shape, loaded.dtype, layout=ROW)
+    small = values.name == FLOAT4
+
+    @mgpu.inline_mgpu(arg_types=(ROW,), return_type=(struct,) * (chunk // PAIR))
+    def convert(_: Any, words: FragmentedArray) -> tuple[FragmentedArray, ...]:
+        return tuple(_converted(words, which, dtype, small) for which in range(chunk // PAIR))
+
+    return Scales(loaded, list(convert(loaded)), dtype, length, values, interleaved)
+
+
+def _converted(words: FragmentedArray, which: int, dtype: np.dtype[Any], small: bool) -> FragmentedArray:
+    """The two scales in one half of each word, as bfloat16 numbers."""
+    registers = np.empty_like(words.registers)
+    for place, register in np.ndenumerate(words.registers):
+        word = vector.extract(register, [], [0])
+        if dtype.name == "float8_e4m3fn":
+            numbers = _asm(e4m3_to_bf16(("low", "high")[which], small), word)
+        else:
+            exponents = _asm(f"prmt.b32 $0, $1, 0, {0x4140 + 0x0202 * which:#x};", word)
+            numbers = _asm(powers_of_two(POWER if small else 0), exponents)
+        registers[place] = vector.broadcast(ir.VectorType.get((1,), numbers.type), numbers)
+    return FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=words.is_signed)
+
+
+def quad_lane() -> Value:
+    """Which of the four lanes that hold a row of operand A this thread is."""
+    return arith.remui(utils.thread_idx(), _const(LANES))
+
+
+def _from_lane(register: Value, lane: int) -> Value:
+    """The word that one of the four lanes of a row has."""
+    text = f"shfl.sync.idx.b32 $0, $1, {lane}, 0x1C1F, 0xFFFFFFFF;"
+    return _asm(text, vector.extract(register, [], [0]), has_side_effects=True)  # all lanes take part
+
+
+def _halves(first: Value, second: Value, upper: Value) -> Value:
+    """The lower halves of two words, or the upper ones."""
+    chosen = arith.addi(_const(0x5410), arith.muli(upper, _const(0x2222)))
+    i32 = ir.IntegerType.get_signless(32)
+    out: Value = llvm.inline_asm(i32, [first, second, chosen], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
+    return out
 
 
 def _const(x: int) -> Value:
     return utils.c(x, ir.IntegerType.get_signless(32))
 
 
-def _bytes_of(word: Value, selector: int, per_byte: int, of_lane: Value | None) -> Value:
-    """The bytes of a word, or 0, that the nibbles of a selector name: 0 to 3, or 4; those of a lane are further on."""
-    i32, chosen = ir.IntegerType.get_signless(32), _const(selector)
-    if of_lane is not None:
-        chosen = arith.addi(chosen, arith.muli(of_lane, _const(per_byte)))
-    out: Value = llvm.inline_asm(i32, [word, chosen], "prmt.b32 $0, $1, 0, $2;", "=r,r,r")
-    return out
-
-
-def _nan(word: Value) -> Value:
-    """NaN in both halves if any byte of a word is 255, else 0: all four are scales of one column of weights.
-
-    The complement of such a byte is 0, from which 1 cannot be subtracted.
-    """
-    less = arith.subi(arith.xori(word, _const(0xFFFFFFFF)), _const(0x01010101))
-    found = arith.andi(arith.andi(less, word), _const(0x80808080))
-    return arith.select(arith.cmpi(arith.CmpIPredicate.ne, found, _const(0)), _const(0x7FC07FC0), _const(0))
-
-
-def _asm(text: str, word: Value) -> Value:
+def _asm(text: str, word: Value, has_side_effects: bool = False) -> Value:
     """The word that some instructions make of another one."""
-    out: Value = llvm.inline_asm(ir.IntegerType.get_signless(32), [word], text, "=r,r")
+    i32 = ir.IntegerType.get_signless(32)
+    out: Value = llvm.inline_asm(i32, [word], text, "=r,r", has_side_effects=has_side_effects)
     return out
 
 
 def powers_of_two(up: int) -> str:
     """The instructions that make bfloat16 numbers of e8m0 scales in both halves of a word, times 2**up.
 
-    2**-127 has no exponent: it is 0x0040.
+    2**-127 has no exponent: it is 0x0040. 255, which would be an infinity, is NaN.
     """
     if up:
         return f"mad.lo.u32 $0, $1, 128, {up * 0x00800080:#x};"
     return """{
-        .reg .b32 number, least;
+        .reg .b32 number, least, over;
         shl.b32 number, $1, 7;
         mov.b32 least, 0x00400040;
-        max.u16x2 $0, number, least;
+        max.u16x2 number, number, least;
+        add.u32 over, $1, 0x00010001;
+        and.b32 over, over, 0x01000100;
+        shr.b32 over, over, 2;
+        or.b32 $0, number, over;
     }"""
 
 
-def _split_powers(exponents: Value, nan: Value) -> list[Value]:
-    """Powers of two times 2**126, from e8m0 scales in both halves of a word, as two factors.
+def split_powers() -> list[str]:
+    """The instructions for two factors instead of e8m0 scales times 2**126, which may be too large for bfloat16.
 
-    They are up to 2**127, and the rest or NaN. A scale of 128 or more has its top bit set: of that, 128 stays in the
-    first factor.
+    A scale of 128 or more has its top bit set: of that, 128 stays in the first factor. The rest, or NaN, is the second.
     """
-    top = arith.andi(exponents, _const(0x00800080))
-    large = arith.muli(arith.shrui(top, _const(7)), _const(0x7F))  # 127 where the top bit is set
-    rest = arith.andi(exponents, large)
-    first, second = arith.subi(exponents, rest), rest
-    both = [arith.addi(first, _const(0x007E007E)), arith.addi(second, _const(0x007F007F))]
-    first, second = (arith.muli(each, _const(128)) for each in both)
-    return [first, arith.ori(second, nan)]
+    parts = f"""
+        .reg .b32 exponent, upper, rest, number;
+        sub.u32 exponent, $1, {POWER * 0x00800080:#x};
+        shr.b32 exponent, exponent, 7;
+        shr.b32 upper, exponent, 7;
+        and.b32 upper, upper, 0x00010001;
+        mul.lo.u32 upper, upper, 127;
+        and.b32 rest, exponent, upper;"""
+    first = f"""
+        sub.u32 number, exponent, rest;
+        mad.lo.u32 $0, number, 128, {POWER * 0x00800080:#x};"""
+    second = """
+        mad.lo.u32 number, rest, 128, 0x3F803F80;
+        add.u32 rest, exponent, 0x00010001;
+        and.b32 rest, rest, 0x01000100;
+        shr.b32 rest, rest, 2;
+        mul.lo.u32 rest, rest, 0x1FF;
+        or.b32 $0, number, rest;"""
+    return [f"{{{parts}{last}\n    }}" for last in (first, second)]
 
 
 def e4m3_to_bf16(half: str, small: bool) -> str:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +55,15 @@ def operand_a(stages: Ref, stage: Scalar, rows: Any, k_major: bool) -> Ref:
     return stages.at[stage, rows] if k_major else transpose_ref(stages.at[stage, :, rows])
 
 
+class Gathered(NamedTuple):
+    """Rows of a step that are gathered: blocks of columns, each of a swizzle row, and the stage they are copied to."""
+
+    source: Ref  # [tokens, columns], in global memory
+    column: Scalar  # the first one
+    staged: Ref  # [rows, columns]
+    inside: Scalar  # units of rows that the tile has; in a contraction, blocks of columns
+
+
 @dataclasses.dataclass(frozen=True)
 class RowsMainloop:
     """The loads of each step, the operands of its wgmma, and the upcast of weights in between."""
@@ -66,17 +75,18 @@ class RowsMainloop:
         """The stages of both operands; where weights are rewritten in shared memory, also those of the raw weights."""
         problem, cut = self.problem, self.layout
         rhs = (cut.block_n, cut.block_k) if problem.transpose_rhs else (cut.block_k, cut.block_n)
-        lhs = (cut.stages, cut.block_m, cut.block_k)
+        stages = cut.stages * cut.pipelines
+        lhs = (stages, cut.block_m, cut.block_k)
         memory = {"smem_lhs": mgpu.SMEM(lhs, problem.lhs, transforms=swizzled(problem.lhs, cut.swizzle))}
         swizzle = self.weights_swizzle if cut.upcast or cut.transpose_in_smem else cut.swizzle
         name = "smem_weights" if cut.rewrites else "smem_rhs"
-        memory[name] = mgpu.SMEM((cut.stages, *rhs), problem.rhs, transforms=swizzled(problem.rhs, swizzle))
+        memory[name] = mgpu.SMEM((stages, *rhs), problem.rhs, transforms=swizzled(problem.rhs, swizzle))
         if cut.gated:
             memory["smem_up"] = memory["smem_rhs"]
         if problem.epilogue.row_block:
-            memory["smem_row_scales"] = mgpu.SMEM((cut.stages, self.row_scales, cut.block_m), jnp.float32)
+            memory["smem_row_scales"] = mgpu.SMEM((stages, self.row_scales, cut.block_m), jnp.float32)
         if column_scales_by_step(problem):
-            memory["smem_column_scales"] = mgpu.SMEM((cut.stages, cut.block_n), jnp.float32)
+            memory["smem_column_scales"] = mgpu.SMEM((stages, cut.block_n), jnp.float32)
         if cut.upcast_in_smem:
             transforms = swizzled(problem.lhs, cut.swizzle)
             memory["smem_rhs"] = mgpu.SMEM((REWRITE_STAGES, *rhs), problem.lhs, transforms=transforms)
@@ -146,6 +156,14 @@ class RowsMainloop:
         mgpu.copy_gmem_to_smem(rhs, refs["smem_weights" if cut.rewrites else "smem_rhs"].at[stage], full)
         if cut.gated:
             mgpu.copy_gmem_to_smem(refs["up"].at[place], refs["smem_up"].at[stage], full)
+
+    def load_beside(self, refs: Refs, scheduler: TileScheduler, tile: Tile, step: Scalar, stage: Scalar) -> None:
+        """Start the TMA copies of what a step reads beside gathered rows: weights."""
+        self.load_weights(refs, tile, i32(0), step, stage)
+
+    def gathered(self, refs: Refs, tile: Tile, step: Scalar, stage: Scalar) -> Gathered:
+        """Where the gathered rows of a step are, and where they go to: a block of columns of all rows of a tile."""
+        return Gathered(refs["lhs"], self.columns(step).start, refs["smem_lhs"].at[stage], tile.units)
 
     def load_rows(self, refs: Refs, tile: Tile, columns: Any, stage: Scalar, sources: Refs) -> None:
         """Start the copies of some columns of as many rows as a tile has, from each source to where it is staged."""

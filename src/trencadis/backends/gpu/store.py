@@ -41,14 +41,15 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
     # one row to a tile of shared memory, so that a copy may start at any row
     rows = (mgpu.TilingTransform((1, swizzle_elements(problem.out))), mgpu.SwizzleTransform(SWIZZLE))
     buffers, *shape = store_buffers(problem, layout)
-    memory: dict[str, Any] = {"smem_out": mgpu.SMEM((layout.consumers, buffers, *shape), problem.out, transforms=rows)}
+    consumers = layout.consumers * layout.pipelines
+    memory: dict[str, Any] = {"smem_out": mgpu.SMEM((consumers, buffers, *shape), problem.out, transforms=rows)}
     wanted = vectors(problem, layout)
     for name, (length, dtype) in wanted.items():
-        memory[f"smem_{name}"] = mgpu.SMEM((layout.consumers, round_up(length, THREADS)), dtype)
+        memory[f"smem_{name}"] = mgpu.SMEM((consumers, round_up(length, THREADS)), dtype)
     if wanted:
-        memory["vectors_full"] = mgpu.Barrier(num_arrivals=len(wanted), num_barriers=layout.consumers)
+        memory["vectors_full"] = mgpu.Barrier(num_arrivals=len(wanted), num_barriers=consumers)
     if problem.epilogue.accumulate:
-        memory["existing_full"] = mgpu.Barrier(num_barriers=layout.consumers * buffers)
+        memory["existing_full"] = mgpu.Barrier(num_barriers=consumers * buffers)
     return memory
 
 
@@ -156,7 +157,7 @@ class Store:
     problem: Problem
     layout: Layout
     refs: Refs
-    warpgroup: Scalar  # which of the consumers
+    warpgroup: Scalar  # which of the consumers of a CTA
 
     def subtiles(self, top: Scalar, shape: MmaShape) -> Subtiles:
         """The subtiles of a consumer's product, which starts at row `top` of the products of the tile."""
@@ -334,9 +335,18 @@ class Store:
 
     def _copy(self, tile: Tile, subtiles: dict[str, Subtile], row: Any, rows: int) -> None:
         """Start the copies of some rows of buffers, from `row` on, to results."""
-        for name, subtile in subtiles.items():
+
+        def copy(tile: Tile, name: str, subtile: Subtile) -> None:
             target = self._result(tile, subtile, row, rows, name)
             mgpu.copy_smem_to_gmem(self._buffer(subtile, row, rows), target, commit_group=False)
+
+        groups = i32(self.problem.spans)
+        for name, subtile in subtiles.items():
+            if self.layout.two_results:
+                second = functools.partial(copy, tile._replace(group=tile.group - groups), "out_up", subtile)
+                lax.cond(tile.group < groups, functools.partial(copy, tile, name, subtile), second)
+            else:
+                copy(tile, name, subtile)
 
     def _apply_epilogue(self, tile: Tile, subtile: Subtile, row: Any, acc: jax.Array) -> jax.Array:
         """Scales, bias and activation of sums that start at a row of the tile; a tile without steps stays zero."""

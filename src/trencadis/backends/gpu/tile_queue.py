@@ -23,25 +23,38 @@ from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileS
 OnTile = Callable[[Tile, Scalar], None]  # what a warpgroup does with a tile, and the steps of all tiles before it
 
 
-def scratch(readers: int) -> dict[str, Any]:
-    """The shared memory of the queue, and its barriers for this many warpgroups that read it."""
+def scratch(readers: int, pipelines: int = 1) -> dict[str, Any]:
+    """The shared memory of the queue of each pipeline, and its barriers for this many warpgroups that read it."""
+    slots = QUEUE_SLOTS * pipelines
     return {
-        "queue": mgpu.SMEM((QUEUE_SLOTS + 1, len(Tile._fields)), jnp.int32),  # last row: the tile index fetched
-        "queue_full": mgpu.Barrier(num_barriers=QUEUE_SLOTS),
-        "queue_empty": mgpu.Barrier(num_arrivals=readers, num_barriers=QUEUE_SLOTS),
+        "queue": mgpu.SMEM((slots + pipelines, len(Tile._fields)), jnp.int32),  # last: the tile index that was fetched
+        "queue_full": mgpu.Barrier(num_barriers=slots),
+        "queue_empty": mgpu.Barrier(num_arrivals=readers, num_barriers=slots),
     }
 
 
-def slot(count: Scalar, slots: int) -> Scalar:
-    """The slot of a ring buffer that the next item uses, after `count` items before it."""
-    return lax.rem(count, i32(slots))
+def slot(count: Scalar, slots: int, pipeline: Scalar | None = None) -> Scalar:
+    """The slot of a ring buffer that the next item uses, after `count` items before it.
+
+    The rings of several pipelines are one behind the other.
+    """
+    at = lax.rem(count, i32(slots))
+    return at if pipeline is None else pipeline * i32(slots) + at
 
 
-def publish(scheduler: TileScheduler, layout: Layout, refs: Refs, cta: Scalar, load: OnTile) -> Scalar:
-    """Publish every tile of this CTA and load its operands; returns how many mainloop steps there were in all."""
+def publish(
+    scheduler: TileScheduler, layout: Layout, refs: Refs, cta: Scalar, load: OnTile, pipeline: Scalar | None = None
+) -> Scalar:
+    """Publish every tile of this pipeline and load its operands; returns how many steps there were in all.
+
+    The first tiles of second pipelines follow those of all first ones, so that the last tiles are one to an SM.
+    """
+    first, fetched = cta, i32(QUEUE_SLOTS)
+    if pipeline is not None:
+        first, fetched = pipeline * i32(layout.num_ctas) + cta, i32(QUEUE_SLOTS * layout.pipelines) + pipeline
 
     def push(tile: Tile, count: Scalar) -> None:
-        at = slot(count, QUEUE_SLOTS)
+        at = slot(count, QUEUE_SLOTS, pipeline)
         pl.when(count >= i32(QUEUE_SLOTS))(lambda: mgpu.barrier_wait(refs["queue_empty"].at[at]))
         for i, value in enumerate(tile):
             refs["queue"][at, i] = value
@@ -53,23 +66,24 @@ def publish(scheduler: TileScheduler, layout: Layout, refs: Refs, cta: Scalar, l
         tile = scheduler.tile(span, index)
         push(tile, count)
         if layout.dynamic:
-            _start_fetch(refs)
+            _start_fetch(refs, fetched)
         load(tile, done)
-        after = _fetched(refs, layout) if layout.dynamic else index + i32(layout.num_ctas)
+        stride = i32(layout.num_ctas * layout.pipelines)
+        after = _fetched(refs, fetched) + stride if layout.dynamic else index + stride
         return after, span, count + i32(1), done + lax.max(tile.steps, i32(0)), tile.steps
 
-    start = (cta, scheduler.before, i32(0), i32(0), i32(0))
+    start = (first, scheduler.before, i32(0), i32(0), i32(0))
     _, _, count, done, _ = lax.while_loop(lambda state: state[4] >= 0, body, start)
-    drain(refs["queue_empty"], count, QUEUE_SLOTS)
+    drain(refs["queue_empty"], count, QUEUE_SLOTS, pipeline)
     return done
 
 
-def consume(refs: Refs, do: OnTile) -> Scalar:
-    """Call `do` for every tile that is published to this CTA; returns how many mainloop steps there were in all."""
+def consume(refs: Refs, do: OnTile, pipeline: Scalar | None = None) -> Scalar:
+    """Call `do` for every tile that is published to this pipeline; returns how many steps there were in all."""
 
     def body(state: Any) -> Any:
         count, done, _ = state
-        at = slot(count, QUEUE_SLOTS)
+        at = slot(count, QUEUE_SLOTS, pipeline)
         mgpu.barrier_wait(refs["queue_full"].at[at])
         tile = Tile(*(refs["queue"][at, i] for i in range(len(Tile._fields))))
         mgpu.barrier_arrive(refs["queue_empty"].at[at])
@@ -80,25 +94,28 @@ def consume(refs: Refs, do: OnTile) -> Scalar:
     return lax.while_loop(lambda state: state[2] >= 0, body, (i32(0), i32(0), i32(0)))[1]
 
 
-def drain(barrier: Ref, count: Scalar, slots: int) -> None:
+def drain(barrier: Ref, count: Scalar, slots: int, pipeline: Scalar | None = None) -> None:
     """Wait for the last arrivals at the barriers of a ring buffer, so that the kernel leaves none within a phase."""
 
     def wait(i: Scalar, _: None) -> None:
-        mgpu.barrier_wait(barrier.at[slot(i, slots)])
+        mgpu.barrier_wait(barrier.at[slot(i, slots, pipeline)])
 
     lax.fori_loop(lax.max(count - i32(slots), i32(0)), count, wait, None)
 
 
-def _start_fetch(refs: Refs) -> None:
-    """Start to fetch the next tile that no CTA has taken; which CTA computes a tile does not change its value."""
+def _start_fetch(refs: Refs, row: Scalar) -> None:
+    """Start to fetch the next tile that no CTA has taken, into a row of the queue.
+
+    Which CTA computes a tile does not change its value.
+    """
     mgpu.commit_smem()  # all threads have read the index that was fetched before
-    _fetch_add(refs["counter"], refs["queue"].at[QUEUE_SLOTS])
+    _fetch_add(refs["counter"], refs["queue"].at[row])
 
 
-def _fetched(refs: Refs, layout: Layout) -> Scalar:
-    """The index of the tile that `_start_fetch` got; the first tile of every CTA is static."""
+def _fetched(refs: Refs, row: Scalar) -> Scalar:
+    """What `_start_fetch` got: the index of a tile, counted from the first tiles, which are static."""
     mgpu.commit_smem()
-    return refs["queue"][QUEUE_SLOTS, 0] + i32(layout.num_ctas)
+    return refs["queue"][row, 0]
 
 
 @mgpu.inline_mgpu(arg_types=(mgpu.RefType(), mgpu.RefType()))

@@ -56,7 +56,7 @@ class Tile(NamedTuple):
     """One tile of the result, as the scheduler publishes it to all warpgroups."""
 
     steps: Scalar  # of the mainloop; 0: the tile is zero; negative: there are no more tiles
-    group: Scalar  # local group, counted over all batch entries
+    group: Scalar  # local group, counted over all batch entries; of a second result, those of the first come before
     start: Scalar  # the rows of its span are [start, end)
     end: Scalar
     row: Scalar  # its first row: of the result (rows form), of one matrix (contraction)
@@ -74,7 +74,8 @@ class TileScheduler:
         self.rows_form = problem.form is Form.ROWS
         self.entry_spans = problem.local_groups + 2 * self.rows_form  # spans of a batch entry
         self.spans = problem.batch * self.entry_spans
-        self.tiles_across = -(-problem.n // layout.block_n)
+        self.tiles_of_result = -(-problem.n // layout.block_n)  # across one result
+        self.tiles_across = self.tiles_of_result * (2 if layout.two_results else 1)
         self.step_align = _step_align(problem, layout)
 
     # -- from span to span ---------------------------------------------------------------------------------------------
@@ -151,6 +152,9 @@ class TileScheduler:
         entry = lax.div(span.number, i32(self.entry_spans)) if self.problem.batch > 1 else i32(0)
         local = span.number - entry * i32(self.entry_spans) - i32(self.rows_form)
         steps = lax.select(self._is_local(local), self._steps(span), i32(0))
+        if self.layout.two_results:
+            second = (column >= i32(self.tiles_of_result)).astype(jnp.int32)
+            column, local = column - second * i32(self.tiles_of_result), local + second * i32(self.spans)
         return Tile(
             steps=lax.select(span.number < i32(self.spans), steps, i32(-1)),
             group=entry * i32(self.problem.local_groups) + local,

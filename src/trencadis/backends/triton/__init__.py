@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.backends.prepare import PREPARE, in_order, with_k_last
+from trencadis.backends.prepare import DEINTERLEAVED, PREPARE, PREPARE_IN_ORDER, in_order, with_k_last
 from trencadis.backends.triton import weights_layout
 from trencadis.backends.triton.activation import source
 from trencadis.backends.triton.choose import (
@@ -60,6 +60,8 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
         return elsewhere
     assert card is not None  # or `_elsewhere` had refused
     inner = with_k_last(weights_layout.with_16_bit_rows(_peeled(problem)))
+    inner = inner.replace(interleaved=_reads_interleaved(problem, inner, card))
+    inner = _converted(inner) if card.hopper else inner
     refusal = _arithmetic(inner, card) or _size(inner) or _missing()
     if refusal is not None:
         return refusal
@@ -73,12 +75,21 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     return Plan(
         asked=problem, problem=inner, target=target, backend="triton", interpret=overrides.interpret,
         tiling=tiling_of(inner, layout), layout=layout,
-        because=because, slow=_slow_order(problem, inner, overrides), advice=PREPARE,
+        because=because, slow=_slow_order(problem, inner, overrides),
+        advice=PREPARE if problem.interleaved == inner.interleaved else PREPARE_IN_ORDER,
     )  # fmt: skip
 
 
+def _reads_interleaved(asked: Problem, problem: Problem, card: Card) -> bool:
+    """Whether the kernel takes interleaved weights as they are: unpacked for wgmma, for which they are interleaved."""
+    as_stored = asked.interleaved and asked.transpose_rhs and problem.transpose_rhs
+    return as_stored and card.hopper and weights_layout.taken(problem)
+
+
 def _slow_order(asked: Problem, problem: Problem, overrides: Overrides) -> str:
-    """What a plan says of weights that are transposed before the kernel; nothing where they are not."""
+    """What a plan says of weights that are reordered before the kernel; nothing where they are not."""
+    if asked.interleaved and not problem.interleaved and overrides.advise:
+        return DEINTERLEAVED
     if asked.transpose_rhs == problem.transpose_rhs or not overrides.advise:
         return ""
     return f"{asked.rhs.name} weights are stored [g, k, n], and are transposed before each product"
@@ -129,6 +140,16 @@ def _peeled(problem: Problem) -> Problem:
     if source(epilogue.activation) is not None and problem.out.name in FLOATS:
         return problem
     return problem.replace(epilogue=problem.epilogue.without_activation, out=problem.sum)
+
+
+def _converted(problem: Problem) -> Problem:
+    """The problem with lhs in the dtype in which it is multiplied, which XLA converts it to.
+
+    A kernel would convert it in registers, from which wgmma reads a left factor while the next is written there.
+    """
+    if weights_layout.taken(problem) or problem.rhs != mma_dtype(problem):
+        return problem
+    return problem.replace(lhs=mma_dtype(problem))
 
 
 def _missing() -> Refusal | None:
@@ -191,6 +212,7 @@ def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, inter
     from trencadis.backends.triton import bridge, interpreter
 
     lhs, rhs, sizes, first, *extras = operands
+    lhs = lhs.astype(problem.lhs)
     split = split_operand(problem, arch)
     if split:
         parts = in_three(lhs if split == "lhs" else rhs, arch, interpret)

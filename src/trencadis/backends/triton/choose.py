@@ -120,9 +120,10 @@ def _variants(problem: Problem, card: Card, plain: Layout) -> Iterator[Layout]:
 
 
 def _raster_group(problem: Problem) -> int:
-    """The tiles of a column that run before the next: fewer where those of a group are few, and weights lie in rows."""
-    few = problem.m <= SMALL_GROUP * problem.groups and not (problem.form is Form.ROWS and problem.transpose_rhs)
-    return 4 if few else 8
+    """The tiles of a column that run before the next: fewer where those of a group are few."""
+    if problem.m > SMALL_GROUP * problem.groups:
+        return 8
+    return 5 if problem.form is Form.ROWS else 4
 
 
 def _tma(problem: Problem) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from trencadis.core.interleave import FLOAT4, FLOAT4_MOVES
+
 BELOW = "0x4140", "0x4342"  # for prmt: bytes 0 and 1, or 2 and 3, each below a byte of another register
 ABOVE = "0x1404", "0x3424"  # likewise, each above
 
@@ -56,6 +58,32 @@ def unpack(values: str, rows: str, high: bool = False) -> str:
         body = _floats(values, rows, high)
     lines = [*body, "mov.b32 $0, r0", "mov.b32 $1, r1"]  # results last: they may have the register of the bytes
     return "{ .reg .b32 w, t, u, c, by, plus, r0, r1; " + "; ".join(lines) + "; }"
+
+
+def unpack_words(values: str, rows: str) -> str:
+    """The PTX of the two or four pairs of the dtype of rows that a word of interleaved weights holds.
+
+    The word is the last operand. It is read after the first pair is written, so that no pair may have its register.
+    """
+    # here, since only these need what runs on Hopper alone
+    from trencadis.backends.gpu import upcast
+
+    half = rows == "float16"
+    if values.startswith("float8"):
+        return upcast.float8_to_floats(values[7:11], half)
+    if values == FLOAT4:
+        texts = [upcast.float4_to_floats(moves, half) for moves in FLOAT4_MOVES]
+        texts = [f"{{ {text} {_power(rows)} }}" for text in texts]
+    else:
+        convert = upcast.int4_to_floats if values == "int4" else upcast.int8_to_floats
+        texts = [convert(by, half) for by in range(0, 16, 4 if values == "int4" else 8)]
+    return "".join(text.replace("$1", f"${len(texts)}").replace("$0", f"${i}") for i, text in enumerate(texts))
+
+
+def _power(rows: str) -> str:
+    """The PTX that multiplies a pair of 4-bit floats by the power of two by which they are too small."""
+    by, plus = _twice(FLOATS[FLOAT4, rows].power), "0x80008000"
+    return f".reg .b32 by, plus; mov.b32 by, {by}; mov.b32 plus, {plus}; {_fma(rows)} $0, $0, by, plus;"
 
 
 def _integers(values: str, rows: str, high: bool) -> list[str]:

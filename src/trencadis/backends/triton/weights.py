@@ -3,7 +3,8 @@
 Weights are the left factor of a tile, `out.T = weights.T @ rows.T`: tensor cores that read one of their factors from
 registers read the left one there. 4-bit values stay packed, two to a byte. A byte holds an even and an odd entry of k,
 low nibble first; each meets its own half of the rows, which come in that order (`weights_layout.even_odd`), so that no
-number moves between threads.
+number moves between threads. Interleaved weights (`core/interleave.py`) are read as words of 32 bits, which hold what
+a thread of wgmma multiplies.
 
     scales        none along k    the epilogue multiplies finished sums
     in factors    exact products  weights are multiplied by them; nothing is rounded
@@ -15,7 +16,10 @@ Scales of rows that change along k are promoted too.
 import triton
 import triton.language as tl
 
-from trencadis.backends.triton.kernels import finish, raster
+from trencadis.backends.triton.kernels import finish, raster, unowned_at
+from trencadis.core.interleave import FLOAT4_MOVES
+
+MOVES = tl.constexpr(FLOAT4_MOVES)
 
 
 @triton.jit
@@ -91,12 +95,98 @@ def factor(
 
 
 @triton.jit
-def step(
-    acc, w_at, x_at, scale, rows, inside,
-    FORMAT: tl.constexpr, PACK: tl.constexpr, DOT: tl.constexpr, STEP: tl.constexpr,
-    UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr, PER: tl.constexpr, IN_FACTORS: tl.constexpr,
+def in_order(pairs):
+    """Pairs [block_n, words, ...] of four words to a run, in the order of k: [block_n, all of them]."""
+    WORDS: tl.constexpr = pairs.shape[1]
+    PAIRS: tl.constexpr = pairs.numel // (pairs.shape[0] * WORDS)
+    runs = tl.reshape(pairs, (pairs.shape[0], WORDS // 4, 4, PAIRS))
+    return tl.reshape(tl.permute(runs, (0, 1, 3, 2)), (pairs.shape[0], WORDS * PAIRS))
+
+
+@triton.jit
+def both(low, high):
+    """The two of each pair side by side: [block_n, 2 * pairs]."""
+    return tl.reshape(tl.join(low, high), (low.shape[0], 2 * low.shape[1]))
+
+
+@triton.jit
+def nibbles(words, PAIR: tl.constexpr, FORMAT: tl.constexpr):
+    """The two 4-bit values of a pair in the low bits of both halves of interleaved words."""
+    z = (words >> 4 * PAIR) & 0x000F000F
+    if FORMAT == "float4_e2m1fn":
+        bits = words.to(tl.uint32, bitcast=True)
+        moved = bits & 0
+        for move in tl.static_range(len(MOVES[PAIR])):
+            by: tl.constexpr = MOVES[PAIR][move][0]
+            moved |= (bits << by | bits >> (32 - by) % 32) & MOVES[PAIR][move][1] * 65537
+        z = (moved >> 12 & 0x00080008) | (moved >> 6 & 0x00070007)
+    return z.to(tl.int32)
+
+
+@triton.jit
+def numbers_at(words, AT: tl.constexpr, FORMAT: tl.constexpr, PACK: tl.constexpr):
+    """The float32 numbers that words have from bit AT on, in the low or the high half: [block_n, words, ...]."""
+    if PACK == 1:
+        z = tl.join(numbers((words >> AT) & 255, FORMAT), numbers((words >> AT + 8) & 255, FORMAT))
+    else:
+        p = numbers(nibbles(words, 0, FORMAT) >> AT, FORMAT)
+        q = numbers(nibbles(words, 1, FORMAT) >> AT, FORMAT)
+        r = numbers(nibbles(words, 2, FORMAT) >> AT, FORMAT)
+        s = numbers(nibbles(words, 3, FORMAT) >> AT, FORMAT)
+        z = tl.join(tl.join(p, r), tl.join(q, s))
+    return z
+
+
+@triton.jit
+def interleaved_factor(
+    words, scale, FORMAT: tl.constexpr, PACK: tl.constexpr, UNPACK: tl.constexpr, PRODUCT: tl.constexpr,
+    IN_FACTORS: tl.constexpr, PER: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The sums [block_n, block_m] after one step along k; `rows` is the mask of rows, `inside` that of k, or None.
+    """As `factor`, of interleaved words [block_n, step / numbers of a word]: each thread keeps what it has unpacked."""
+    if UNPACK is None:
+        low = in_order(numbers_at(words, 0, FORMAT, PACK))
+        z = both(low, in_order(numbers_at(words, 16, FORMAT, PACK)))
+        if IN_FACTORS:
+            z = z * spread(scale, z.shape[1] // PER)
+        z = z.to(DOT)
+    else:
+        if PACK == 1:
+            p, q = tl.inline_asm_elementwise(UNPACK, "=&r,=&r,r", [words], (tl.int32, tl.int32), True, 1)
+            pairs = in_order(tl.join(p, q))
+        else:
+            p, q, r, s = tl.inline_asm_elementwise(
+                UNPACK, "=&r,=&r,=&r,=&r,r", [words], (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
+            )
+            pairs = in_order(tl.join(tl.join(p, r), tl.join(q, s)))
+        if IN_FACTORS:
+            each = scale.to(DOT).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            each = spread(each | each << 16, pairs.shape[1] // PER)
+            pairs = tl.inline_asm_elementwise(PRODUCT, "=r,r,r", [pairs, each], tl.int32, True, 1)
+        low = pairs.to(tl.int16).to(DOT, bitcast=True)
+        z = both(low, (pairs >> 16).to(tl.int16).to(DOT, bitcast=True))
+    return z
+
+
+@triton.jit
+def complete(acc, WAIT: tl.constexpr):
+    """The same sums, once they are complete.
+
+    wgmma reads its left factor from registers while the program runs on. Triton 3.6 would let products of a step run on
+    into the next one, which writes its weights to the same registers. Here each product is waited for.
+    """
+    if WAIT is not None:
+        acc = tl.inline_asm_elementwise(WAIT, "=f,0", [acc], tl.float32, True, 1)
+    return acc
+
+
+@triton.jit
+def step(
+    acc, w_at, x_at, scale, rows, inside, x_inside,
+    FORMAT: tl.constexpr, PACK: tl.constexpr, INTERLEAVED: tl.constexpr, DOT: tl.constexpr, STEP: tl.constexpr,
+    UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr, PER: tl.constexpr, IN_FACTORS: tl.constexpr,
+    WAIT: tl.constexpr,
+):  # fmt: skip
+    """The sums [block_n, block_m] after one step along k; `rows` is the mask of rows, the others those of k, or None.
 
     Unowned rows are not read: where groups are small, they would be most of what a tile reads beside weights.
     """
@@ -105,14 +195,19 @@ def step(
         w = tl.load(w_at)
     else:
         w = tl.load(w_at, mask=inside[None, :], other=0)
-        there = there & inside[:, None]
+        there = there & x_inside[:, None]
     x = tl.load(x_at, mask=there, other=0.0)
-    acc = tl.dot(factor(w, scale, FORMAT, UNPACK, PRODUCT, IN_FACTORS, PER, DOT), x, acc)
-    if PACK == 2:
+    if INTERLEAVED:
+        left = interleaved_factor(w, scale, FORMAT, PACK, UNPACK, PRODUCT, IN_FACTORS, PER, DOT)
+    else:
+        left = factor(w, scale, FORMAT, UNPACK, PRODUCT, IN_FACTORS, PER, DOT)
+    acc = complete(tl.dot(left, x, acc), WAIT)
+    if PACK == 2 and not INTERLEAVED:
         x = tl.load(x_at + STEP, mask=there, other=0.0)
         if UNPACK_HIGH is None:
             w = w >> 4
-        acc = tl.dot(factor(w, scale, FORMAT, UNPACK_HIGH, PRODUCT, IN_FACTORS, PER, DOT), x, acc)
+        left = factor(w, scale, FORMAT, UNPACK_HIGH, PRODUCT, IN_FACTORS, PER, DOT)
+        acc = complete(tl.dot(left, x, acc), WAIT)
     return acc
 
 
@@ -128,62 +223,82 @@ def promoted(acc, part, scale, by_row, rows, done, K: tl.constexpr, ROW_LENGTH: 
 
 
 @triton.jit
+def nth_of(scales, NTH: tl.constexpr):
+    """One of the scales [block_n, 1, 2 or 4] of a step along k: [block_n, 1]."""
+    COUNT: tl.constexpr = scales.shape[1]
+    z = scales
+    if COUNT == 4:
+        even, odd = tl.split(tl.reshape(scales, (scales.shape[0], 2, 2)))
+        z = even if NTH % 2 == 0 else odd
+    if COUNT > 1:
+        low, high = tl.split(z)
+        z = (low if NTH < COUNT // 2 else high)[:, None]
+    return z
+
+
+@triton.jit
 def sums(
     lhs, rhs, scales, by_row, row, column, group, local, m, n, rows,
     K: tl.constexpr, N: tl.constexpr, K_LHS: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr, PACK: tl.constexpr, DOT: tl.constexpr,
+    FORMAT: tl.constexpr, PACK: tl.constexpr, INTERLEAVED: tl.constexpr, DOT: tl.constexpr,
     UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr,
     SCALES: tl.constexpr, LENGTH: tl.constexpr, ACROSS: tl.constexpr, PER: tl.constexpr, IN_FACTORS: tl.constexpr,
-    ROW_LENGTH: tl.constexpr,
+    ROW_LENGTH: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """The sums [block_n, block_m] of a tile along k; zero if it is unowned.
+    """The sums [block_n, block_m] of a tile along k.
 
-    A step of several blocks of k is multiplied block by block where the sum of each is scaled.
+    A step of several blocks of k is multiplied block by block where the sum of each is scaled. The number of steps is a
+    constant: where it may be zero, ptxas lets each product of the tensor cores wait for the one before.
     """
     PROMOTED: tl.constexpr = LENGTH > 0 and not IN_FACTORS
     PARTS: tl.constexpr = BLOCK_K // LENGTH if PROMOTED and BLOCK_K > LENGTH else 1
-    STEP: tl.constexpr = BLOCK_K // PARTS // PACK  # bytes of weights along k that are multiplied at once
+    HELD: tl.constexpr = 4 * PACK if INTERLEAVED else PACK  # numbers of a word or byte of weights
+    STEP: tl.constexpr = BLOCK_K // PARTS // HELD  # words or bytes along k that are multiplied at once
+    STRIDE: tl.constexpr = STEP if TRANSPOSED else STEP * N
     k = tl.arange(0, STEP)
-    x_at = lhs + row.to(tl.int64) * K_LHS + m[None, :] * K_LHS + k[:, None]  # [step, block_m]
-    w_at = rhs + (tl.maximum(group, 0) % WEIGHTS).to(tl.int64) * (K // PACK * N)  # [block_n, step]
+    x_k = tl.arange(0, STEP * HELD if INTERLEAVED else STEP)
+    x_at = lhs + row.to(tl.int64) * K_LHS + m[None, :] * K_LHS + x_k[:, None]  # [x_k, block_m]
+    w_at = rhs + (group % WEIGHTS).to(tl.int64) * (K // HELD * N)  # [block_n, step]
     if TRANSPOSED:
-        w_at += (column * BLOCK_N).to(tl.int64) * (K // PACK) + n[:, None] * (K // PACK) + k[None, :]
-        STRIDE: tl.constexpr = STEP
+        w_at += (column * BLOCK_N).to(tl.int64) * (K // HELD) + n[:, None] * (K // HELD) + k[None, :]
     else:
         w_at += column * BLOCK_N + n[:, None] + k[None, :] * N
-        STRIDE: tl.constexpr = STEP * N
     if LENGTH > 0:
         COUNT: tl.constexpr = (K + LENGTH - 1) // LENGTH
         scales += local.to(tl.int64) * (COUNT * ((N + ACROSS - 1) // ACROSS))
         s = (column * BLOCK_N + n) // ACROSS * COUNT  # [block_n]
     if PROMOTED:
-        ahead = scales_at(scales, s, 0, COUNT, SCALES, 1)
+        ahead = scales_at(scales, s, 0, COUNT, SCALES, PARTS)
     acc = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
-    for first in range(0, tl.where(group >= 0, K, 0), BLOCK_K):
+    for first in range(0, K, BLOCK_K):
+        if PROMOTED:  # those of the next step are on their way while this one is multiplied
+            here = ahead
+            ahead = scales_at(scales, s, (first + BLOCK_K) // LENGTH, COUNT, SCALES, PARTS)
         for nth in tl.static_range(PARTS):
-            done = first + nth * (STEP * PACK)
+            done = first + nth * (STEP * HELD)
             scale = None
-            if PROMOTED:  # those of the next block are on their way while this one is multiplied
-                scale = ahead
-                ahead = scales_at(scales, s, (done + STEP * PACK) // LENGTH, COUNT, SCALES, 1)
+            if PROMOTED:
+                scale = nth_of(here, nth)
             elif IN_FACTORS:
                 scale = scales_at(scales, s, done // LENGTH, COUNT, SCALES, PER)
             inside = None
+            x_inside = None
             if K % BLOCK_K != 0:
-                inside = k < (K - done) // PACK
+                inside = k < (K - done) // HELD
+                x_inside = x_k < K - done if INTERLEAVED else inside
             part = acc
             if PROMOTED or ROW_LENGTH > 0:
                 part = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
             part = step(
-                part, w_at, x_at, scale, rows, inside,
-                FORMAT, PACK, DOT, STEP, UNPACK, UNPACK_HIGH, PRODUCT, PER, IN_FACTORS,
+                part, w_at, x_at, scale, rows, inside, x_inside,
+                FORMAT, PACK, INTERLEAVED, DOT, STEP, UNPACK, UNPACK_HIGH, PRODUCT, PER, IN_FACTORS, WAIT,
             )  # fmt: skip
             if PROMOTED or ROW_LENGTH > 0:
                 acc = promoted(acc, part, None if IN_FACTORS else scale, by_row, row + m, done, K, ROW_LENGTH)
             else:
                 acc = part
-            x_at += STEP * PACK
+            x_at += STEP * HELD
             w_at += STRIDE
     return acc
 
@@ -194,24 +309,26 @@ def weights(
     K: tl.constexpr, N: tl.constexpr, K_LHS: tl.constexpr, TRANSPOSED: tl.constexpr,
     WEIGHTS: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RASTER: tl.constexpr,
-    FORMAT: tl.constexpr, PACK: tl.constexpr, DOT: tl.constexpr,
+    FORMAT: tl.constexpr, PACK: tl.constexpr, INTERLEAVED: tl.constexpr, DOT: tl.constexpr,
     UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr,
     SCALES: tl.constexpr, LENGTH: tl.constexpr, ACROSS: tl.constexpr, PER: tl.constexpr,
-    IN_FACTORS: tl.constexpr, ROW_LENGTH: tl.constexpr, ACTIVATION: tl.constexpr,
+    IN_FACTORS: tl.constexpr, ROW_LENGTH: tl.constexpr, WAIT: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """A program for each tile. K_LHS is the length of rows of lhs, PACK the numbers in a byte.
 
     LENGTH and ACROSS are the entries of k and of n that share a scale, and PER the scales of a step along k. ROW_LENGTH
     is the entries of k that share a scale of a row; 0: all of them.
     """
-    total = tl.load(count + 1)  # row tiles, those of unowned rows among them
+    owned = tl.load(count)  # row tiles; those of unowned rows come after them
+    total = tl.load(count + 1)
     DOWN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    if tl.program_id(0) < total * DOWN:
-        tile, column = raster(tl.program_id(0), total, DOWN, RASTER)
-        group = tl.load(group_of + tile)  # -1 for unowned rows
+    index = tl.program_id(0)
+    if index < owned * DOWN:
+        tile, column = raster(index, owned, DOWN, RASTER)
+        group = tl.load(group_of + tile)
         row = tl.load(row_of + tile)
         end = tl.load(end_of + tile)
-        local = tl.maximum(group, 0) % GROUPS
+        local = group % GROUPS
         # columns past the end repeat the first, and rows past it are zero: their results are not stored
         along = tl.arange(0, BLOCK_M)
         rows_inside = along < end - row
@@ -223,8 +340,8 @@ def weights(
             n = tl.max_contiguous(tl.multiple_of(tl.where(n_inside, across, 0), BLOCK_N), BLOCK_N)  # [block_n]
         acc = sums(
             lhs, rhs, scales, by_row, row, column, group, local, m, n, rows_inside, K, N, K_LHS, TRANSPOSED, WEIGHTS,
-            BLOCK_M, BLOCK_N, BLOCK_K, FORMAT, PACK, DOT, UNPACK, UNPACK_HIGH, PRODUCT,
-            SCALES, LENGTH, ACROSS, PER, IN_FACTORS, ROW_LENGTH,
+            BLOCK_M, BLOCK_N, BLOCK_K, FORMAT, PACK, INTERLEAVED, DOT, UNPACK, UNPACK_HIGH, PRODUCT,
+            SCALES, LENGTH, ACROSS, PER, IN_FACTORS, ROW_LENGTH, WAIT,
         )  # fmt: skip
         of_rows = by_row
         if ROW_LENGTH > 0:
@@ -239,5 +356,6 @@ def weights(
             tl.trans(acc), of_rows, by_column, bias, kept, row + m, local * N + column * BLOCK_N + n,
             offsets, stored, ACTIVATION, True,
         )  # fmt: skip
-        z = tl.where(group >= 0, z, 0.0)  # unowned rows are zero, whatever their scales are
         tl.store(out + at + offsets, z.to(out.dtype.element_ty), mask=stored)
+    elif index < total * DOWN:
+        unowned_at(index, row_of, end_of, out, N, BLOCK_M, BLOCK_N)

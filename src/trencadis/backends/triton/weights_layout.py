@@ -27,7 +27,7 @@ from trencadis.backends.triton.choose import (
 )
 from trencadis.backends.triton.layout import Layout
 from trencadis.backends.triton.tile_scheduler import most_tiles, tiles
-from trencadis.backends.triton.unpack import product, unpack
+from trencadis.backends.triton.unpack import product, unpack, unpack_words
 from trencadis.core.devices import Card
 from trencadis.core.dtypes import bits, width
 from trencadis.core.problem import Form, Problem
@@ -52,17 +52,19 @@ MOST_BYTES = 4096  # of weights in a step, for each warp: they are unpacked in r
 MOST_BLOCKS = 4  # of k in a step that are scaled one by one
 SHORT_BLOCK = 64  # bytes of weights: shorter blocks of scales are too short for a step
 MOST_PROMOTED = 2048  # sums of a tile for each warp that are promoted: there are registers for no more
+MOST_ROWS = 128  # of a tile beside interleaved weights: of more, an SM has one program, which waits for each product
 STAGES = (3, 4, 5)
-UNPACK = 3.4  # instructions for one weight
-SCALE = 6.5  # more for one that is multiplied by its scale
-FLOAT8 = 1.4  # more for one of float8, whose NaN stays NaN
-PAIRS = 4  # more for wgmma and tcgen05, which programs of fewer than 4 warps do not use: bytes are loaded in pairs
-PROMOTE = 1.25  # instructions for one sum of a block of k that is scaled and added up
+UNPACK = 2.8  # instructions for one weight
+WORDS = 2.3  # for one that is interleaved
+SCALE = 1.5  # more for one that is multiplied by its scale
+BLOCK_SCALE = 72  # more for all weights that share a scale
+FLOAT8 = 1.75  # more for one of float8, whose NaN stays NaN
+PAIRS = 6.2  # more for wgmma and tcgen05, which programs of fewer than 4 warps do not use: bytes are loaded in pairs
+PROMOTE = 0.56  # instructions for one sum of a block of k that is scaled and added up
 LANES = 128  # instructions of an SM in a cycle
-WAIT = 620  # cycles of a step of one program beside products and unpacking: each waits for the one before
-OVERLAPPED, LEFT = 64, 150  # entries of k up to which products of a step without scales stay in flight; cycles then
-STEP = 146  # cycles of a step of one program in which no other one runs
-IN_TURN = 0.78  # of the shorter one of products and unpacking that other programs of an SM do not hide
+WAIT = 530  # cycles of a step of one program beside products and unpacking: each waits for the one before
+STEP = 148  # cycles of a step of one program in which no other one runs
+IN_TURN = 0.76  # of the shorter one of products and unpacking that other programs of an SM do not hide
 WARPGROUP = 4  # warps
 MOST_WARPS = 16  # of all programs that share an SM
 OTHERS = 60  # registers of a thread beside its sums
@@ -109,7 +111,7 @@ def in_factors(problem: Problem) -> bool:
 def _steps(problem: Problem) -> Iterator[int]:
     """The entries of k that a step may have: whole blocks of scales, or parts of one."""
     length, pack = problem.epilogue.column_block[0], 8 // bits(problem.rhs)
-    several = MOST_BLOCKS * length if LEAST_K * pack <= length < SHORT_BLOCK * pack else 0
+    several = MOST_BLOCKS * length if LONG_STEP * pack <= length < SHORT_BLOCK * pack else 0
     most = STEPS[-1] * pack if in_factors(problem) else several
     for step in (LEAST_K, *STEPS):
         block_k = step * pack
@@ -159,6 +161,8 @@ def candidates(problem: Problem, card: Card) -> Iterator[Layout]:
     for block_m, block_n, warps in TILES:
         if (block_n > 64 and block_n >= 2 * problem.n) or (block_m > 16 and block_m >= 2 * problem.m):
             continue
+        if problem.interleaved and (warps < WARPGROUP or block_m > MOST_ROWS):
+            continue
         if _promoted(problem) and block_m * block_n > MOST_PROMOTED * warps:
             continue
         for block_k in steps:
@@ -183,8 +187,7 @@ def estimated_time(problem: Problem, card: Card, layout: Layout) -> float:
     products = 2 * layout.block_m * weights / (card.mma_rate * RATE)
     unpacked = _instructions(problem, card, layout) / LANES
     loaded = (layout.block_m * layout.block_k * 2 + weights * width(problem.rhs)) / L2
-    wait = WAIT if problem.epilogue.along_k or layout.block_k > OVERLAPPED else LEFT
-    alone = max((products + unpacked + wait) / card.clock, LATENCY / (layout.stages - 1))
+    alone = max((products + unpacked + WAIT) / card.clock, LATENCY / (layout.stages - 1))
     shared = max(products, unpacked, loaded) + IN_TURN * min(products, unpacked) + STEP
     together = _programs_per_sm(problem, card, layout)
     wave = max(LATENCY + steps * alone, together * steps * shared / card.clock)
@@ -197,7 +200,11 @@ def estimated_time(problem: Problem, card: Card, layout: Layout) -> float:
 def _instructions(problem: Problem, card: Card, layout: Layout) -> float:
     """The instructions of a step that unpack weights and scale sums."""
     pairs = layout.warps >= WARPGROUP and card.platform == "cuda" and card.arch.split(".")[0] in ("9", "10")
-    each = UNPACK + PAIRS * pairs + SCALE * in_factors(problem) + FLOAT8 * problem.rhs.name.startswith("float8")
+    each = UNPACK + PAIRS * pairs + FLOAT8 * problem.rhs.name.startswith("float8")
+    if problem.interleaved:
+        each = WORDS
+    if in_factors(problem):
+        each += SCALE + BLOCK_SCALE / problem.epilogue.column_block[0]
     scaled = layout.block_m * layout.block_n * _promoted(problem) * (layout.block_k // at_once(problem, layout))
     return layout.block_n * layout.block_k * each + PROMOTE * scaled
 
@@ -247,10 +254,10 @@ def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, inter
     lhs = lhs.astype(problem.lhs)
     listed = tiles(problem, layout, sizes, first)
     given = problem.epilogue.split(tuple(extras))
-    if bits(problem.rhs) == 4:
+    if bits(problem.rhs) == 4 and not problem.interleaved:
         lhs = even_odd(lhs, at_once(problem, layout), layout.block_k)
     # a custom call takes packed values as they are; XLA would convert two of 4 bits to a byte in a pass over memory
-    arrays: dict[str, Any] = {"lhs": lhs, "rhs": as_bytes(rhs) if interpret else rhs, **given._asdict()}
+    arrays: dict[str, Any] = {"lhs": lhs, "rhs": _interpreted(problem, rhs) if interpret else rhs, **given._asdict()}
     if problem.epilogue.column_block[0] and given.by_column is not None:
         scales = given.by_column.mT  # as they are stored
         arrays["scales"] = as_bytes(scales) if scales.dtype.itemsize == 1 else scales
@@ -280,11 +287,19 @@ def as_bytes(x: Array) -> Array:
     return lax.bitcast_convert_type(x, jnp.uint8)
 
 
+def _interpreted(problem: Problem, rhs: Array) -> Array:
+    """Weights as the interpreter reads them: bytes, or words of four if they are interleaved."""
+    octets = as_bytes(rhs)
+    if not problem.interleaved:
+        return octets
+    return lax.bitcast_convert_type(octets.reshape(*octets.shape[:-1], -1, 4), jnp.int32)
+
+
 def pointers(problem: Problem) -> tuple[tuple[str, str], ...]:
     """The names and dtypes of the arrays of a kernel, in the order of its call."""
     steps = problem.epilogue
     found = [(name, "int32") for name in ("count", "group_of", "row_of", "end_of")]
-    found += [("lhs", problem.lhs.name), ("rhs", "uint8")]
+    found += [("lhs", problem.lhs.name), ("rhs", "int32" if problem.interleaved else "uint8")]
     if steps.by_column and steps.column_block[0]:
         found.append(("scales", "uint8" if steps.column_scales.itemsize == 1 else steps.column_scales.name))
     found += [("by_row", "float32")] * steps.by_row
@@ -307,18 +322,22 @@ def kernel_of(problem: Problem, layout: Layout, arch: str, *, interpret: bool = 
     text = source(epilogue.activation) if epilogue.activation is not None else None
     ptx = not interpret and not arch.startswith("gfx")
     low, high = (unpack(problem.rhs.name, problem.lhs.name, high=high) for high in (False, True))
+    if problem.interleaved and ptx:
+        low = unpack_words(problem.rhs.name, problem.lhs.name)
     constants = {
         "K": problem.k, "N": problem.n, "TRANSPOSED": problem.transpose_rhs,
-        "K_LHS": problem.k if pack == 1 else round_up(problem.k, layout.block_k),
+        "K_LHS": problem.k if pack == 1 or problem.interleaved else round_up(problem.k, layout.block_k),
         "WEIGHTS": problem.weights, "GROUPS": problem.local_groups,
         "BLOCK_M": layout.block_m, "BLOCK_N": layout.block_n, "BLOCK_K": layout.block_k,
         "RASTER": layout.raster_group,
-        "FORMAT": problem.rhs.name, "PACK": pack, "DOT": TYPES[problem.lhs.name],
+        "FORMAT": problem.rhs.name, "PACK": pack, "INTERLEAVED": problem.interleaved,
+        "DOT": TYPES[problem.lhs.name],
         "UNPACK": low if ptx else None, "UNPACK_HIGH": high if ptx else None,
         "PRODUCT": product(problem.lhs.name) if ptx else None,
         "SCALES": epilogue.column_scales.name, "LENGTH": epilogue.column_block[0],
         "ACROSS": epilogue.column_block[1], "PER": max(layout.block_k // max(epilogue.column_block[0], 1), 1),
         "IN_FACTORS": in_factors(problem), "ROW_LENGTH": epilogue.row_block,
+        "WAIT": "" if ptx and arch.startswith("9.") else None,
         "ACTIVATION": None if text is None else function(text, rewritten if interpret else triton.jit),
     }  # fmt: skip
     return Kernel(
