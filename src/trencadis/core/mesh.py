@@ -103,9 +103,10 @@ def resharded_like(x: Array, like: Value) -> Array:
 
 def resharded_as(x: Array, sharding: NamedSharding) -> Array:
     """The array, sharded over explicit axes as its type is to be."""
-    if sharding.mesh.empty or jax.typeof(x).sharding.spec == sharding.spec or not explicit_axes(sharding.mesh):
+    mesh = sharding.mesh.abstract_mesh
+    if mesh.empty or jax.typeof(x).sharding.spec == sharding.spec or not explicit_axes(mesh):
         return x
-    return resharded(x, sharding.mesh, spec_of(sharding, sharding.mesh, x.ndim))
+    return resharded(x, mesh, spec_of(sharding, mesh, x.ndim))
 
 
 def mapped(

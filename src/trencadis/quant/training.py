@@ -87,17 +87,16 @@ def trained(
         part = _partition_of(recipe, asked, mesh, operands)
         options = dataclasses.replace(options, out_sharding=None, row_axes=part.m)
         return _on_mesh(*operands, recipe=recipe, part=part, options=options, activation=static, mesh=mesh)
-    return _trained(recipe, x, w, *after, asked=asked, options=options, steps=steps, weights=weights)
+    return _trained(recipe, (x, w, *after), asked=asked, options=options, steps=steps, weights=weights)
 
 
 def _trained(
-    recipe: Recipe, x: Array, w: Array, sizes: Array, first: Array, *,
-    asked: Problem, options: Options, steps: Steps, weights: Operand,
-) -> Array:  # fmt: skip
-    """The result of one device, which has all operands."""
+    recipe: Recipe, operands: tuple[Array, ...], *, asked: Problem, options: Options, steps: Steps, weights: Operand
+) -> Array:
+    """The result of one device, which has all operands: x, w, the group sizes and the first group."""
     bias, _, activation = steps
     transpose_rhs = asked.transpose_rhs
-    x, w, sizes, first = vary_alike(*map(replicated, (x, w, sizes, first)))
+    x, w, sizes, first = vary_alike(*map(replicated, operands))
     bias = None if bias is None else replicated(bias)
     if 0 in (asked.m, asked.k, asked.n, asked.local_groups):
         recipe = Recipe()  # there is nothing to take a scale from
@@ -142,9 +141,9 @@ def _on_mesh(
 ) -> Array:  # fmt: skip
     """The result on all devices, each of which has some rows, groups or columns."""
 
-    def multiply(problem: Problem, x: Array, w: Array, sizes: Array, first: Array, *bias: Array) -> Array:
-        steps = Steps(bias=bias[0] if bias else None, activation=activation)
-        return _trained(recipe, x, w, sizes, first, asked=problem, options=options, steps=steps, weights=None)
+    def multiply(problem: Problem, *operands: Array) -> Array:
+        steps = Steps(bias=operands[4] if operands[4:] else None, activation=activation)
+        return _trained(recipe, operands[:4], asked=problem, options=options, steps=steps, weights=None)
 
     function = functools.partial(compute, part, multiply)
     return mapped(function, mesh, part.operands, part.result, dict(part.devices))(*operands)
