@@ -141,7 +141,7 @@ class Problem:
         found: list[tuple[Shape, DTypeLike]] = [(self.lhs_shape, self.lhs), (self.rhs_shape, self.rhs)]
         found += [((self.batch, self.groups), np.int32), ((self.batch,), np.int32)]
         found += [((self.rows, parts) if steps.row_block else rows, np.float32)] * steps.by_row
-        found += [(columns, np.float32)] * steps.by_column
+        found += [(columns, steps.column_scales)] * steps.by_column
         if steps.bias is not None:
             found.append(((self.local_groups, self.n), steps.bias))
         return found + [(self.out_shape, self.out)] * steps.accumulate

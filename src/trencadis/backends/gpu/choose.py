@@ -137,8 +137,9 @@ def reason(problem: Problem, layout: Layout, card: Card) -> str:
         tiles = problem.spans * -(-problem.k // layout.block_m) * across
     swapped = "swap-AB " if layout.swap_ab else ""
     order = "dynamic" if layout.dynamic else "static"
+    waves, each = tiles / card.cores / layout.pipelines, " with two pipelines" if layout.pipelines == 2 else ""
     return (
-        f"{layout.block_m} x {layout.block_n} {swapped}tiles, {tiles / card.cores:.2f} waves of {card.cores} SMs, "
+        f"{layout.block_m} x {layout.block_n} {swapped}tiles, {waves:.2f} waves of {card.cores} SMs{each}, "
         f"{layout.stages} stages of {layout.block_k} along the sum, {order} persistent scheduling"
     )
 

@@ -86,7 +86,8 @@ class Layout:
         kind = " swap-AB" * self.swap_ab + " upcast" * self.upcast + " transpose" * self.transpose_in_smem
         order = "dynamic" if self.dynamic else "static"
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        return f"{tile}{kind}, {self.stages} stages, {self.num_ctas} CTAs, {order} scheduling"
+        ctas = f"{self.num_ctas} CTAs" + f" of {self.pipelines} pipelines" * (self.pipelines > 1)
+        return f"{tile}{kind}, {self.stages} stages, {ctas}, {order} scheduling"
 
 
 def swizzle_elements(dtype: np.dtype[Any], swizzle: int = SWIZZLE) -> int:
