@@ -50,7 +50,7 @@ class Layer:
 
 
 MODELS = {
-    "small": Layer(d=256, f=128, experts=128, k=2, tokens=64),
+    "small": Layer(d=128, f=128, experts=16, k=2, tokens=16),
     "qwen3-30b-a3b": Layer(d=2048, f=768, experts=128, k=8),
     "gpt-oss-120b": Layer(d=2880, f=2880, experts=128, k=4),
     "deepseek-v3": Layer(d=7168, f=2048, experts=256, k=8),

@@ -44,9 +44,8 @@ CASES += [
     (kind, layout, (2, 2), steps) for kind in KINDS for layout in ("g and k", "m and g") for steps in ("tanh", "add")
 ]
 DEFAULT = [(kind, *case) for kind in KINDS for case in (
-    ("g", (2,), "plain"), ("k", (4,), "plain"), ("n", (8,), "plain"), ("m, g and g", (2, 4), "plain"),
-    ("m and g", (2, 2), "tanh"),
-)] + [(AxisType.Explicit, "g and k", (2, 2), "add")]  # fmt: skip
+    ("k", (4,), "plain"), ("m, g and g", (2, 4), "plain"), ("m and g", (2, 2), "tanh"),
+)] + [(AxisType.Explicit, "g and k", (2, 2), "add"), (AxisType.Auto, "n", (8,), "plain")]  # fmt: skip
 
 
 @functools.cache
@@ -55,8 +54,8 @@ def arrays():
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((M, K), (G, K, N), (G, N), (M, N))]
 
 
-def product(steps, x, w, bias, existing):
-    options = {"tanh": {"bias": bias, "activation": jnp.tanh}, "add": {"existing_out": existing}, "plain": {}}[steps]
+def product(steps, x, w, bias, existing, **options):
+    options |= {"tanh": {"bias": bias, "activation": jnp.tanh}, "add": {"existing_out": existing}, "plain": {}}[steps]
     return tr.grouped_matmul(x, w, jnp.asarray(SIZES), **options)
 
 
@@ -69,9 +68,14 @@ def step(call):
     return jax.jit(both)
 
 
+def on_one_device(call, *args):
+    """Values and gradients without a mesh, by the backend that compiles in the least time."""
+    return step(functools.partial(call, backend="reference"))(*args)
+
+
 @functools.cache
 def expected(steps):
-    return step(functools.partial(product, steps))(*arrays())
+    return on_one_device(functools.partial(product, steps), *arrays())
 
 
 def mesh_of(kind, shape, names=None):
@@ -142,17 +146,26 @@ def test_the_result_is_scattered_where_that_is_asked_for():
     assert jax.typeof(value).sharding.spec == P("e", "d") and "reduce-scatter(" in compiled.as_text()
 
 
+@functools.cache
+def quantized(name, granularity):
+    """Rows, quantized matrices, and the product with its gradient in the rows."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((M, 128), (G, 128, 16)))
+    q = tr.quant.quantize(w, name, granularity)
+    value, (gradient,) = on_one_device(lambda x, **options: tr.grouped_matmul(x, q, SIZES, **options), x)
+    return x, q, (value, gradient)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "granularity", "spec"), sweep(
     [(name, each, spec) for name, each in (("int8", "column"), ("mxfp8", (1, 32, 1)), ("nvfp4", (1, 16, 1)))
      for spec in (P("e"), P(None, "e"), P(None, None, "e"))],
     [("mxfp8", (1, 32, 1), P(None, None, "e")), ("int8", "column", P("e"))],
 ))  # fmt: skip
-def test_quantized_matrices(rng, kind, name, granularity, spec):
+def test_quantized_matrices(kind, name, granularity, spec):
     """Scales that the sharding does not divide are replicated; others are divided with the values they belong to."""
-    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((M, 128), (G, 128, 16)))
-    mesh, q = mesh_of(kind, (4,)), tr.quant.quantize(w, name, granularity)
-    call = lambda x, q: tr.grouped_matmul(x, q, SIZES)
+    x, q, want = quantized(name, granularity)
+    mesh, call = mesh_of(kind, (4,)), lambda x, q: tr.grouped_matmul(x, q, SIZES)
     both = jax.jit(lambda x, q: (call(x, q), jax.grad(lambda x: jnp.sum(jnp.sin(call(x, q))))(x)))
 
     def place(leaf):
@@ -160,29 +173,38 @@ def test_quantized_matrices(rng, kind, name, granularity, spec):
         return jax.device_put(leaf, NamedSharding(mesh, P(*divides)))
 
     given = put(mesh, x, P()), jax.tree.map(place, q)
-    close(both(*given), both(x, q), 1e-4)
     along_k = granularity != "column"  # XLA cannot divide the gradient, a loop over parts of k, by a rule
     program = jax.jit(call) if kind == AxisType.Auto and along_k else both
-    assert_lean(program.lower(*given).compile().as_text())
+    compiled = program.lower(*given).compile()
+    close(compiled(*given), want[0] if program is not both else want, 1e-4)
+    assert_lean(compiled.as_text())
+
+
+@functools.cache
+def by_blocks(sizes):
+    """A product for each block of rows, and the gradients of all of them."""
+    sizes = np.frombuffer(sizes, int).reshape(-1, G)
+
+    def parts(x, w, bias, **options):
+        one = functools.partial(tr.grouped_matmul, activation=jnp.tanh, bias=bias, **options)
+        return jnp.concatenate([one(x, w, each) for x, each in zip(jnp.split(x, len(sizes)), sizes, strict=True)])
+
+    return on_one_device(parts, *arrays()[:3])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_shard_of_rows_has_sizes_of_its_own(kind):
     """Sizes [blocks, g], sharded as the rows: as many products as blocks, and their gradients."""
     x, w, bias, _ = arrays()
-    sizes = np.array(
-        [[1, 0, 2, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0, 0, 3], [2, 0, 0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0, 0, 1]]
-    )
-    one = functools.partial(tr.grouped_matmul, activation=jnp.tanh)
-    parts = lambda x, w, b: jnp.concatenate([one(x[4 * i : 4 * i + 4], w, sizes[i], bias=b) for i in range(4)])
-    mesh = mesh_of(kind, (4, 2))
+    sizes = np.array([[1, 0, 2, 0, 0, 5, 0, 0], [0, 3, 0, 1, 0, 0, 0, 3]])
+    mesh = mesh_of(kind, (2, 2))
     given = [put(mesh, x, P("d")), put(mesh, w, P("e")), put(mesh, bias, P("e"))]
-    got = step(lambda x, w, b: one(x, w, jnp.asarray(sizes), bias=b))(*given)
-    close(got, step(parts)(x, w, bias))
+    got = step(lambda x, w, b: tr.grouped_matmul(x, w, jnp.asarray(sizes), bias=b, activation=jnp.tanh))(*given)
+    close(got, by_blocks(sizes.tobytes()))
     assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, P("d")), 2)
     with pytest.raises(ValueError, match=r"\[blocks, g\] where several blocks divide m = 16; got shape \(3, 8\)"):
-        tr.grouped_matmul(x, w, sizes[:3])
-    with pytest.raises(ValueError, match="must sum to at most m = 4 rows"):
+        tr.grouped_matmul(x, w, sizes[[0, 1, 0]])
+    with pytest.raises(ValueError, match="must sum to at most m = 8 rows"):
         tr.grouped_matmul(x, w, sizes + 1)
 
 
@@ -191,14 +213,14 @@ def test_layers_in_a_scan_with_remat_and_vmap(rng, kind):
     x, weights = arrays()[0], jnp.asarray(rng.normal(size=(2, G, K, K)), jnp.float32) / 3
     mesh = mesh_of(kind, (2, 4))
 
-    def layers(x, weights):
-        layer = jax.checkpoint(lambda x, w: (jnp.tanh(tr.grouped_matmul(x, w, SIZES)), None))
+    def layers(x, weights, **options):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(tr.grouped_matmul(x, w, SIZES, **options)), None))
         return jax.lax.scan(layer, x, weights)[0]
 
-    several = step(jax.vmap(layers, in_axes=(0, None)))
+    several = lambda xs, weights, **options: jax.vmap(lambda x: layers(x, weights, **options))(xs)
     xs = jnp.stack([x, 2 * x])
-    got = several(put(mesh, xs, P(None, "d")), put(mesh, weights, P(None, "e")))
-    close(got, several(xs, weights), 1e-4)
+    got = step(several)(put(mesh, xs, P(None, "d")), put(mesh, weights, P(None, "e")))
+    close(got, on_one_device(several, xs, weights), 1e-4)
 
 
 def test_vmap_of_a_sharded_axis():
@@ -207,7 +229,10 @@ def test_vmap_of_a_sharded_axis():
     mesh = mesh_of(AxisType.Explicit, (2,), ("d",))
     xs, ws, sizes = jnp.stack([x, 2 * x]), jnp.stack([w, 3 * w]), jnp.stack([SIZES, SIZES[::-1]])
     call = jax.jit(lambda xs, ws, sizes: step(lambda xs, ws: jax.vmap(tr.grouped_matmul)(xs, ws, sizes))(xs, ws))
-    want = call(xs, ws, sizes)
+    one = lambda xs, ws, **options: jnp.stack([
+        tr.grouped_matmul(xs[0], ws[0], SIZES, **options), tr.grouped_matmul(xs[1], ws[1], SIZES[::-1], **options),
+    ])  # fmt: skip
+    want = on_one_device(one, xs, ws)
     got = call(*(put(mesh, each, P("d")) for each in (xs, ws, sizes)))
     close(got, want)
     assert jax.typeof(got[0]).sharding.spec == P("d", None, None)
@@ -220,13 +245,13 @@ def test_vmap_of_a_sharded_axis():
         (P("e"), P("e"), P("e")), (P(None, None, "e"), P(None, None, "e"), P(None, "e")),
         (P("e", None, "d"), P("e", None, "d"), P("e", "d")),
     )],
-    [(kind, (P("e"), P("e"), P("e"))) for kind in KINDS],
+    [(AxisType.Auto, (P("e"), P("e"), P("e")))],
 ))  # fmt: skip
 def test_a_moe_layer(rng, kind, specs):
     mesh = mesh_of(kind, (2, 4))
     tokens, logits = (jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) for _ in range(2))
     experts = [jnp.asarray(rng.normal(size=shape) / 3, jnp.float32) for shape in ((G, 8, 16), (G, 8, 16), (G, 16, 8))]
-    layer = lambda x, logits, *experts: tr.moe_mlp(x, tr.moe.route(logits, 2), *experts)
+    layer = lambda x, logits, *experts, **options: tr.moe_mlp(x, tr.moe.route(logits, 2), *experts, **options)
     given = [
         put(mesh, tokens, P("d")),
         put(mesh, logits, P("d")),
@@ -234,7 +259,7 @@ def test_a_moe_layer(rng, kind, specs):
     ]
     compiled = step(layer).lower(*given).compile()
     value, gradients = compiled(*given)
-    close((value, gradients), step(layer)(tokens, logits, *experts), 1e-4)
+    close((value, gradients), on_one_device(layer, tokens, logits, *experts), 1e-4)
     assert_lean(compiled.as_text())
     assert all(
         x.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3) for x, spec in zip(gradients[2:], specs, strict=True)
@@ -299,7 +324,7 @@ def training(x, w, sizes):
 TPUS = [(chip, layout) for chip in ("v5e:2x2", "v6e:2x2") for layout in ("g", "k", "n", "m and g", "m, g and g")]
 
 
-@pytest.mark.parametrize(("topology", "layout"), sweep(TPUS, [TPUS[0], TPUS[6], TPUS[2]]))
+@pytest.mark.parametrize(("topology", "layout"), sweep(TPUS, [TPUS[0], TPUS[6]]))
 def test_tpu_kernels_on_explicit_axes(monkeypatch, topology, layout):
     for name, value in {**_ENVIRONMENT, "TPU_LOG_DIR": "disabled"}.items():
         monkeypatch.setenv(name, value)

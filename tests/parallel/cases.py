@@ -48,10 +48,12 @@ def step(shards, **options):
     return jax.jit(uncompiled(mesh_of(shards), **options))
 
 
-def uncompiled(mesh, axis="e", **options):
+def uncompiled(mesh, axis="e", backend="reference", **options):
+    """The layer; its products by the backend that compiles in the least time: strategies are what is tested."""
+
     def local(experts, x, weights, *params):
         routing = moe.Routing(experts, weights, jnp.zeros((x.shape[0], E)), jnp.zeros(E, jnp.int32))
-        y, load = parallel.expert_parallel(x, routing, *params, axis=axis, **options)
+        y, load = parallel.expert_parallel(x, routing, *params, axis=axis, backend=backend, **options)
         return y, (load.rows, load.dropped[None], load.imbalance)
 
     layer = jax.shard_map(local, mesh=mesh, in_specs=P(axis), out_specs=(P(axis), (P(axis), P(axis), P())))

@@ -1,32 +1,25 @@
 """A training step compiles for whole pods, with kernels and the collectives of its strategy."""
 
 import itertools
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
+from scripts import pods
 from tests.support.sweep import sweep
 from trencadis import parallel
+from trencadis.inspect.aot import _ENVIRONMENT
 from trencadis.parallel.network import Pod, step_times
 
-ROOT = pathlib.Path(__file__).parents[2]
 PODS = list(itertools.product(["v5e:4x4", "v5p:4x4x4", "v6e:8x8", "tpu7x:4x4x4"], parallel.STRATEGIES))
 KINDS = {"all_gather": "all-", "all_to_all": "6 all-to-all", "ragged": "6 ragged-all-to-all"}
 
 
 @pytest.mark.parametrize(("pod", "strategy"), sweep(PODS, [("v5e:4x4", "ragged")]))
-def test_compiles_for_a_pod(pod, strategy):
+def test_compiles_for_a_pod(monkeypatch, pod, strategy):
     """Tokens, results and what goes with tokens travel, and the gradients of the three."""
-    words = ["--model", "small", "--pods", pod, "--strategies", strategy]
-    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": ""}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "scripts/pods.py", *words], cwd=ROOT, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    *_, kernels, kinds, _, _, _ = done.stdout.splitlines()[-1].split(" | ")
+    for name, value in {**_ENVIRONMENT, "TPU_LOG_DIR": "disabled"}.items():
+        monkeypatch.setenv(name, value)
+    *_, kernels, kinds, _, _, _ = pods.report(pod, pods.MODELS["small"], strategy, None).split(" | ")
     assert kernels == "8" and KINDS[strategy] in kinds
 
 

@@ -25,7 +25,7 @@ def forward(**options):
 
     def local(experts, x, weights, *params):
         routing = moe.Routing(experts, weights, jnp.zeros((x.shape[0], cases.E)), jnp.zeros(cases.E, jnp.int32))
-        return parallel.expert_parallel(x, routing, *params, axis="e", backend="xla", **options)[0]
+        return parallel.expert_parallel(x, routing, *params, axis="e", backend="reference", **options)[0]
 
     layer = jax.shard_map(local, mesh=cases.mesh_of(SHARDS), in_specs=P("e"), out_specs=P("e"))
     given = cases.numbers()
@@ -37,7 +37,6 @@ def forward(**options):
 BYTES = [
     ("all_gather", {}),
     ("all_gather", {"ordered": True}),
-    ("all_to_all", {}),
     ("all_to_all", {"capacity": 8}),
     ("ragged", {"ordered": True}),
 ]

@@ -300,6 +300,14 @@ def test_goes_through_vmap_remat_meshes_checks_and_export(recipe, xwy):
             close(got, np.asarray(want, np.float64))
 
 
+def test_dimensions_that_a_scale_spans():
+    """Scales of rows and of columns span none but k; those of a tensor or a block span more."""
+    assert INT8.spanned == "" == Recipe("mxfp8", "mxfp8").spanned
+    assert Recipe("int8", ("int8", (1, 4, 4))).spanned == "n"
+    assert Recipe(("int8", "tensor"), ("int8", "tensor")).spanned == "mgn"
+    assert Recipe(rhs="nvfp4").spanned == "gn"
+
+
 def test_nothing_to_multiply():
     for m, k in ((0, 4), (5, 0)):
         x, w = jnp.ones((m, k)), jnp.ones((2, k, 3))

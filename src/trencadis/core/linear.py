@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from trencadis.core.jax_compat import Value, vary_alike
-from trencadis.core.mesh import resharded_like
+from trencadis.core.mesh import mapped_alike, resharded_as, resharded_like
 
 Tree: TypeAlias = Any  # a pytree of arrays
 Arrays: TypeAlias = Sequence[Any]
@@ -150,7 +150,8 @@ def _transpose(cts: Sequence[Any], *operands: Any, linear: Linear) -> Sequence[A
     known, given = operands[: linear.constants], operands[linear.constants :]
     found = linear.transpose(known, [ad.instantiate_zeros(ct) for ct in cts])
     return [None] * len(known) + [
-        ct if isinstance(x, ad.UndefinedPrimal) else None for ct, x in zip(found, given, strict=True)
+        resharded_as(ct, x.aval.sharding) if isinstance(x, ad.UndefinedPrimal) else None
+        for ct, x in zip(found, given, strict=True)
     ]
 
 
@@ -165,7 +166,8 @@ def _batch(operands: Sequence[Value], axes: Sequence[int | None], *, linear: Lin
     batched = Linear(
         jax.vmap(linear.apply, in_axes=(known, 0)), jax.vmap(linear.transpose, in_axes=(known, 0)), linear.constants
     )
-    out = linear_p.bind(*operands[: linear.constants], *given, linear=batched)
+    alike = mapped_alike([*operands[: linear.constants], *given], [*known, *(0 for _ in given)])
+    out = linear_p.bind(*alike, linear=batched)
     return out, [0] * len(out)
 
 

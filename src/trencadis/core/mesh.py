@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from trencadis.core.jax_compat import Value, vmapped_axes
@@ -67,6 +67,29 @@ def resharded(x: Array, mesh: AbstractMesh, spec: Sequence[Axes]) -> Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, wanted))
 
 
+def mapped_alike(xs: Sequence[V], axes: Sequence[int | None]) -> Sequence[V | Array]:
+    """Arrays that `jax.vmap` maps along these axes, all of them sharded along theirs over the same explicit axes."""
+    found = [(jax.typeof(x).sharding, axis) for x, axis in zip(xs, axes, strict=True) if axis is not None]
+    over = {sharding.spec[axis] for sharding, axis in found}
+    if len(over) < 2:
+        return xs
+    mesh, (chosen, *_) = found[0][0].mesh, [each for each in over if each is not None]
+
+    def along(x: V, axis: int | None) -> V | Array:
+        if axis is None or jax.typeof(x).sharding.spec[axis] == chosen:
+            return x
+        spec = list(jax.typeof(x).sharding.spec)
+        spec[axis] = chosen
+        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    return [along(x, axis) for x, axis in zip(xs, axes, strict=True)]
+
+
+def placed(mesh: AbstractMesh | Mesh, given: Any, specs: Any) -> Any:
+    """A pytree of arrays, each sharded over explicit axes of a mesh as its spec says."""
+    return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), given, specs)
+
+
 def sharding_of(x: Value) -> NamedSharding | None:
     """How an array is sharded over explicit axes of a mesh; None if there are none."""
     return jax.typeof(x).sharding if explicit_mesh(x) is not None else None
@@ -76,6 +99,14 @@ def resharded_like(x: Array, like: Value) -> Array:
     """The array, sharded over explicit axes like another of its shape."""
     mesh = explicit_mesh(like)
     return x if mesh is None else resharded(x, mesh, spec_of(jax.typeof(like).sharding, mesh, x.ndim))
+
+
+def resharded_as(x: Array, sharding: NamedSharding) -> Array:
+    """The array, sharded over explicit axes as its type is to be."""
+    mesh = sharding.mesh.abstract_mesh
+    if mesh.empty or jax.typeof(x).sharding.spec == sharding.spec or not explicit_axes(mesh):
+        return x
+    return resharded(x, mesh, spec_of(sharding, mesh, x.ndim))
 
 
 def mapped(

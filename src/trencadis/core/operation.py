@@ -19,7 +19,7 @@ from jaxtyping import Array
 from trencadis.backends.triton import card_of
 from trencadis.core.jax_compat import Rules, Value, register, result_type, vary_alike
 from trencadis.core.linear import jvp_of_varied
-from trencadis.core.mesh import replicated
+from trencadis.core.mesh import mapped_alike, replicated
 from trencadis.core.target import Target
 
 operation_p = Primitive("operation")
@@ -64,7 +64,7 @@ def _jvp(
 def _batch(
     operands: Sequence[Value], axes: Sequence[int | None], *, operation: Operation
 ) -> tuple[Sequence[Array], list[int]]:
-    out = jax.vmap(operation.composed, in_axes=tuple(axes))(*operands)
+    out = jax.vmap(operation.composed, in_axes=tuple(axes))(*mapped_alike(operands, axes))
     return out, [0] * len(out)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,6 +17,7 @@ from trencadis.core.epilogue import Activation, static_activation
 from trencadis.core.mesh import replicated, resharded_like
 from trencadis.core.plan import check_backend
 from trencadis.moe import layer as layers
+from trencadis.moe import sharded
 from trencadis.moe.activation import swiglu
 from trencadis.moe.layer import SAVE, Experts, Indices, Inputs, Layer, Save
 from trencadis.moe.permutation import sort_by_expert
@@ -79,7 +81,6 @@ def moe_mlp(
     given |= {"bias_gate": bias_gate, "bias_up": bias_up, "bias_down": bias_down}
     experts = Experts(*(None if w is None else array_operand(name, w) for name, w in given.items()))
     _check(x, routing, experts, save)
-    given_x, x, routing = x, replicated(x), Routing(*map(replicated, routing))  # any token may go to any expert
     first = arguments.first_group(group_offset)
     arguments.check_window_given(group_offset, experts.up.shape[0], routing.sizes.shape[0])
     if x.shape[0] == 0:
@@ -90,28 +91,54 @@ def moe_mlp(
         activation=static or activation, dtype=dtype, gated=w_gate is not None, traced=static is None,
         save=save, options=Options(backend=check_backend(backend)),
     )  # fmt: skip
-    frozen = Experts(*(w if isinstance(w, Scaled) else None for w in experts))
-    learned = Experts(*(None if isinstance(w, Scaled) else w for w in experts))
-    inputs = Inputs(x, routing.weights, learned)
-    if quantization is not None:
-        if any(w is not None for w in frozen):
-            raise ValueError("quantization: want weights that are arrays; got weights that are quantized already")
-        out = layers.quantized(layer, quantization, _indices(routing, first, frozen), inputs)
-    elif static is None:  # it closes over traced values, whose gradients the layer's own backward pass would miss
-        out = layers.value(layer, _indices(routing, first, frozen), inputs)
-    else:
-        out = _run(layer, routing, first, frozen, inputs)
-    return resharded_like(out, given_x)
+    if quantization is not None and any(isinstance(w, Scaled) for w in experts):
+        raise ValueError("quantization: want weights that are arrays; got weights that are quantized already")
+    division = None if layer.traced else sharded.division_of(x, routing.experts.shape[1], experts)
+    if division is None or (quantization is not None and not _scales_fit(quantization, division)):
+        apply = _OneDevice(layer, quantization, routing.sizes.shape[0])
+        tokens, chosen, weights = map(replicated, (x, routing.experts, routing.weights))
+        return resharded_like(apply(tokens, chosen, weights, experts, first), x)
+    options = dataclasses.replace(layer.options, row_axes=division.local)
+    apply = _OneDevice(dataclasses.replace(layer, options=options), quantization, routing.sizes.shape[0])
+    out = sharded.run(
+        x, routing.experts, routing.weights, experts, jnp.asarray(first, jnp.int32), apply=apply, division=division
+    )
+    return resharded_like(out, x)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _run(layer: Layer, routing: Routing, first: Array, frozen: Experts, inputs: Inputs) -> Array:
+def _scales_fit(recipe: Recipe, division: sharded.Division) -> bool:
+    """Whether no scale of a quantized operand spans several devices."""
+    return not division.width and "m" not in recipe.spanned and not (division.experts and "g" in recipe.spanned)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _OneDevice:
+    """The layer of one device, which has all tokens that it is given, as a function that equals another like it."""
+
+    layer: Layer
+    recipe: Recipe | None
+    num_experts: int
+
+    def __call__(self, x: Array, chosen: Array, weights: Array, experts: Experts, first: Any) -> Array:
+        frozen = Experts(*(w if isinstance(w, Scaled) else None for w in experts))
+        learned = Experts(*(None if isinstance(w, Scaled) else w for w in experts))
+        inputs = Inputs(x, weights, learned)
+        if self.recipe is not None:
+            indices = _indices(self.num_experts, chosen, first, frozen)
+            return layers.quantized(self.layer, self.recipe, indices, inputs)
+        if self.layer.traced:  # it closes over traced values, whose gradients the layer's own backward pass would miss
+            return layers.value(self.layer, _indices(self.num_experts, chosen, first, frozen), inputs)
+        return _run(self.layer, self.num_experts, chosen, first, frozen, inputs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(layer: Layer, num_experts: int, chosen: Array, first: Any, frozen: Experts, inputs: Inputs) -> Array:
     """The layer as one function, so that equal layers are lowered once."""
-    return layers.run(layer, _indices(routing, first, frozen), inputs)
+    return layers.run(layer, _indices(num_experts, chosen, first, frozen), inputs)
 
 
-def _indices(routing: Routing, first: Any, frozen: Experts) -> Indices:
-    permutation = sort_by_expert(routing.experts, routing.sizes.shape[0])
+def _indices(num_experts: int, chosen: Array, first: Any, frozen: Experts) -> Indices:
+    permutation = sort_by_expert(chosen, num_experts)
     return Indices(permutation, jnp.asarray(first, jnp.int32), jax.lax.stop_gradient(frozen))
 
 

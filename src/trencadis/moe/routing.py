@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
-from trencadis.core.mesh import replicated
+from trencadis.core.mesh import Axes, explicit_axes, explicit_mesh, placed, replicated, spec_of
 from trencadis.moe.permutation import sort_by_expert
 from trencadis.moe.selection import SCORES, Rule, Score, choose, picked
 
@@ -71,26 +74,68 @@ def route(
     """
     logits = jnp.asarray(logits)
     _check(logits, k, score, bias, groups, group_k, mask, experts)
-    logits = replicated(logits)
-    mask, experts = (x if x is None else replicated(jnp.asarray(x)) for x in (mask, experts))
-    there = None if mask is None else mask[:, None]
-    if there is not None:
-        logits = jnp.where(there, logits, 0)  # NaN of a masked token reaches nothing
-    rule = Rule(score, normalize)
-    if experts is None and isinstance(score, str):
-        experts, weights, probs = choose(rule, k, logits, _keys(rule, logits, bias, groups, group_k))
-    else:
-        if experts is None:
-            keys = _keys(rule, logits, bias, groups, group_k)
-            experts = lax.top_k(lax.stop_gradient(rule.keys(logits)) if keys is None else keys, k)[1]
-        experts = experts.astype(jnp.int32)
-        weights, probs = rule.weights(experts, logits)
-    if there is not None:
-        experts = jnp.where(there, experts, logits.shape[1])
-        weights, probs = jnp.where(there, weights, 0), jnp.where(there, probs, 0)
-    hot = experts[:, :, None] == jnp.arange(logits.shape[1], dtype=jnp.int32)  # [t, k, e]
-    weights = weights * (scale if jnp.ndim(scale) == 0 else picked(hot, jnp.asarray(scale)[None]))
-    return Routing(experts, weights, probs, jnp.sum(hot, axis=(0, 1), dtype=jnp.int32))
+    choice = _Choice(Rule(score, normalize), k, groups, group_k)
+    mask, experts = (x if x is None else jnp.asarray(x) for x in (mask, experts))
+    given: tuple[Any, ...] = logits, jnp.asarray(scale), bias, mask, experts
+    mesh = explicit_mesh(logits)
+    tokens = () if mesh is None else spec_of(jax.typeof(logits).sharding, mesh, 2)[0]
+    if mesh is None or not tokens or not logits.size or callable(score):  # a function may close over arrays
+        here: Any = (x if x is None else replicated(x) for x in given)
+        return choice.routing(*here)
+    return _over_tokens(*given, choice=choice, mesh=mesh, tokens=tokens)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Choice:
+    """The static description of how experts are chosen."""
+
+    rule: Rule
+    k: int
+    groups: int | None
+    group_k: int | None
+
+    def routing(
+        self, logits: Array, scale: Array, bias: Array | None, mask: Array | None, experts: Array | None
+    ) -> Routing:
+        """The routing of tokens that are all here."""
+        there = None if mask is None else mask[:, None]
+        if there is not None:
+            logits = jnp.where(there, logits, 0)  # NaN of a masked token reaches nothing
+        rule, k = self.rule, self.k
+        if experts is None and isinstance(rule.score, str):
+            experts, weights, probs = choose(rule, k, logits, _keys(rule, logits, bias, self.groups, self.group_k))
+        else:
+            if experts is None:
+                keys = _keys(rule, logits, bias, self.groups, self.group_k)
+                experts = lax.top_k(lax.stop_gradient(rule.keys(logits)) if keys is None else keys, k)[1]
+            experts = experts.astype(jnp.int32)
+            weights, probs = rule.weights(experts, logits)
+        if there is not None:
+            experts = jnp.where(there, experts, logits.shape[1])
+            weights, probs = jnp.where(there, weights, 0), jnp.where(there, probs, 0)
+        hot = experts[:, :, None] == jnp.arange(logits.shape[1], dtype=jnp.int32)  # [t, k, e]
+        weights = weights * (scale.astype(weights.dtype) if scale.ndim == 0 else picked(hot, scale[None]))
+        return Routing(experts, weights, probs, jnp.sum(hot, axis=(0, 1), dtype=jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames=("choice", "mesh", "tokens"))
+def _over_tokens(
+    logits: Array, scale: Array, bias: Array | None, mask: Array | None, experts: Array | None, *,
+    choice: _Choice, mesh: AbstractMesh, tokens: Axes,
+) -> Routing:  # fmt: skip
+    """The routing of tokens that are sharded over explicit mesh axes: each device has those of its own."""
+
+    def local(*given: Any) -> tuple[Array, ...]:
+        *by_token, sizes = choice.routing(*given)
+        return *by_token, lax.psum(sizes, tokens)
+
+    rows, whole = PartitionSpec(tokens, None), PartitionSpec()
+    given = logits, scale, bias, mask, experts
+    each = rows, whole, whole, PartitionSpec(tokens), rows
+    specs = tuple(None if x is None else spec for x, spec in zip(given, each, strict=True))
+    out: Any = (rows, rows, rows, whole)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, axis_names=set(explicit_axes(mesh)))
+    return Routing(*mapped(*placed(mesh, given, specs)))
 
 
 def _keys(rule: Rule, logits: Array, bias: Array | None, groups: int | None, group_k: int | None) -> Array | None:
@@ -204,7 +249,7 @@ def limit_rows(routing: Routing, capacity: int) -> tuple[Routing, Load]:
     >>> limited.experts.ravel().tolist(), int(load.dropped)
     ([0, 0, 2], 1)
     """
-    num_experts = routing.sizes.shape[0]
+    num_experts, routing = routing.sizes.shape[0], Routing(*map(replicated, routing))
     _, inverse, sizes = sort_by_expert(routing.experts, num_experts)
     starts = jnp.cumsum(sizes) - sizes  # the first sorted row of each expert
     there = (routing.experts >= 0) & (routing.experts < num_experts)

@@ -8,15 +8,16 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from trencadis.core.mesh import placed
 from trencadis.moe.routing import Load, Routing
 from trencadis.parallel.choice import Strategy
 from trencadis.parallel.collectives import Axis, names_of, ordered_pvary
 from trencadis.parallel.layer import MlpOptions, expert_parallel, load_over
 from trencadis.quant.formats import FormatLike
-from trencadis.quant.operand import Operand, array_operand
+from trencadis.quant.operand import Operand, array_operand, operand_specs
 from trencadis.quant.scaled import Scaled
 
 
@@ -101,20 +102,14 @@ def _spec(name: str, w: Any, axis: Axis, tensor_axis: Axis | None) -> Any:
     f = {"w_gate": 2, "w_up": 2, "w_down": 1, "bias_gate": 1, "bias_up": 1}.get(name)
     if f is not None:
         parts[f] = tensor_axis
-    if not isinstance(w, Scaled):
-        return PartitionSpec(*parts)
-    (_, scale, total, zeros), static = w.tree_flatten()
-    stored = [*parts[:-2], parts[-1], parts[-2]] if w.transposed else parts
-    shared = PartitionSpec(*(None if size == 1 else part for size, part in zip(scale.shape, stored, strict=True)))
-    rest = (None if total is None else PartitionSpec(), None if zeros is None else shared)
-    return Scaled.tree_unflatten(static, (PartitionSpec(*stored), shared, *rest))
+    return operand_specs(w, parts)
 
 
 def _placed(mesh: Mesh | AbstractMesh, given: Any, specs: Any) -> Any:
     """The arguments as specs say, over explicit mesh axes, which nothing else moves them over."""
     if not any(kind == AxisType.Explicit for kind in mesh.axis_types):
         return given
-    return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), given, specs)
+    return placed(mesh, given, specs)
 
 
 def _ordered(w: Any, data: tuple[str, ...]) -> Any:

@@ -22,7 +22,7 @@ from trencadis.core import arguments, unfused
 from trencadis.core.debug import check_traced
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Activation, Epilogue, static_activation
-from trencadis.core.mesh import replicated, resharded_like
+from trencadis.core.mesh import Axes, replicated, resharded_like
 from trencadis.core.plan import check_backend
 from trencadis.core.problem import Form, Problem
 from trencadis.core.sharded import OutSharding, run
@@ -47,6 +47,7 @@ class Options:
     backend: str | None = None
     out_sharding: OutSharding = None
     advise: bool = True  # whether the caller stores the operands, and can be told how
+    row_axes: Axes = ()  # manual mesh axes over which the caller has divided the rows
 
 
 class Steps(NamedTuple):

@@ -15,6 +15,7 @@ from trencadis.quant.scaled import Scaled
 Array = jax.Array
 Choice = FormatLike | tuple[FormatLike, Any] | None  # a format, or a format and a granularity
 
+_USUAL = {"lhs": "row", "rhs": "column", "grad": "row"}
 _NDIM = {"lhs": 2, "rhs": 3, "grad": 2}
 
 
@@ -56,15 +57,15 @@ class Recipe:
 
     def rows(self, x: Array) -> Array | Scaled:
         """x [m, k] as it is multiplied: quantized as the recipe says for lhs, or as it is."""
-        return self._quantized("lhs", x, "row", None)
+        return self._quantized("lhs", x)
 
     def weights(self, w: Array) -> Array | Scaled:
         """A kernel [g, k, n] as it is multiplied: quantized as the recipe says for rhs, or as it is."""
-        return self._quantized("rhs", w, "column", 1)
+        return self._quantized("rhs", w)
 
     def gradient(self, y: Array) -> Array | Scaled:
         """A gradient [m, n] as the product for d x reads it: quantized as the recipe says for grad, or as it is."""
-        return self._quantized("grad", y, "row", None)
+        return self._quantized("grad", y)
 
     @property
     def summed(self) -> Format:
@@ -73,18 +74,33 @@ class Recipe:
         kind = format_of(_pair(self.grad)[0])
         return dataclasses.replace(kind, scales=format_of("int8").scales, block=0, total=False)
 
-    def _quantized(self, name: str, x: Array, usual: str, axis: int | None) -> Array | Scaled:
-        """x as the recipe has it; without a granularity that is `usual`, or blocks along an axis in a block format."""
-        choice = getattr(self, name)
-        if choice is None:
+    @property
+    def spanned(self) -> str:
+        """The dimensions, of m, g and n, along which a scale of lhs or rhs spans several entries."""
+        found = ""
+        for name, letters in (("lhs", "mk"), ("rhs", "gkn")):
+            if getattr(self, name) is not None:
+                kind, granularity = self._granularity(name)
+                lengths = block_shape(kind, granularity, (2**30,) * len(letters))
+                found += "".join(letter for letter, length in zip(letters, lengths, strict=True) if length > 1)
+                found += letters if kind.total else ""
+        return found.replace("k", "")
+
+    def _quantized(self, name: str, x: Array) -> Array | Scaled:
+        """x as the recipe has it."""
+        if getattr(self, name) is None:
             return x
-        format, granularity = _pair(choice)
+        return calibrated(x, *self._granularity(name), functools.partial(self.bound, name))
+
+    def _granularity(self, name: str) -> tuple[Format, Granularity]:
+        """The format of an operand and its granularity; by default that of `_USUAL`, or blocks along k or n."""
+        format, granularity = _pair(getattr(self, name))
         kind = format_of(format)
         if granularity is None and not kind.block:
-            granularity = usual
-        elif granularity is None and axis is not None:
-            granularity = tuple(kind.block if i == axis else 1 for i in range(x.ndim))
-        return calibrated(x, kind, granularity, functools.partial(self.bound, name))
+            granularity = _USUAL[name]
+        elif granularity is None and name == "rhs":
+            granularity = (1, kind.block, 1)
+        return kind, granularity
 
 
 def _checked(name: str, choice: Any) -> Choice:

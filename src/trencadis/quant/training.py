@@ -6,6 +6,9 @@
 
 The gradient of quantization is the identity (straight-through estimator). Of x and kernel, the backward pass keeps only
 the quantized q and r.
+
+On a mesh with explicit axes each device quantizes what it multiplies: some rows, groups or columns. k is gathered, and
+so is a dimension along which a scale spans several devices, as those of "tensor" do.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AbstractMesh
 
 from trencadis.core import arguments, unfused
-from trencadis.core.epilogue import Epilogue, static_activation
+from trencadis.core.epilogue import Activation, Epilogue, static_activation
 from trencadis.core.jax_compat import vary_alike
-from trencadis.core.mesh import replicated
+from trencadis.core.mesh import explicit_axes, explicit_mesh, mapped, replicated, spec_of
+from trencadis.core.partition import Partition, compute, dimensions, partition
 from trencadis.core.problem import Problem
 from trencadis.core.spans import local_group, owned
 from trencadis.core.tiling import Tilings, resolve
@@ -74,9 +79,25 @@ def trained(
         x, w, group_sizes, dtype, transpose_rhs=transpose_rhs, precision=options.precision,
         epilogue=Epilogue(bias=None if bias is None else np.dtype(bias.dtype)),
     )  # fmt: skip
-    if activation is not None:
-        static_activation(activation, asked.sum, asked.out)
-    x, w, sizes, first = vary_alike(*map(replicated, (x, w, *sizes_and_window(asked, group_sizes, group_offset))))
+    static = None if activation is None else static_activation(activation, asked.sum, asked.out)
+    after = sizes_and_window(asked, group_sizes, group_offset)
+    mesh = explicit_mesh(x, w)
+    if mesh is not None and weights is None and (activation is None) == (static is None):
+        operands = (x, w, *after, *(() if bias is None else (bias,)))
+        part = _partition_of(recipe, asked, mesh, operands)
+        options = dataclasses.replace(options, out_sharding=None, row_axes=part.m)
+        return _on_mesh(*operands, recipe=recipe, part=part, options=options, activation=static, mesh=mesh)
+    return _trained(recipe, (x, w, *after), asked=asked, options=options, steps=steps, weights=weights)
+
+
+def _trained(
+    recipe: Recipe, operands: tuple[Array, ...], *, asked: Problem, options: Options, steps: Steps, weights: Operand
+) -> Array:
+    """The result of one device, which has all operands: x, w, the group sizes and the first group."""
+    bias, _, activation = steps
+    transpose_rhs = asked.transpose_rhs
+    x, w, sizes, first = vary_alike(*map(replicated, operands))
+    bias = None if bias is None else replicated(bias)
     if 0 in (asked.m, asked.k, asked.n, asked.local_groups):
         recipe = Recipe()  # there is nothing to take a scale from
     kept = asked.out if bias is None and activation is None else np.dtype(np.float32)
@@ -95,6 +116,37 @@ def trained(
     if activation is None:
         return z.astype(asked.out)
     return unfused.activate(asked, activation, z, sizes, first)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a mesh with explicit axes
+
+
+def _partition_of(recipe: Recipe, asked: Problem, mesh: AbstractMesh, operands: tuple[Array, ...]) -> Partition:
+    """How a product is divided, from the types of its operands, so that no scale spans several devices."""
+    whole = "k" + recipe.spanned + ("n" if recipe.grad is not None else "")
+    whole += "g" if "m" in whole else ""  # a device counts the rows of its own groups alone
+    specs = [
+        tuple(() if name in whole else axes for name, axes in zip(names, found, strict=True))
+        for x, names in zip(operands, dimensions(asked), strict=True)
+        for found in [spec_of(jax.typeof(x).sharding, mesh, x.ndim)]
+    ]
+    return partition(asked, specs, explicit_axes(mesh))
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "part", "options", "activation", "mesh"))
+def _on_mesh(
+    *operands: Array, recipe: Recipe, part: Partition, options: Options, activation: Activation | None,
+    mesh: AbstractMesh,
+) -> Array:  # fmt: skip
+    """The result on all devices, each of which has some rows, groups or columns."""
+
+    def multiply(problem: Problem, *operands: Array) -> Array:
+        steps = Steps(bias=operands[4] if operands[4:] else None, activation=activation)
+        return _trained(recipe, operands[:4], asked=problem, options=options, steps=steps, weights=None)
+
+    function = functools.partial(compute, part, multiply)
+    return mapped(function, mesh, part.operands, part.result, dict(part.devices))(*operands)
 
 
 def _check(recipe: Any, x: Array, w: Array) -> None:
@@ -227,7 +279,7 @@ def _d_weights(layer: Layer, ct: Array, q: Operand, rows: Rows) -> Array:
     asked, transposed = layer.asked, layer.asked.transpose_rhs
     if isinstance(q, Scaled) and q.scale.shape[1] == 1:
         ct, q = jnp.where(rows.mine, ct * q.scales(), 0), _bare(q)
-    y, scale = _by_column(layer.recipe, ct, rows, asked.local_groups)
+    y, scale = _by_column(layer, ct, rows)
     lhs: Operand
     rhs: Operand
     lhs, rhs = (y, q) if transposed else (q, y)
@@ -239,15 +291,16 @@ def _d_weights(layer: Layer, ct: Array, q: Operand, rows: Rows) -> Array:
     return (out * jnp.expand_dims(scale, 2 if transposed else 1)).astype(asked.rhs)
 
 
-def _by_column(recipe: Recipe, y: Array, rows: Rows, groups: int) -> tuple[Scaled, Array]:
+def _by_column(layer: Layer, y: Array, rows: Rows) -> tuple[Scaled, Array]:
     """Quantized rows [m, n], and their scales [g, n]: one for each column of each group.
 
     Such scales are factors of the sums over a group. Groups do not share them, so that neither a large row nor a NaN in
     one group changes another.
     """
-    kind = recipe.summed
-    most = jax.ops.segment_max(jnp.abs(y), rows.group, groups, indices_are_sorted=True)
-    scale = kind.scale_of(recipe.bound("grad", jnp.maximum(most, 0)))  # that of no rows is -inf
+    kind, axes = layer.recipe.summed, layer.options.row_axes
+    most = jax.ops.segment_max(jnp.abs(y), rows.group, layer.asked.local_groups, indices_are_sorted=True)
+    most = lax.pmax(most, axes) if axes else most
+    scale = kind.scale_of(layer.recipe.bound("grad", jnp.maximum(most, 0)))  # that of no rows is -inf
     values = kind.rounded(y / jnp.take(scale, rows.group, axis=0))
     return Scaled(values, jnp.ones((1, 1), jnp.float32), kind.name, values.shape), scale
 
