@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,10 @@ def calibrated(x: ArrayLike, format: FormatLike, granularity: Granularity, bound
     return quantize_blocks(kind, x, block, absmax, whole)
 
 
+# Called without jit, these two are still one program each: one pass over a large array, not a dozen.
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
 def quantize_blocks(kind: Format, x: Array, block: Shape, absmax: Array, whole: Array | None) -> Scaled:
     """Quantize float32 x, given the largest magnitude of each block and, for `total`, that of all blocks together."""
     total = None if whole is None else kind.total_of(whole)
@@ -97,6 +102,7 @@ def checked_floats(name: str, x: Any) -> Array:
     return x.astype(jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnums=1, inline=True)
 def block_absmax(x: Array, block: Shape) -> Array:
     """The largest magnitude of each block; NaN for a block that contains NaN."""
     counts = [-(-size // length) for size, length in zip(x.shape, block, strict=True)]

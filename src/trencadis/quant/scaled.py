@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -242,11 +243,7 @@ class Scaled(_Fields):
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """The array that this stands for: values minus zero points, times scales, computed in float32."""
-        checked("Scaled", self)
-        if self.transposed:
-            return jnp.matrix_transpose(self.mT.dequantize(dtype))
-        scales = self.scales()
-        return (self.centered(jnp.float32) * scales).astype(dtype)
+        return _dequantized(checked("Scaled", self), jnp.dtype(dtype))
 
     def tree_flatten(self) -> tuple[tuple[Any, Any, Any, Any], Static]:
         """The leaves values, scale, total and zeros as they are stored, and the static format, block and order."""
@@ -278,6 +275,13 @@ class Scaled(_Fields):
         zeros = "" if typed[2] is None else f" and zero points {typed[2]}"
         blocks = " x ".join(map(str, self.block)) or "1"
         return f"Scaled({name}{typed[0]}, scales {typed[1]}{zeros} of blocks {blocks}{total})"
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)  # one program where the caller has no jit
+def _dequantized(x: Scaled, dtype: np.dtype[Any]) -> Array:
+    if x.transposed:
+        return jnp.matrix_transpose(x.mT.dequantize(dtype))
+    return (x.centered(jnp.float32) * x.scales()).astype(dtype)
 
 
 def dequantize(x: Any, dtype: DTypeLike = jnp.float32) -> Any:

@@ -145,9 +145,8 @@ LOWERED = {
 
 
 DEFAULT = [
-    "int8, blocks", "int4, RS operand", "nvfp4, RS operand times scales", "int4, RS operand, promoted",
-    "mxfp4, RS operand times scales, rows of an odd number of scales", "e4m3, transposed in shared memory",
-    "float4, RS operand, promoted every 32", "mxfp4, interleaved",
+    "int8, blocks", "nvfp4, RS operand times scales", "int4, RS operand, promoted",
+    "e4m3, transposed in shared memory", "mxfp4, interleaved",
 ]  # fmt: skip
 
 

@@ -136,9 +136,8 @@ CASES = {
     ),
 }  # fmt: skip
 DEFAULT = [
-    "rows", "rows, bias", "rows, existing_out", "rows, int8 with scales",
-    "rows, mxfp4", "rows, int4 weights with scales along k",
-    "contraction", "contraction, stored [k, m]", "contraction, float8 with scales", "contraction, batch",
+    "rows", "rows, bias", "rows, existing_out", "rows, mxfp4", "rows, int4 weights with scales along k",
+    "contraction", "contraction, stored [k, m]", "contraction, batch",
 ]  # fmt: skip
 
 

@@ -32,6 +32,7 @@ def test_pictures_are_in_the_style_of_the_library(name):
     assert all(0 < x < 1000 for x in places)
 
 
+@pytest.mark.sweep
 def test_a_run_has_its_pictures(made, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     (tmp_path / "r.json").write_text(made.to_json())
