@@ -69,12 +69,16 @@ def _gpu(commands: Commands) -> None:
     ask = _command(commands, "gpu", "time ours and the peers on an NVIDIA GPU in bf16, a burst of calls each")
     _problems(ask, " and step; default: all")
     ask.add_argument("--tag", choices=problems.TAGS, default="gpu", help="default: %(default)s")
-    ask.add_argument("--peers", metavar="P,P", help="default: torch,mgpu,tokamax; ours and dense always take part")
+    ask.add_argument(
+        "--peers", metavar="P,P", help="default: torch,mgpu,tokamax; ours and dense always take part; also triton"
+    )
     ask.add_argument("--formats", metavar="F,F", help="also the forward pass in these formats, such as e4m3")
     ask.add_argument("--jobs", type=int, default=8, help="functions compiled at a time (default: %(default)s)")
     ask.add_argument("--layouts", nargs="+", metavar="FIELDS",
                      help='time these layouts of one kernel instead, as "" "stages=3 store_buffers=4"')  # fmt: skip
     ask.add_argument("--format", default="bf16", help="of the operands, with --layouts (default: %(default)s)")
+    ask.add_argument("--backend", choices=("gpu", "triton"), default="gpu",
+                     help="whose layouts they are, with --layouts (default: %(default)s)")  # fmt: skip
 
 
 def _tpu(commands: Commands) -> None:
