@@ -45,9 +45,7 @@ def most_tiles(problem: Problem, layout: Layout) -> int:
     return (problem.rows + pieces * (layout.block_m - 1)) // layout.block_m
 
 
-def tiles(
-    problem: Problem, layout: Layout, sizes: Sizes, first: First, arch: str, *, interpret: bool = False
-) -> Tiles:
+def tiles(problem: Problem, layout: Layout, sizes: Sizes, first: First, arch: str, *, interpret: bool = False) -> Tiles:
     """The list of tiles of a problem, by a kernel for an architecture, or in the interpreter."""
     from trencadis.backends.triton import bridge, interpreter, tile_kernels  # a plan does not need Triton
 
