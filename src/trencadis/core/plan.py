@@ -85,7 +85,8 @@ def _first(problem: Problem, target: Target, overrides: Overrides) -> Plan | Non
         answer = _answer(backend, problem, target, overrides)
         if isinstance(answer, Plan) and answer.behind and name is None:
             other = _answer(answer.behind, problem, target, overrides)
-            answer = other if isinstance(other, Plan) else answer
+            if isinstance(other, Plan):
+                answer = dataclasses.replace(other, because=f"{other.because}; faster than {backend} with so few rows")
         if isinstance(answer, Plan):
             return dataclasses.replace(answer, because=answer.because + _asked(overrides))
     return None
