@@ -17,7 +17,7 @@ from trencadis.core.problem import Form
 
 LAYOUT = Layout(block_m=4, block_n=16, block_k=8, warps=4, stages=2)
 # groups, local groups, batch entries and rows of each
-WINDOWS = {"all": (5, 5, 1, 40), "window": (5, 3, 1, 40), "batch": (3, 2, 3, 20)}
+WINDOWS = {"all": (5, 5, 1, 40), "window": (5, 3, 1, 40), "batch": (3, 2, 2, 12)}
 
 
 def problem_with(window, **changes):
@@ -53,7 +53,7 @@ def sizes_and_windows(draw, window):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_row_tiles(window, data):
     for epilogue in (Epilogue(), Epilogue(accumulate=True)):
@@ -65,7 +65,7 @@ def test_row_tiles(window, data):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_sums_of_a_contraction(window, data):
     problem = problem_with(window, form=Form.CONTRACTION)
