@@ -65,9 +65,9 @@ PAIRS = {  # both operands quantized, in different formats or with scales along 
     "e4m3-32": Operands((E4M3, (1, 32)), (E4M3, "column")),
     "e4m3-128-e4m3-128": Operands(ROWS_128, (E4M3, (1, 128, 1))),
     "e4m3-128-int8-128": Operands(ROWS_128, ("int8", (1, 128, 1)), interleave=True),
-    "e4m3-128-int4-128": Operands(ROWS_128, ("int4", (1, 128, 1))),
+    "e4m3-128-int4-128": Operands(ROWS_128, ("int4", (1, 128, 1)), interleave=False),
     "int8-int8-128": Operands(("int8", "row"), ("int8", (1, 128, 1))),
-    "int8-int4-128": Operands(("int8", "row"), ("int4", (1, 128, 1))),
+    "int8-int4-128": Operands(("int8", "row"), ("int4", (1, 128, 1)), interleave=False),
     "int8-int4": Operands(("int8", "row"), ("int4", "column")),
 }
 FLOAT16 = ("w-int8", "w-int4", "w-int4-128", "w-int8-128", "w-e4m3-128x128", "w-mxfp4", "w-mxfp8", "w-nvfp4")

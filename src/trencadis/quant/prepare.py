@@ -40,7 +40,8 @@ def prepare(w: Any, *, contracting: int = -2, interleave: bool | None = None) ->
         bits, or of 16 of 8. None: where the default device, or `trencadis.target`, is a Hopper GPU, for what its kernel
         unpacks whatever the rows are: 4 bits, and 8 bits with scales of 8 bits (mxfp8), without zero points. Other
         weights stay in order. True: also int8 and float8 with float32 scales. Beside bfloat16 or float16 rows that is
-        faster; beside rows of their own dtype, which are permuted to match, slower.
+        faster; beside rows of their own dtype, which are permuted to match, slower. False: for int4 with scales along
+        k that many rows of 8 bits meet, which are multiplied in 8 bits if the weights are in order.
 
     Returns:
       A `Scaled`; w itself if it is one in this order.

@@ -82,10 +82,10 @@ def test_more_scales_along_k_than_a_copy_takes_come_in_parts():
 M, K, N, G = 512, 256, 320, 4
 
 
-def rows(left, right, k=K, blocks=False, last=True):
+def rows(left, right, k=K, blocks=False, last=True, n=N):
     """A product of lhs, scaled or bfloat16, with scaled weights of another dtype, and the shapes of its arguments."""
     row, column = ((1, 128), (1, 128, 128)) if blocks else ((1, k), (1, 1, k) if last else (1, k, 1))
-    shape = (G, N, k) if last else (G, k, N)
+    shape = (G, n, k) if last else (G, k, n)
 
     def scales(shape, block):
         return tuple(-(-size // length) for size, length in zip(shape, block, strict=True)), "float32"
@@ -134,6 +134,8 @@ LOWERED = {
     "int8, RS operand, transposed in shared memory": lambda: rows("bfloat16", "int8", last=False),
     "float16, int4, RS operand": lambda: rows("float16", "int4"),
     "int8 x int4, unpacked in shared memory": lambda: rows("int8", "int4"),
+    "e4m3 x int4, blocks, unpacked in registers": lambda: rows("float8_e4m3fn", "int4", blocks=True, n=256),
+    "int8 x int4, blocks, unpacked in registers": lambda: rows("int8", "int4", blocks=True, n=256),
     "float4, RS operand, promoted every 32": lambda: along_k("float4_e2m1fn", 32),
     "float4, RS operand, promoted every 32, k of 288": lambda: along_k("float4_e2m1fn", 32, k=288),
     "mxfp4, interleaved": lambda: along_k("mxfp4", 32, interleaved=True),
@@ -146,7 +148,7 @@ LOWERED = {
 
 DEFAULT = [
     "int8, blocks", "nvfp4, RS operand times scales", "int4, RS operand, promoted",
-    "e4m3, transposed in shared memory", "mxfp4, interleaved",
+    "e4m3, transposed in shared memory", "mxfp4, interleaved", "e4m3 x int4, blocks, unpacked in registers",
 ]  # fmt: skip
 
 
@@ -234,7 +236,7 @@ PAIRS = {  # lhs, rhs, and the dtype in which rows are multiplied
     "mxfp8 x mxfp8": (("mxfp8", (1, 32)), ("mxfp8", (1, 32, 1)), "bfloat16"),
     "nvfp4 x e4m3": (("nvfp4", (1, 16)), (E4M3, "column"), "bfloat16"),
     "e4m3 x nvfp4": ((E4M3, "row"), ("nvfp4", (1, 16, 1)), "bfloat16"),
-    "int8 x int4 by 128": (("int8", "row"), ("int4", (1, 128, 1)), "bfloat16"),
+    "int8 x int4 by 128": (("int8", "row"), ("int4", (1, 128, 1)), "int8"),
     "int8 x int4": (("int8", "row"), ("int4", "column"), "int8"),
     "e4m3 by 32 x e4m3": ((E4M3, (1, 32)), (E4M3, "column"), "bfloat16"),
     "e5m2 x e4m3": (("float8_e5m2", "row"), (E4M3, "column"), "bfloat16"),
@@ -242,7 +244,9 @@ PAIRS = {  # lhs, rhs, and the dtype in which rows are multiplied
     "e4m3 by 128 x e4m3": ((E4M3, (1, 128)), (E4M3, "column"), E4M3),
     "e4m3 by 64 x e4m3": ((E4M3, (1, 64)), (E4M3, "column"), E4M3),
     "e4m3 by 128 x e4m3 by 128": ((E4M3, (1, 128)), (E4M3, (1, 128, 1)), E4M3),
-    "e4m3 by 128 x int4 by 128": ((E4M3, (1, 128)), ("int4", (1, 128, 1)), "bfloat16"),
+    "e4m3 by 128 x int4 by 128": ((E4M3, (1, 128)), ("int4", (1, 128, 1)), E4M3),
+    "e4m3 by 128 x int4": ((E4M3, (1, 128)), ("int4", "column"), E4M3),
+    "e4m3 by 64 x int4 by 128": ((E4M3, (1, 64)), ("int4", (1, 128, 1)), "bfloat16"),
     "e4m3 by 128 x mxfp4": ((E4M3, (1, 128)), ("mxfp4", (1, 32, 1)), "bfloat16"),
 }
 
@@ -268,3 +272,17 @@ def test_why_says_that_lhs_is_permuted_along_k():
     answer = tr.why(x, weights, sizes, preferred_element_type=jnp.bfloat16, transpose_rhs=True, target="h200")
     (copy,) = answer.passes[0].copies
     assert copy.startswith(f"permute_k bfloat16[{M},{K}]")
+
+
+def test_int4_weights_beside_8_bit_rows_are_unpacked_to_8_bits_where_that_is_faster():
+    """Of many rows, in order along k, and whole steps of it; what is not is multiplied in bfloat16."""
+    scales = Epilogue(by_row=True, by_column=True, column_block=(128, 1))
+    asked = problem_of((4 * 128, 256), (4, 256, 256), dtype="int8", out=np.dtype(jnp.bfloat16)).replace(
+        rhs=np.dtype(jnp.int4), transpose_rhs=True, epilogue=scales
+    )
+    plan = gpu.plan(asked, Target(platform="cuda", kind="NVIDIA H200"), Overrides())
+    assert plan.problem == asked
+    layout = plan.layout
+    assert layout.upcast and layout.promoted and layout.swap_ab and not layout.rewrites and layout.block_k == 128
+    for other in (asked.replace(m=4 * 64), asked.replace(interleaved=True), asked.replace(k=320)):
+        assert gpu.plan(other, plan.target, Overrides()).problem.lhs == jnp.bfloat16

@@ -280,7 +280,7 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
     in_registers = layout.upcast and not layout.upcast_in_smem
     if inner.interleaved and not in_registers:
         named["lhs"] = interleave_columns(named["lhs"], weights)
-    elif in_registers and not inner.interleaved:
+    elif in_registers and not inner.interleaved and inner.lhs.itemsize > 1:
         named["lhs"] = permute_k(named["lhs"], inner.rhs)
     named["sizes"] = flat_sizes(sizes, problem.m)
     named["first_group"] = first_group

@@ -46,6 +46,7 @@ from trencadis.backends.gpu.scales import (
     shared_by_tile,
     transposes,
     unpacks,
+    unpacks_in_registers,
 )
 from trencadis.core.devices import Card
 from trencadis.core.dtypes import bits
@@ -167,7 +168,7 @@ def mma_dtype(problem: Problem) -> np.dtype[Any]:
         return problem.lhs
     if hi_lo_operand(problem):
         return np.dtype(jnp.bfloat16)
-    if unpacks(problem):
+    if unpacks(problem) or unpacks_in_registers(problem):
         return problem.lhs
     if "float32" in kinds or kinds == {"bfloat16", "float16"}:
         return np.dtype(np.float32)
@@ -345,7 +346,8 @@ def _block_k(problem: Problem, swizzle: int, short: bool) -> int:
     part = promoted_part(problem)
     if part % (2 * WGMMA_M) and part != SHORT_PART:
         return WGMMA_M
-    if needs_upcast(problem):  # beside promoted sums, registers hold scales of rows or longer steps
+    if needs_upcast(problem) and not unpacks_in_registers(problem):
+        # beside promoted sums, registers hold scales of rows or longer steps
         short = short or problem.epilogue.row_block > 0
         if not short and _whole_steps(problem, SHORTER_K):
             return SHORTER_K

@@ -188,7 +188,7 @@ class Consumer:
         def product(a: Any, b: Ref, acc: Ref) -> jax.Array:
             mgpu.wgmma(acc, a, b)
             mgpu.wgmma_wait(0)
-            return acc[...]
+            return acc[...].astype(jnp.float32)
 
         def step(i: Scalar, sums: jax.Array) -> jax.Array:
             scales = [] if source is None else source.load(self.refs, tile, top, i)  # there before the product is

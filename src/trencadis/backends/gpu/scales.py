@@ -3,9 +3,9 @@
     in the operand     weights that are upcast, times their scales, are exact in bfloat16: mxfp4, mxfp8, nvfp4
     promotion          the sum of each part of k is multiplied by scales, and added to float32 sums in other registers
 
-Rows and weights of the same 8-bit dtype are multiplied as they are. 4-bit weights beside 8-bit rows are unpacked to the
-dtype of the rows. Any other pair of low precision is multiplied as 16-bit numbers, which hold its values: XLA converts
-the rows, and the kernel upcasts the weights.
+Rows and weights of the same 8-bit dtype are multiplied as they are. int4 weights beside 8-bit rows are unpacked to the
+dtype of the rows: in shared memory, or in registers where sums are promoted. Any other pair of low precision is
+multiplied as 16-bit numbers, which hold its values: XLA converts the rows, and the kernel upcasts the weights.
 """
 
 from __future__ import annotations
@@ -28,24 +28,40 @@ FEW_ROWS = 64  # mean rows of a group up to which int4 weights are upcast in reg
 
 
 def needs_upcast(problem: Problem) -> bool:
-    """Whether the kernel upcasts the weights: no wgmma multiplies weights of 8 or 4 bits with rows of 16."""
+    """Whether the kernel upcasts the weights: no wgmma multiplies weights of 8 or 4 bits with rows of 16.
+
+    Or int4 weights are unpacked in registers, to the 8 bits of the rows.
+    """
     if problem.form is not Form.ROWS or problem.rhs.name not in DIGITS:
         return False
-    return problem.lhs.name in ("bfloat16", "float16")
+    return problem.lhs.name in ("bfloat16", "float16") or unpacks_in_registers(problem)
 
 
 def unpacks(problem: Problem) -> bool:
-    """Whether the kernel unpacks int4 weights, stored K-major, to the 8-bit dtype of the rows, which holds them.
+    """Whether the kernel unpacks int4 weights, in shared memory, to the 8-bit dtype of the rows, which holds them.
 
-    It pays for many rows, which tensor cores then multiply twice as fast. For few rows, and beside promotion, unpacking
-    to bfloat16 in registers is faster.
+    It pays for many rows, which tensor cores then multiply twice as fast. For few rows unpacking to bfloat16 in
+    registers is faster.
     """
-    if problem.form is not Form.ROWS or not problem.transpose_rhs or problem.epilogue.along_k:
+    return _int4_beside_many_rows(problem) and not problem.epilogue.along_k
+
+
+def unpacks_in_registers(problem: Problem) -> bool:
+    """Whether the kernel unpacks int4 weights likewise, as a register operand, since sums are promoted.
+
+    A lane has four neighbours along k then, so that weights lie in order. Parts, and k, are whole steps.
+    """
+    part, step = problem.epilogue.part, 2 * WGMMA_M
+    if not _int4_beside_many_rows(problem) or problem.interleaved or problem.out.itemsize != 2 or problem.n <= step:
         return False
-    if problem.m <= FEW_ROWS * problem.groups:
+    return part > 0 and part % step == 0 and problem.k % step == 0
+
+
+def _int4_beside_many_rows(problem: Problem) -> bool:
+    """Whether rows are of 8 bits, and many, and weights int4, stored K-major."""
+    if problem.form is not Form.ROWS or not problem.transpose_rhs or problem.m <= FEW_ROWS * problem.groups:
         return False
-    float8 = problem.lhs.name in ("float8_e4m3fn", "float8_e5m2")
-    return problem.rhs.name == "int4" and (float8 or problem.lhs == jnp.int8)
+    return problem.rhs.name == "int4" and problem.lhs.name in ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def transposes(problem: Problem) -> bool:
@@ -99,6 +115,8 @@ def with_bfloat16_rows(problem: Problem) -> Problem:
     """
     if problem.form is not Form.ROWS or problem.lhs.itemsize > 1 or bits(problem.rhs) > 8:
         return problem
-    if unpacks(problem) or (problem.lhs == problem.rhs and promoted_part(problem) % WGMMA_M == 0):
+    if unpacks(problem) or unpacks_in_registers(problem):
+        return problem
+    if problem.lhs == problem.rhs and promoted_part(problem) % WGMMA_M == 0:
         return problem
     return problem.replace(lhs=np.dtype(jnp.bfloat16))

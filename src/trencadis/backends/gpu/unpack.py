@@ -14,7 +14,9 @@ import numpy as np
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from trencadis.backends.gpu.tile_scheduler import Ref
 
 # operands are the word and the two tables, of two words each; results are the bytes of its lower and its upper half
 TEXT = """{
@@ -30,6 +32,17 @@ TEXT = """{
     prmt.b32 all, $5, $6, high;
     prmt.b32 mask, shifted, $2, 0xFBEA;
     lop3.b32 $1, mask, all, none, 0xCA;
+}"""
+
+# the same for four numbers, in the lower half of a word
+QUAD = """{
+    .reg .b32 low, shifted, none, all, mask;
+    and.b32 low, $1, 0x7777;
+    shl.b32 shifted, $1, 4;
+    prmt.b32 none, $2, $3, low;
+    prmt.b32 all, $4, $5, low;
+    prmt.b32 mask, shifted, $1, 0xD9C8;
+    lop3.b32 $0, mask, all, none, 0xCA;
 }"""
 
 
@@ -59,3 +72,28 @@ def unpacked(x: jax.Array, dtype: Any, layout: Any) -> jax.Array:
         return FragmentedArray(_registers=registers, _layout=packed.layout, _is_signed=signed)
 
     return convert(x)
+
+
+def rs_unpacked(ref: Ref, dtype: Any) -> Any:
+    """Weights of int4 [64, block_k] in shared memory as a register operand of an 8-bit dtype that holds their values.
+
+    A lane of it has four neighbours along k, which are half a word.
+    """
+    layout = mgpu.Layout.WGMMA_8BIT
+    held = mgpu.layout_cast(ref[...], layout)
+    result = mgpu.ShapeDtypeStruct(held.shape, jnp.dtype(dtype), layout=layout)
+
+    @mgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    def convert(_: Any, packed: FragmentedArray) -> FragmentedArray:
+        i16, i32 = (ir.IntegerType.get_signless(width) for width in (16, 32))
+        bytes_ = ir.VectorType.get((4,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
+        tables = [utils.c(word, i32) for word in table(dtype)]
+        registers = np.empty(packed.registers.shape, dtype=object)
+        for at, register in np.ndenumerate(packed.registers):
+            word = arith.extui(i32, utils.bitcast(register, i16))
+            out: Any = llvm.inline_asm(i32, [word, *tables], QUAD, "=r,r,r,r,r,r")
+            registers[at] = utils.bitcast(out, bytes_)
+        signed = True if jnp.issubdtype(dtype, jnp.integer) else None
+        return FragmentedArray(_registers=registers, _layout=packed.layout, _is_signed=signed)
+
+    return convert(held)

@@ -26,6 +26,7 @@ from jaxlib.mlir.dialects import llvm, scf
 
 from trencadis.backends.gpu.operand_scales import ROW, Factor, Factors, Scales
 from trencadis.backends.gpu.tile_scheduler import Ref
+from trencadis.backends.gpu.unpack import rs_unpacked
 from trencadis.core.dtypes import bits
 from trencadis.core.interleave import FLOAT4, FLOAT4_MOVES, LANES, WORD, Move, deinterleave_columns
 
@@ -48,9 +49,12 @@ def permute_k(x: jax.Array, weights: Any) -> jax.Array:
 def rs_operand(ref: Ref, dtype: Any, interleaved: bool = False, scales: Scales | None = None) -> Any:
     """Weights [64, block_k] in shared memory as a register operand of this dtype.
 
-    Its order of k is that of lhs if the weights are interleaved, and that of `permute_k` if not. With scales, the
-    operand is the product of both, perhaps too small by `operand_excess`: exact, since the caller sees to that.
+    Its order of k is that of lhs if the weights are interleaved, and that of `permute_k` if not; of 8 bits, that of lhs
+    if they are in order. With scales, the operand is the product of both, perhaps too small by `operand_excess`: exact,
+    since the caller sees to that.
     """
+    if jnp.dtype(dtype).itemsize == 1:
+        return rs_unpacked(ref, dtype)
     (operand,) = rs_parts(ref, dtype, ref.shape[1], interleaved, scales)
     return operand
 
