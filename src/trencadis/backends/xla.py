@@ -80,13 +80,25 @@ def run(plan: Plan, *operands: Array) -> Array:
     # XLA would otherwise fold a constant operand, such as a broadcast, into every tile of the loops
     lhs, rhs = _tie((lhs.astype(problem.lhs), rhs.astype(problem.rhs)))
     extras = problem.epilogue.split(tuple(rest))
-    out = jnp.zeros(problem.out_shape, problem.out) if extras.existing is None else extras.existing
+    out = _zeros(problem, lhs, rhs) if extras.existing is None else extras.existing
     if problem.spans == 0 or problem.rows == 0 or 0 in problem.out_shape:
         return out
     bounds = spans(problem, group_sizes, first)
     carried = to_bits(out)
     form = _rows if problem.form is Form.ROWS else _contraction
     return from_bits(form(problem, plan.layout, lhs, rhs, bounds, extras, carried), problem.out)
+
+
+def _zeros(problem: Problem, lhs: Array, rhs: Array) -> Array:
+    """A result of zeros, made of an element of each operand in a way that XLA does not see through.
+
+    It would keep one array of zeros for all products of a program, and copy it for each.
+    """
+    if not lhs.size or not rhs.size:
+        return jnp.zeros(problem.out_shape, problem.out)
+    a, b = (lax.bitcast_convert_type(x[(0,) * x.ndim].astype(jnp.float32), jnp.int32) for x in (lhs, rhs))
+    zero = jnp.minimum(lax.shift_right_logical(a ^ b, np.int32(1)), _0)  # the least of 0 and a number that is not less
+    return jnp.broadcast_to(zero.astype(problem.out), problem.out_shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

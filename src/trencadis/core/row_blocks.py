@@ -31,30 +31,33 @@ def replace_rows(
     m = arrays[0].shape[0]
     height = min(max(BLOCK, -(-m // MOST_BLOCKS)), m)
 
-    def block(x: Array, top: Array) -> Array:
-        return lax.dynamic_slice_in_dim(x, top, height, allow_negative_indices=False)
+    def top_of(i: Array) -> Array:
+        return jnp.minimum(i.astype(jnp.int32) * np.int32(height), np.int32(m - height))  # the last block stays inside
 
-    def step(compute: bool, i: Array, arrays: list[Array]) -> list[Array]:
-        start = i.astype(jnp.int32) * np.int32(height)
-        top = jnp.minimum(start, np.int32(m - height))  # the last block stays inside, and skips rows that are done
-        row = top + jnp.arange(height, dtype=jnp.int32)
-        old = [block(x, top) for x in arrays]
+    def block(x: Array, i: Array) -> Array:
+        return lax.dynamic_slice_in_dim(x, top_of(i), height, allow_negative_indices=False)
+
+    def step(compute: bool, i: Array, state: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
+        arrays, old = state
+        row = top_of(i) + jnp.arange(height, dtype=jnp.int32)
         new: Sequence[Array] = [jnp.zeros_like(x) for x in old]
         if compute:
-            values = function(*old, *(block(x, top) for x in others))
+            values = function(*old, *(block(x, i) for x in others))
             mine = (row >= low) & (row < high)
             new = [_where_rows(mine, x.astype(zero.dtype), zero) for x, zero in zip(values, new, strict=True)]
-        return [
-            lax.dynamic_update_slice_in_dim(x, _where_rows(row >= start, a, b), top, 0, allow_negative_indices=False)
+        fresh = row >= i.astype(jnp.int32) * np.int32(height)  # the last block skips rows that are done
+        arrays = [
+            lax.dynamic_update_slice_in_dim(x, _where_rows(fresh, a, b), top_of(i), 0, allow_negative_indices=False)
             for x, a, b in zip(arrays, new, old, strict=True)
         ]
+        return arrays, [block(x, i + 1) for x in arrays]
 
     first, last, blocks = low // height, -(-high // height), np.int32(-(-m // height))
     ranges = (np.int32(0), first, False), (first, last, True), (jnp.maximum(first, last), blocks, False)
-    found = list(arrays)
+    state = list(arrays), [block(x, jnp.int32(0)) for x in arrays]
     for begin, end, compute in ranges:
-        found = lax.fori_loop(begin, end, functools.partial(step, compute), found)
-    return found
+        state = lax.fori_loop(begin, end, functools.partial(step, compute), state)
+    return state[0]
 
 
 def _where_rows(mine: Array, new: Array, old: Array) -> Array:
