@@ -93,7 +93,7 @@ def test_the_plan_where_no_kernel_applies_it_is_that_of_the_products():
     operands = [jax.ShapeDtypeStruct(*each) for each in (*problem.operands, *problem.gate_operands)]
     (found, *_) = why(lambda *xs: gated.run(problem, Overrides(), *xs), *operands, target="a100").passes
     assert found.plan == dataclasses.replace(plan(problem.replace(gate=None), target), asked=problem)
-    assert "then swiglu of gate and up in XLA" in str(found)
+    assert "swiglu of gate and up, both kept" in str(found)
     assert list(found.refusals) == ["tpu", "gpu", "xla"]
 
 
