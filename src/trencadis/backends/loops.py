@@ -132,7 +132,9 @@ def zeros_of(shape: tuple[int, ...], dtype: Any, *operands: Array, nth: int = 0)
     """
     if not all(x.size for x in operands):
         return jnp.zeros(shape, dtype)
-    a, b = (lax.bitcast_convert_type(x[(0,) * x.ndim].astype(jnp.float32), jnp.int32) for x in operands)
+    some = [x[(0,) * x.ndim] for x in operands]
+    some = [x.real if jnp.iscomplexobj(x) else x for x in some]
+    a, b = (lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) for x in some)
     positive = lax.shift_right_logical(a ^ b, np.int32(1 + nth))
     return jnp.broadcast_to(jnp.minimum(positive, _0).astype(dtype), shape)
 
