@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: `python -m benchmarks {run,gpu,tpu,quant,ragged,moe,check,plot} --help`.
+"""The command line of the benchmarks: `python -m benchmarks {run,gpu,tpu,quant,ragged,moe,check,compile,plot} --help`.
 
 Only light modules are imported before the arguments are read: pinning to a core, and choosing a platform, must come
 before numpy and jax are imported. The module of a command is imported after that.
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     ask = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure trencadis and its peers.")
     commands = ask.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_run, _gpu, _tpu, _quant, _ragged, _moe, _check, _plot):
+    for add in (_run, _gpu, _tpu, _quant, _ragged, _moe, _check, _compile, _plot):
         add(commands)
     return ask
 
@@ -69,12 +69,16 @@ def _gpu(commands: Commands) -> None:
     ask = _command(commands, "gpu", "time ours and the peers on an NVIDIA GPU in bf16, a burst of calls each")
     _problems(ask, " and step; default: all")
     ask.add_argument("--tag", choices=problems.TAGS, default="gpu", help="default: %(default)s")
-    ask.add_argument("--peers", metavar="P,P", help="default: torch,mgpu,tokamax; ours and dense always take part")
+    ask.add_argument(
+        "--peers", metavar="P,P", help="default: torch,mgpu,tokamax; ours and dense always take part; also triton"
+    )
     ask.add_argument("--formats", metavar="F,F", help="also the forward pass in these formats, such as e4m3")
     ask.add_argument("--jobs", type=int, default=8, help="functions compiled at a time (default: %(default)s)")
     ask.add_argument("--layouts", nargs="+", metavar="FIELDS",
                      help='time these layouts of one kernel instead, as "" "stages=3 store_buffers=4"')  # fmt: skip
     ask.add_argument("--format", default="bf16", help="of the operands, with --layouts (default: %(default)s)")
+    ask.add_argument("--backend", choices=("gpu", "triton"), default="gpu",
+                     help="whose layouts they are, with --layouts (default: %(default)s)")  # fmt: skip
 
 
 def _tpu(commands: Commands) -> None:
@@ -130,6 +134,17 @@ def _check(commands: Commands) -> None:
     ask.add_argument("--jobs", type=int, default=8, help="processes; 0: this one (default: %(default)s)")
 
 
+def _compile(commands: Commands) -> None:
+    ask = _command(commands, "compile", "time the compilation of a product or of a stack of layers, in fresh processes")
+    _problems(ask, "; default: all")
+    ask.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: %(default)s")
+    ask.add_argument("--tag", choices=problems.TAGS, default="cpu", help="default: %(default)s")
+    ask.add_argument("--peers", metavar="P,P", help="besides ours; of a stack triton and ragged_dot")
+    ask.add_argument("--dtype", choices=("f32", "bf16"), default="bf16", help="default: %(default)s")
+    ask.add_argument("--layers", type=int, nargs="+", metavar="N",
+                     help="stacks of so many layers of three products, with gradients, not single passes")  # fmt: skip
+
+
 def _plot(commands: Commands) -> None:
     ask = _command(commands, "plot", "draw files of results as SVG", json=False)
     ask.add_argument("results", nargs="+", type=pathlib.Path)
@@ -150,6 +165,7 @@ def prepare(asked: argparse.Namespace | SimpleNamespace) -> None:
         "quant",
         "moe",
         "check",
+        "compile",
     ):  # children measure; this process must leave them the memory of the GPU
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.problems import BenchProblem
-from trencadis.backends.gpu import execute
-from trencadis.backends.gpu.choose import choose
+from trencadis.backends import gpu, triton
 from trencadis.core.devices import card_for, chip_of
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.problem import Form, Problem
@@ -68,18 +67,21 @@ def _epilogue(format: str) -> Epilogue:
     return Epilogue(by_row=lhs == rhs != BF16, by_column=format != "bf16")
 
 
-def with_layout(problem: BenchProblem, which: str, fields: str, format: str) -> Kernel:
+def with_layout(problem: BenchProblem, which: str, fields: str, format: str, backend: str = "gpu") -> Kernel:
     """A kernel whose layout has these fields, as "stages=3", and is otherwise the one that the plan chooses."""
     card = card_for(Target.of(jax.devices()[0]))
     if card is None:
-        raise RuntimeError(f"device: want a Hopper GPU; got {jax.devices()[0].device_kind}")
+        raise RuntimeError(f"device: want a GPU that has a kernel; got {jax.devices()[0].device_kind}")
     asked = gpu_problem(problem, which, format)
     changes = {name: int(value) for name, value in (field.split("=") for field in fields.split())}
-    layout = choose(asked, card).replace(**changes)
+    layout = (triton if backend == "triton" else gpu).choose(asked, card).replace(**changes)
     transposed = which == "d_rhs" and asked.transpose_lhs  # 8-bit operands have m last
 
     def call(lhs: Any, rhs: Any, *rest: Any) -> Any:
-        return execute(asked, layout, lhs, rhs.mT if transposed else rhs, *rest)
+        rhs = rhs.mT if transposed else rhs
+        if backend == "triton":
+            return triton.execute(asked, layout, card.arch, lhs, rhs, *rest)
+        return gpu.execute(asked, layout, lhs, rhs, *rest)
 
     rhs_shape = asked.rhs_shape[::-1] if transposed else asked.rhs_shape
     lhs, rhs = (random(i, *each) for i, each in enumerate(((asked.lhs_shape, asked.lhs), (rhs_shape, asked.rhs))))

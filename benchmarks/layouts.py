@@ -16,7 +16,7 @@ from benchmarks.report import Record, Results, Writer, cells, environment
 
 SILENCE_S = 60  # a compile takes a few seconds, a measurement less than one
 DENSE = "dense"
-Case = tuple[str, str, str, str]  # problem, pass, fields of the layout and format
+Case = tuple[str, str, str, str, str]  # problem, pass, fields of the layout, format and backend
 
 
 def main(asked: argparse.Namespace, chosen: Sequence[BenchProblem], passes: Sequence[str]) -> int:
@@ -24,8 +24,9 @@ def main(asked: argparse.Namespace, chosen: Sequence[BenchProblem], passes: Sequ
     from benchmarks.kernels import FORMATS
 
     known("format", [asked.format], FORMATS)
-    cases = [(p.name, which, fields, asked.format) for p in chosen for which in passes for fields in asked.layouts]
-    cases = [(p.name, "forward", DENSE, "bf16") for p in chosen] + cases
+    how = asked.format, asked.backend
+    cases = [(p.name, which, fields, *how) for p in chosen for which in passes for fields in asked.layouts]
+    cases = [(p.name, "forward", DENSE, "bf16", "") for p in chosen] + cases
     records = []
     for case, value, why in processes.each("benchmarks.layouts:measure", cases, silence_s=SILENCE_S):
         records.append(Record.from_json(value) if value else _record(case, why=why))
@@ -38,7 +39,7 @@ def main(asked: argparse.Namespace, chosen: Sequence[BenchProblem], passes: Sequ
 
 
 def _record(case: Case, **more: Any) -> Record:
-    name, which, fields, format = case
+    name, which, fields, format, _ = case
     return Record(problem=name, dtype=format, which=which, contender=fields or "planned", **more)
 
 
@@ -61,11 +62,12 @@ def measure(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     from benchmarks.timing import burst, device_clock, reason_of
 
     first: dict[tuple[str, ...], Any] = {}  # the result of the first layout of a pass: the others should equal it
-    for name, which, fields, format in cases:
-        case, product = (name, which, fields, format), (name, DENSE if fields == DENSE else which)
+    for case in map(tuple, cases):
+        name, which, fields, *how = case
+        product = name, DENSE if fields == DENSE else which
         try:
             problem = PROBLEMS[name]
-            made = dense(problem) if fields == DENSE else kernels.with_layout(problem, which, fields, format)
+            made = dense(problem) if fields == DENSE else kernels.with_layout(problem, which, fields, *how)
             call = JaxCall(made[0], tuple(made[1]))
             time, result = burst(call, device_clock("gpu")), call()
             first = first if product in first else {product: result}  # one at a time: they are large

@@ -122,17 +122,17 @@ class Peer:
 # Contenders
 
 
-def _ours(x: Operands, which: str) -> Call:
+def _ours(x: Operands, which: str, backend: str | None = None) -> Call:
     dtype = x.dtype  # the functions must not keep the arrays alive
 
     def forward(lhs: Any, rhs: Any, sizes: Any) -> Any:
-        return trencadis.grouped_matmul(lhs, rhs, sizes, dtype)
+        return trencadis.grouped_matmul(lhs, rhs, sizes, dtype, backend=backend)
 
     def d_lhs(ct: Any, rhs: Any, sizes: Any) -> Any:
-        return trencadis.grouped_matmul(ct, rhs, sizes, dtype, transpose_rhs=True)
+        return trencadis.grouped_matmul(ct, rhs, sizes, dtype, transpose_rhs=True, backend=backend)
 
     def d_rhs(lhs: Any, ct: Any, sizes: Any) -> Any:
-        return trencadis.transposed_grouped_matmul(lhs, ct, sizes, dtype, transpose_lhs=True)
+        return trencadis.transposed_grouped_matmul(lhs, ct, sizes, dtype, transpose_lhs=True, backend=backend)
 
     def step(lhs: Any, rhs: Any, ct: Any, sizes: Any) -> Any:
         out, pullback = jax.vjp(lambda a, b: forward(a, b, sizes), lhs, rhs)
@@ -141,6 +141,17 @@ def _ours(x: Operands, which: str) -> Call:
     if which == STEP:
         return JaxCall(jax.jit(step), (x.lhs, x.rhs, x.ct, jnp.asarray(x.sizes)))
     return _jitted(x, which, forward, d_lhs, d_rhs)
+
+
+def _triton(x: Operands, which: str) -> Call:
+    return _ours(x, which, "triton")
+
+
+def _triton_absent(x: Operands) -> str | None:
+    del x
+    if jax.default_backend() != "gpu":
+        return f"is compiled for GPUs only, and this is {jax.default_backend()}"
+    return None if importlib.util.find_spec("triton") else "is not installed"
 
 
 # the three passes as lax's own derivative of ragged_dot has them
@@ -328,6 +339,7 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer(name="ours", what="trencadis, default settings", prepare=_ours, passes=(*PASSES, STEP)),
+        Peer(name="triton", what='trencadis, backend="triton"', prepare=_triton, absent=_triton_absent),
         Peer(name="numpy", what="a loop over groups of numpy matmuls", prepare=_numpy, absent=_host_absent),
         Peer(name="dense", what="one jnp matmul of the same FLOPs", prepare=_dense, one_group=True),
         Peer(name="ragged_dot", what="jax.lax.ragged_dot", prepare=_lax, absent=_lax_absent),

@@ -192,3 +192,18 @@ def test_targets():
 def test_bad_arguments_are_named(arguments, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         why(*arguments, **options)
+
+
+def test_the_kernels_of_triton_are_no_copies():
+    """Only what is made beside the product is one, such as the parts of float32."""
+    plain = why(struct(512, 256), struct(4, 512, 256), SIZES, transpose_rhs=True, target="a100")
+    assert [each.plan.backend for each in plain.passes] == ["triton"] * 3
+    assert not any(copy for each in plain.passes[:1] for copy in each.copies)
+    full = struct(512, 256, dtype=jnp.float32), struct(4, 256, 512, dtype=jnp.float32)
+    (copy,) = why(*full, SIZES, target="a100", precision="highest").passes[0].copies
+    assert copy == "split float32[512,256] -> bfloat16[3,512,256], 0.786 MB"
+
+
+def test_a_faster_backend_is_named():
+    first = why(struct(32, 256), struct(4, 512, 256), SIZES, transpose_rhs=True, target="h200").passes[0]
+    assert first.plan.backend == "triton" and first.plan.because.endswith("; faster than gpu with so few rows")

@@ -317,12 +317,20 @@ def _copies(chosen: Plan) -> Iterator[str]:
         shapes = asked.operands + asked.gate_operands
         run = functools.partial(BACKENDS[chosen.backend].run, chosen)
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    for equation in _plain(jax.make_jaxpr(run)(*operands).jaxpr):
+    equations = list(_plain(jax.make_jaxpr(run)(*operands).jaxpr))
+    product = next((each for each in reversed(equations) if "kernel" in each.params), None)  # Triton's last kernel
+    for equation in equations:
         source, made = equation.invars[0].aval, equation.outvars[0].aval
         size = made.size * made.dtype.itemsize
-        if size >= SMALL:
-            name = equation.params["name"] if "jaxpr" in equation.params else equation.primitive.name
-            yield f"{name} {source.str_short()} -> {made.str_short()}, {size / 1e6:.3g} MB"
+        if size >= SMALL and equation is not product:
+            yield f"{_name(equation)} {source.str_short()} -> {made.str_short()}, {size / 1e6:.3g} MB"
+
+
+def _name(equation: Any) -> str:
+    """What an operation is called: the function of a jaxpr or of a Triton kernel, or the primitive."""
+    if "kernel" in equation.params:
+        return str(equation.params["kernel"].function.__name__)
+    return str(equation.params["name"] if "jaxpr" in equation.params else equation.primitive.name)
 
 
 def _plain(jaxpr: Any) -> Iterator[Any]:

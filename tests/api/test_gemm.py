@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sweep import sweep
 
 import trencadis as tr
 from trencadis import GroupedTensor
@@ -289,7 +290,7 @@ def test_sums_of_several_ragged_dimensions(dtype, rng):
         np.testing.assert_array_equal(dy[3], 0)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", sweep([False, True], [True]))
 def test_sharded_operands(explicit, xwy):
     """R-03: under jit, without shard_map: operands that lie on several devices, along any axis, give the same numbers."""
     x, w, y = xwy

@@ -11,13 +11,13 @@ DECODE = problems.PROBLEMS["decode-128"]
 
 
 def asked(tmp_path, **more):
-    fields = {"layouts": ["", "stages=3"], "format": "bf16", "words": ["gpu"], "json": str(tmp_path / "x.json")}
-    return argparse.Namespace(**fields | more)
+    fields = {"layouts": ["", "stages=3"], "format": "bf16", "backend": "gpu", "words": ["gpu"]}
+    return argparse.Namespace(**fields | {"json": str(tmp_path / "x.json")} | more)
 
 
 def test_a_layout_that_hangs_is_a_record(monkeypatch, tmp_path, capsys):
     def each(function, cases, silence_s):
-        assert cases[0] == ("decode-128", "forward", "dense", "bf16") and len(cases) == 3
+        assert cases[0] == ("decode-128", "forward", "dense", "bf16", "") and len(cases) == 3
         good = {"time": {"median": 1e-4}, "details": {"layout": "Layout(...)", "apart": 0.0}}
         for case in cases[:2]:
             yield case, layouts._record(case).to_json() | good, ""
@@ -33,8 +33,8 @@ def test_a_layout_that_hangs_is_a_record(monkeypatch, tmp_path, capsys):
 
 
 def test_without_a_hopper_gpu_a_layout_has_a_reason():
-    (found,) = layouts.measure([("decode-128", "forward", "", "bf16")])
-    assert "want a Hopper GPU; got cpu" in found["why"]
+    (found,) = layouts.measure([("decode-128", "forward", "", "bf16", "gpu")])
+    assert "want a GPU that has a kernel; got cpu" in found["why"]
 
 
 @pytest.mark.parametrize("format", kernels.FORMATS)

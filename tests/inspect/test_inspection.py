@@ -41,6 +41,7 @@ def test_a_product_takes_at_least_its_operations():
     assert sum(block.share for block in kernel.blocks) == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.sweep
 def test_the_same_call_gives_the_same_cycles():
     again = tpu.inspect(copy, array(1024, 1024), generation="TPU v5 lite")
     assert again == copied("v5e")

@@ -44,6 +44,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # how operands are multiplied, where that is worth a sentence
     slow: str = ""  # why it is slower than it need be; said in a `PerformanceWarning`
     advice: str = ""  # what the caller can do about that, if it is slow
+    behind: str = ""  # a backend that is faster on such problems, and runs this one if it can
 
     @property
     def peeled(self) -> tuple[str, ...]:

@@ -79,10 +79,14 @@ def _gated_answer(name: str, problem: Problem, target: Target, overrides: Overri
 
 
 def _first(problem: Problem, target: Target, overrides: Overrides) -> Plan | None:
-    """The plan of the backend that the caller asked for, or of the first that does not refuse."""
+    """The plan of the backend that the caller asked for, or of the first that does not refuse, or that is faster."""
     name = _wanted(overrides)
     for backend in BACKENDS if name is None else (name,):
         answer = _answer(backend, problem, target, overrides)
+        if isinstance(answer, Plan) and answer.behind and name is None:
+            other = _answer(answer.behind, problem, target, overrides)
+            if isinstance(other, Plan):
+                answer = dataclasses.replace(other, because=f"{other.because}; faster than {backend} with so few rows")
         if isinstance(answer, Plan):
             return dataclasses.replace(answer, because=answer.because + _asked(overrides))
     return None

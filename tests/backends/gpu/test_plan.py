@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +111,24 @@ def test_takes_what_it_takes(kind):
     for problem in (ROWS, SUM, HALF, but(HALF, rhs="float32"), but(lhs="float16", rhs="float16", out="float16")):
         assert refusal(problem, cuda(kind)) is None
         assert plan(problem, cuda(kind)).backend == "gpu"
+
+
+def test_few_rows_are_tritons():
+    """Of weights stored K-major, and in contractions; not where the caller asks for this backend, or Triton refuses."""
+    k_major = but(problem_of((64, 128), (4, 128, 128), dtype="bfloat16"), transpose_rhs=True)
+    summed = problem_of((128, 32), (32, 128), groups=4, dtype="bfloat16")
+    for few in (k_major, summed):
+        assert gpu.plan(few, H200, Overrides()).behind == "triton" == plan(few, H200).backend
+        assert plan(few, H200, Overrides(backend="gpu")).backend == "gpu"
+        assert plan(few.replace(m=17 * 4), H200).backend == "gpu"
+    assert plan(but(k_major, transpose_rhs=False), H200).backend == "gpu"
+    assert plan(but(k_major, lhs="float32", rhs="float32"), H200).backend == "gpu"
+
+
+def test_without_triton_few_rows_are_its_own(monkeypatch):
+    monkeypatch.setitem(backends.BACKENDS, "triton", types.SimpleNamespace(plan=lambda *_: Refusal("triton", "no")))
+    summed = problem_of((128, 32), (32, 128), groups=4, dtype="bfloat16")
+    assert plan(summed, H200).backend == "gpu"
 
 
 @pytest.mark.parametrize("precision", [None, "default", "tensorfloat32", jax.lax.DotAlgorithmPreset.TF32_TF32_F32])

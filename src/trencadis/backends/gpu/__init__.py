@@ -25,6 +25,7 @@ from jax import lax
 from trencadis.backends.gpu.choose import (
     choose,
     choose_for_tile,
+    few_rows,
     hi_lo_operand,
     mma_dtype,
     reason,
@@ -94,6 +95,7 @@ def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan |
         asked=problem, problem=inner, target=target, backend="gpu", interpret=overrides.interpret,
         tiling=tiling_of(inner, layout), layout=layout,
         because=reason(inner, layout, card), slow=slow, advice=advice,
+        behind="triton" if few_rows(inner, layout) else "",
     )  # fmt: skip
 
 

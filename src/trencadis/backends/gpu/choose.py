@@ -63,6 +63,7 @@ SHORTER_K = 192  # entries of k in a step of 4-bit weights, where that divides k
 UPCAST_N = 128  # columns of a tile whose weights are upcast or transposed
 SMALL_GROUP = 64  # mean rows of a group up to which the product is bound by reading weights
 TINY_GROUP = 16  # mean rows of a group up to which the smallest tiles do
+FEW_ROWS, FEW_SUMMED = 16, 8  # mean rows of a group up to which Triton's kernels were faster on an H200
 LARGE_GROUP = 1024  # mean rows of a group from which on the padding of its last tile hardly matters
 HOT_SHARE = 2  # contraction: prepare for a group that has 1/2 of all rows, which one CTA must sum up for each tile
 DYNAMIC_FLOPS = 10**11  # from here on dynamic scheduling pays for its counter, which one small kernel clears
@@ -142,6 +143,18 @@ def reason(problem: Problem, layout: Layout, card: Card) -> str:
         f"{layout.block_m} x {layout.block_n} {swapped}tiles, {waves:.2f} waves of {card.cores} SMs{each}, "
         f"{layout.stages} stages of {layout.block_k} along the sum, {order} persistent scheduling"
     )
+
+
+def few_rows(problem: Problem, layout: Layout) -> bool:
+    """Whether groups have so few rows that Triton's kernels, of which an SM holds several, move more bytes.
+
+    Both are bound by memory there: by the weights, which must be stored K-major, or by the result of a contraction.
+    """
+    if problem.gate is not None or layout.upcast or {problem.lhs.itemsize, problem.rhs.itemsize} != {2}:
+        return False
+    if problem.form is Form.CONTRACTION:
+        return problem.m <= FEW_SUMMED * problem.groups
+    return problem.transpose_rhs and problem.m <= FEW_ROWS * problem.groups
 
 
 def mma_dtype(problem: Problem) -> np.dtype[Any]:

@@ -2,7 +2,7 @@
 
 choose           the layout (tile, warps, stages) for a problem, by a cost model
 layout           what a layout holds
-tile_scheduler   the list of tiles, which XLA computes before the kernel
+tile_scheduler   the list of tiles, computed before the kernel by tile_kernels
 kernels          the kernels of both forms; products: the product of two blocks; activation: activations in them
 weights          the kernel that unpacks low-precision weights; weights_layout: its layouts and its call
 moe              the calls of the kernels around the products of an MoE layer: row_kernels, sort_kernels, route_kernels
@@ -217,7 +217,7 @@ def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, inter
     if split:
         parts = in_three(lhs if split == "lhs" else rhs, arch, interpret)
         lhs, rhs = (parts, rhs) if split == "lhs" else (lhs, parts)
-    listed = tiles(problem, layout, sizes, first)
+    listed = tiles(problem, layout, sizes, first, arch, interpret=interpret)
     alias = 5 + len(extras) if problem.epilogue.accumulate else None
     out = jax.ShapeDtypeStruct(problem.out_shape, problem.out)
     call = interpreter.call if interpret else bridge.call

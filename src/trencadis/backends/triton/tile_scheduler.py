@@ -1,4 +1,4 @@
-"""The list of tiles of a kernel, computed by XLA from the group sizes before the kernel runs.
+"""The list of tiles of a kernel, computed from the group sizes by a small kernel before it, or by XLA for many groups.
 
     rows           sizes [3, 0, 5], block_m 2          contraction
     group     0 0 2 2 2                                0 1 2      a tile of the list is the whole sum of a group, of
@@ -12,8 +12,9 @@ their own at the end of the list, with the group -1; with existing_out they have
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
@@ -21,7 +22,10 @@ from jaxtyping import Array, Int32
 from trencadis.backends.triton.layout import Layout
 from trencadis.core.problem import Form, Problem
 from trencadis.core.schedule import RowTile
-from trencadis.core.spans import First, Sizes, spans
+from trencadis.core.spans import First, Sizes, clamped, spans
+
+MOST_GROUPS = 4096  # that the programs of a kernel hold in their registers
+STEP = 128  # tiles of a span that a program stores at a time
 
 
 class Tiles(NamedTuple):
@@ -41,8 +45,48 @@ def most_tiles(problem: Problem, layout: Layout) -> int:
     return (problem.rows + pieces * (layout.block_m - 1)) // layout.block_m
 
 
-def tiles(problem: Problem, layout: Layout, sizes: Sizes, first: First) -> Tiles:
-    """The list of tiles of a problem: row tiles, or in a contraction the sums of all groups."""
+def tiles(problem: Problem, layout: Layout, sizes: Sizes, first: First, arch: str, *, interpret: bool = False) -> Tiles:
+    """The list of tiles of a problem, by a kernel for an architecture, or in the interpreter."""
+    from trencadis.backends.triton import bridge, interpreter, tile_kernels  # a plan does not need Triton
+
+    if max(problem.groups, problem.local_groups) > MOST_GROUPS:
+        return tiles_by_xla(problem, layout, sizes, first)
+    contraction = problem.form is Form.CONTRACTION
+    length, programs = most_tiles(problem, layout), layout.programs if contraction else 0
+    shapes = {"number": programs or 1 if contraction else 2, "group_of": length, "row_of": length, "end_of": length}
+    kernel = bridge.Kernel(
+        function=tile_kernels.list_contraction if contraction else tile_kernels.list_rows,
+        pointers=tuple((name, "int32") for name in ("sizes", "first", *shapes)),
+        constants=tuple(_constants(problem, layout).items()), arch=arch, warps=4, stages=1,
+    )  # fmt: skip
+    listed = problem.spans + 2 * problem.batch * (not contraction and not problem.epilogue.accumulate)
+    sizes = jnp.asarray(sizes)
+    given = [sizes if sizes.dtype == jnp.int32 else clamped(sizes, problem.m), jnp.asarray(first, jnp.int32)]
+    call = interpreter.call_for_several if interpret else bridge.call_for_several
+    outs = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in shapes.values()]
+    return Tiles(*call(kernel, max(listed, programs), given, outs))
+
+
+def _constants(problem: Problem, layout: Layout) -> dict[str, Any]:
+    """What a kernel that lists tiles is compiled for."""
+    import triton
+    import triton.language as tl
+
+    common = {
+        "M": problem.m, "BATCH": problem.batch, "GROUPS": problem.groups, "LOCAL": problem.local_groups,
+        "ALL": triton.next_power_of_2(problem.groups), "BLOCK": triton.next_power_of_2(problem.local_groups),
+        "SUM": tl.int32 if problem.groups * problem.m < 2**31 else tl.int64,
+    }  # fmt: skip
+    if problem.form is Form.ROWS:
+        return common | {"BLOCK_M": layout.block_m, "UNOWNED": not problem.epilogue.accumulate, "STEP": STEP}
+    return common | {
+        "BLOCK_K": layout.block_k, "ALIGN": align_of(problem, layout), "TILES": _tiles_of_group(problem, layout),
+        "PROGRAMS": layout.programs,
+    }  # fmt: skip
+
+
+def tiles_by_xla(problem: Problem, layout: Layout, sizes: Sizes, first: First) -> Tiles:
+    """The same list by operations of XLA: row tiles, or in a contraction the sums of all groups."""
     starts, ends = spans(problem, sizes, first)
     groups = np.arange(problem.spans, dtype=np.int32)
     if problem.form is Form.CONTRACTION:
@@ -78,10 +122,15 @@ def _steps(problem: Problem, layout: Layout, starts: Array, ends: Array) -> Arra
     align = align_of(problem, layout)
     rows = ends - starts // align * align
     steps = jnp.maximum((rows + layout.block_k - 1) // layout.block_k, 1)  # an empty group is zero in one step
-    tiles = math.ceil(problem.k / layout.block_m) * math.ceil(problem.n / layout.block_n)  # of a group
+    tiles = _tiles_of_group(problem, layout)
     programs, edges = np.arange(layout.programs)[:, None], np.arange(problem.spans + 1)[None, :] * tiles
     before = (edges + layout.programs - 1 - programs) // layout.programs  # tiles of a program before a group
     return jnp.sum(np.diff(before, axis=1).astype(np.int32) * steps[None, :], axis=1, dtype=jnp.int32)
+
+
+def _tiles_of_group(problem: Problem, layout: Layout) -> int:
+    """The tiles of the result of one group, in a contraction."""
+    return math.ceil(problem.k / layout.block_m) * math.ceil(problem.n / layout.block_n)
 
 
 def align_of(problem: Problem, layout: Layout) -> int:

@@ -252,7 +252,7 @@ def execute(problem: Problem, layout: Layout, arch: str, *operands: Array, inter
 
     lhs, rhs, sizes, first, *extras = operands
     lhs = lhs.astype(problem.lhs)
-    listed = tiles(problem, layout, sizes, first)
+    listed = tiles(problem, layout, sizes, first, arch, interpret=interpret)
     given = problem.epilogue.split(tuple(extras))
     if bits(problem.rhs) == 4 and not problem.interleaved:
         lhs = even_odd(lhs, at_once(problem, layout), layout.block_k)
