@@ -9,7 +9,7 @@ import oracle
 import pytest
 
 import trencadis as tr
-from trencadis.backends import xla
+from trencadis.backends import loops, xla
 from trencadis.core.arguments import problem_of
 from trencadis.core.plan import plan
 from trencadis.core.target import Target
@@ -60,7 +60,7 @@ def test_tiles_are_no_taller_than_the_tiling_and_the_array(m, block_m):
 def test_row_tiles_are_those_of_the_loops(rhs, monkeypatch):
     """What pictures are drawn from: the loops compute the same tiles, and no others, when they run."""
     problem = problem_of((400, 8) if len(rhs) == 3 else (8, 400), rhs, groups=4)
-    sizes, seen, between = np.array([37, 0, 300, 60]), [], xla._between
+    sizes, seen, between = np.array([37, 0, 300, 60]), [], loops.between
 
     def noted(row, height, start, end):
         def note(row, start, end):
@@ -69,7 +69,8 @@ def test_row_tiles_are_those_of_the_loops(rhs, monkeypatch):
         jax.debug.callback(lambda *values: note(*map(int, values)), row, start, end)
         return between(row, height, start, end)
 
-    monkeypatch.setattr(xla, "_between", noted)
+    for module in (loops, xla):
+        monkeypatch.setattr(module, "between", noted)
     operands = jnp.ones((400, 8) if len(rhs) == 3 else (8, 400)), jnp.ones(rhs)
     xla.run(plan(problem, CPU), *operands, jnp.asarray(sizes)[None], jnp.zeros(1, jnp.int32))
     jax.effects_barrier()

@@ -11,6 +11,7 @@ from jax.test_util import check_grads
 
 from trencadis.core import gated
 from trencadis.core.cost import cost
+from trencadis.core.devices import CARDS
 from trencadis.core.plan import gated_plan, plan
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
@@ -87,13 +88,31 @@ def test_cost_counts_all_operands_and_results():
 
 
 def test_the_plan_where_no_kernel_applies_it_is_that_of_the_products():
-    problem, target = CASES["forward"], Target(platform="cpu")
+    problem, target = CASES["bf16"], Target(platform="cuda", kind=CARDS["a100"].kind, cores=CARDS["a100"].cores)
     assert gated_plan(problem, target, Overrides()) is None
     operands = [jax.ShapeDtypeStruct(*each) for each in (*problem.operands, *problem.gate_operands)]
-    (found, *_) = why(lambda *xs: gated.run(problem, Overrides(), *xs), *operands, target="cpu").passes
+    (found, *_) = why(lambda *xs: gated.run(problem, Overrides(), *xs), *operands, target="a100").passes
     assert found.plan == dataclasses.replace(plan(problem.replace(gate=None), target), asked=problem)
-    assert "then swiglu of gate and up in XLA" in str(found)
-    assert list(found.refusals) == ["tpu", "gpu"]
+    assert "swiglu of gate and up, both kept" in str(found)
+    assert list(found.refusals) == ["tpu", "gpu", "xla"]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        gathered(700, 160, 136, 6, local=5, epilogue=BIAS),
+        pullback(700, 160, 136, 6, local=5, k=2),
+        total(700, 160, 136, 6),
+    ],
+    ids=["forward", "pullback", "sum"],
+)
+def test_tiles_of_every_height_on_a_cpu(problem):
+    """Groups that start and end within tiles, after rows that no local group owns and before others; a NaN in those."""
+    chosen = gated_plan(problem, Target(platform="cpu"), Overrides())
+    assert chosen.layout.heights[-1] == 256 and len(chosen.layout.heights) > 2 and "in each tile" in chosen.because
+    sizes, first = np.array([[3, 261, 0, 85, 22, 300]], np.int32), FIRST * (problem.local_groups < 6)
+    operands = spoil(problem, sizes, first, numbers(problem, 2), 3, np.nan)
+    check(problem, sizes, first, operands, run(problem, operands, sizes, first))
 
 
 def test_rows_are_gathered_before_a_kernel_that_does_not():

@@ -176,7 +176,8 @@ def test_quantized_matrices(kind, name, granularity, spec):
     along_k = granularity != "column"  # XLA cannot divide the gradient, a loop over parts of k, by a rule
     program = jax.jit(call) if kind == AxisType.Auto and along_k else both
     compiled = program.lower(*given).compile()
-    close(compiled(*given), want[0] if program is not both else want, 1e-4)
+    run = program if name == "nvfp4" else compiled  # JAX 0.10.2 takes no arrays of 4-bit floats ahead of time
+    close(run(*given), want[0] if program is not both else want, 1e-4)
     assert_lean(compiled.as_text())
 
 
@@ -197,11 +198,11 @@ def test_each_shard_of_rows_has_sizes_of_its_own(kind):
     """Sizes [blocks, g], sharded as the rows: as many products as blocks, and their gradients."""
     x, w, bias, _ = arrays()
     sizes = np.array([[1, 0, 2, 0, 0, 5, 0, 0], [0, 3, 0, 1, 0, 0, 0, 3]])
-    mesh = mesh_of(kind, (2, 2))
-    given = [put(mesh, x, P("d")), put(mesh, w, P("e")), put(mesh, bias, P("e"))]
+    mesh, rows = mesh_of(kind, (2, 2)), P("e" if kind == AxisType.Explicit else "d")  # also over the axis of the groups
+    given = [put(mesh, x, rows), put(mesh, w, P("e")), put(mesh, bias, P("e"))]
     got = step(lambda x, w, b: tr.grouped_matmul(x, w, jnp.asarray(sizes), bias=b, activation=jnp.tanh))(*given)
     close(got, by_blocks(sizes.tobytes()))
-    assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, P("d")), 2)
+    assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, rows), 2)
     with pytest.raises(ValueError, match=r"\[blocks, g\] where several blocks divide m = 16; got shape \(3, 8\)"):
         tr.grouped_matmul(x, w, sizes[[0, 1, 0]])
     with pytest.raises(ValueError, match="must sum to at most m = 8 rows"):
@@ -261,8 +262,9 @@ def test_a_moe_layer(rng, kind, specs):
     value, gradients = compiled(*given)
     close((value, gradients), on_one_device(layer, tokens, logits, *experts), 1e-4)
     assert_lean(compiled.as_text())
+    wanted = [P("d"), gradients[1].sharding.spec, *specs]
     assert all(
-        x.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3) for x, spec in zip(gradients[2:], specs, strict=True)
+        x.sharding.is_equivalent_to(NamedSharding(mesh, s), x.ndim) for x, s in zip(gradients, wanted, strict=True)
     )
     assert kind == AxisType.Auto or jax.typeof(value).sharding.spec == P("d", None)
 

@@ -49,9 +49,9 @@ def single():
 MESHES = [(kind, ordered) for kind in (AxisType.Auto, AxisType.Explicit) for ordered in (False, True)]
 
 
-@pytest.mark.parametrize(("kind", "ordered"), sweep(MESHES, [MESHES[3]]))
+@pytest.mark.parametrize(("kind", "ordered"), sweep(MESHES, [MESHES[0], MESHES[3]]))
 def test_data_experts_and_tensor_axes(kind, ordered):
-    """Values, gradients of everything, also through the router, and the shardings that a user expects."""
+    """Values, gradients of everything, also through the router, and the shardings of fully sharded weights."""
     mesh = jax.make_mesh((2, 2, 2), ("data", "expert", "tensor"), axis_types=(kind,) * 3)
     mlp = functools.partial(
         parallel.moe_mlp, mesh=mesh, axis="expert", data_axis="data", tensor_axis="tensor", ordered=ordered
@@ -60,11 +60,14 @@ def test_data_experts_and_tensor_axes(kind, ordered):
     call = jax.jit(
         functools.partial(gradients, functools.partial(layer, lambda *xs, **options: mlp(*xs, **options)[0]))
     )
-    tokens = NamedSharding(mesh, P(("data", "expert")))
-    found = call(jax.device_put(numbers["ct"], tokens), *(numbers[name] for name in NAMES))
+    over = {"x": P(("data", "expert")), "gate": P("expert", "data", "tensor"), "up": P("expert", "data", "tensor")}
+    over |= {"ct": over["x"], "down": P("expert", "tensor", "data"), "router": P(), "bias": P("expert")}
+    placed = {name: jax.device_put(numbers[name], NamedSharding(mesh, spec)) for name, spec in over.items()}
+    found = call(placed["ct"], *(placed[name] for name in NAMES))
     for got, want in zip(found, single(), strict=True):
         oracle.check(got, np.asarray(want))
-    assert found[0].sharding.is_equivalent_to(tokens, 2)
+    for got, name in zip(found, ("ct", *NAMES), strict=True):
+        assert name == "router" or got.sharding.is_equivalent_to(placed[name].sharding, got.ndim)
 
 
 def test_the_load_of_all_shards():

@@ -30,8 +30,8 @@ class Backend(Protocol):
 BACKENDS: dict[str, Backend] = {"tpu": tpu, "gpu": gpu, "triton": triton, "xla": xla, "reference": reference}
 # the backends with kernels for a platform: a product there that reaches none of them is slow
 KERNELS: dict[str, tuple[str, ...]] = {"tpu": ("tpu",), "cuda": ("gpu", "triton"), "rocm": ("triton",)}
-# the backends whose kernels can apply a gated activation
-GATED: tuple[str, ...] = ("tpu", "gpu")
+# the backends that can apply a gated activation
+GATED: tuple[str, ...] = ("tpu", "gpu", "xla")
 # the backends that can read interleaved weights; for others they are put in order first
 INTERLEAVED: tuple[str, ...] = ("gpu", "triton")
 # backends whose kernels can be interpreted anywhere, and the device that the interpreter stands for

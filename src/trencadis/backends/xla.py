@@ -5,15 +5,14 @@
             while that height is the cheapest:  a tile starts where the last one ended, so that a group of r rows
                 slice, multiply, select, store  costs about r rows, whatever the sizes of other groups are
 
-Every loop updates the carried result in place. There is no `lax.cond`: XLA:CPU would copy its operands, while a loop of
-zero iterations costs nothing. XLA hoists operations that do not depend on the row or group out of a loop, and then they
-run for every group, needed or not; hence the optimization barriers. `docs/performance.md` has the measurements.
+Every loop updates the carried result in place. On CPUs a gated activation, and rows that are gathered, are part of the
+tiles (`gated_loops.py`). `docs/performance.md` has the measurements.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,6 +20,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from trencadis.backends.gated_loops import gated_rows
+from trencadis.backends.loops import (
+    Layout,
+    Tile,
+    between,
+    each_group,
+    each_tile,
+    if_,
+    multiply,
+    row_of,
+    row_or_none,
+    slice_of,
+    tied,
+    updated,
+    while_below,
+    zeros_of,
+)
 from trencadis.backends.prepare import from_bits, int4_as_int8, to_bits
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.dtypes import cast
@@ -36,30 +52,21 @@ Array = jax.Array
 ROW_HEIGHTS = (1, 4, 16, 64, 256)
 SUM_HEIGHTS = (8, 16, 32, 64, 128, 256)
 
-_slice = functools.partial(lax.dynamic_slice, allow_negative_indices=False)
-_update = functools.partial(lax.dynamic_update_slice, allow_negative_indices=False)
-_tie: Any = lax.optimization_barrier  # ties values together, so that none of them is hoisted alone; has no types
 _0 = np.int32(0)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The heights of row tiles, each with a loop of its own, and the dtype in which tiles are multiplied."""
-
-    operand: np.dtype[Any]  # dtype that tiles are converted to before the dot
-    heights: tuple[int, ...]  # rows of a tile, ascending
-    min_rows: tuple[int, ...] = ()  # rows form: rows that must be left of the group for a tile of that height
 
 
 def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """A plan for any problem on any target, or a refusal if its scales change along k; k and n are not tiled."""
     if problem.epilogue.along_k:
         return Refusal(backend="xla", reason=ALONG_K)
+    if problem.gate is not None and target.platform != "cpu":
+        return Refusal(backend="xla", reason="its products have kernels of their own, which loops have not")
     block_m = max(min(256, problem.m), 1)
     tiling = overrides.tilings.forward or Tiling(block_m, max(problem.k, 1), max(problem.n, 1))
     layout = _layout(int4_as_int8(problem), target, tiling.m)
     low, high = layout.heights[0], layout.heights[-1]
     because = f"loops over row tiles of {low} to {high} rows that start at each group's first row"
+    because += "" if problem.gate is None else f"; {problem.gate} in each tile"
     return Plan(
         asked=problem, problem=problem, target=target, backend="xla", tiling=tiling, layout=layout, because=because
     )
@@ -73,20 +80,38 @@ def _layout(problem: Problem, target: Target, block_m: int) -> Layout:
     return Layout(operand=operand, heights=heights, min_rows=min_rows)
 
 
-def run(plan: Plan, *operands: Array) -> Array:
-    """The result of a plan's problem, computed by loops over groups and row tiles."""
+def run(plan: Plan, *operands: Array) -> Any:
+    """The result of a plan's problem, or a list of them, computed by loops over groups and row tiles."""
     problem = int4_as_int8(plan.problem)
     lhs, rhs, group_sizes, first, *rest = operands
     # XLA would otherwise fold a constant operand, such as a broadcast, into every tile of the loops
-    lhs, rhs = _tie((lhs.astype(problem.lhs), rhs.astype(problem.rhs)))
-    extras = problem.epilogue.split(tuple(rest))
-    out = jnp.zeros(problem.out_shape, problem.out) if extras.existing is None else extras.existing
-    if problem.spans == 0 or problem.rows == 0 or 0 in problem.out_shape:
-        return out
-    bounds = spans(problem, group_sizes, first)
-    carried = to_bits(out)
-    form = _rows if problem.form is Form.ROWS else _contraction
-    return from_bits(form(problem, plan.layout, lhs, rhs, bounds, extras, carried), problem.out)
+    lhs, rhs = tied((lhs.astype(problem.lhs), rhs.astype(problem.rhs)))
+    extras = Extras() if problem.gate is not None else problem.epilogue.split(tuple(rest))
+    wanted = [(problem.out_shape, problem.out)] if problem.gate is None else problem.results
+    outs = [zeros_of(shape, dtype, lhs, rhs, nth=i) for i, (shape, dtype) in enumerate(wanted)]
+    outs = outs if extras.existing is None else [extras.existing]
+    if problem.spans and problem.rows and 0 not in problem.out_shape:
+        bounds, carried = spans(problem, group_sizes, first), [to_bits(x) for x in outs]
+        if problem.gate is not None:
+            found = _gated(problem, plan.layout, bounds, (lhs, rhs, *rest), carried)
+        else:
+            form = _rows if problem.form is Form.ROWS else _contraction
+            found = [form(problem, plan.layout, lhs, rhs, bounds, extras, carried[0])]
+        outs = [from_bits(x, dtype) for x, (_, dtype) in zip(found, wanted, strict=True)]
+    return outs[0] if problem.gate is None else outs
+
+
+def _gated(
+    problem: Problem, layout: Layout, bounds: Spans, operands: tuple[Array, ...], outs: list[Array]
+) -> list[Array]:
+    """The results of a problem with a gated activation, stored into `outs`."""
+    token = None if problem.gather is None else operands[-2]
+    operands = operands if problem.gather is None else operands[:-2]
+    if problem.form is Form.ROWS:
+        return gated_rows(problem, layout, bounds, operands, token, outs)
+    lhs, *rhs = operands
+    pairs = zip(rhs, outs, strict=True)
+    return [_contraction(problem, layout, lhs, each, bounds, Extras(), out, token) for each, out in pairs]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -94,52 +119,40 @@ def run(plan: Plan, *operands: Array) -> Array:
 
 
 def _rows(problem: Problem, layout: Layout, lhs: Array, rhs: Array, bounds: Spans, extras: Extras, out: Array) -> Array:
-    """out[r] += lhs[r] @ rhs[group of r]; the weights of a group are sliced once and serve all its tiles."""
-    dtype = layout.operand
-    contract = (((1,), (1 if problem.transpose_rhs else 0,)), ((), ()))
+    """out[r] += lhs[r] @ rhs[group of r]."""
 
-    def tile(height: int, i: Array, weight: Array, end: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        top, out = state
-        source, weight, top = _tie((lhs, weight, top))
-        row = jnp.minimum(top, np.int32(problem.rows - height))  # a tile stays inside the array: it may start earlier
-        x = _slice(source, (row, _0), (height, problem.k)).astype(dtype)
-        acc = lax.dot_general(x, weight, contract, precision=problem.precision, preferred_element_type=problem.acc)
-        by_row = None if extras.by_row is None else _slice(extras.by_row, (row,), (height,))[:, None]
-        vectors = Extras(by_row, _of(extras.by_column, i), _of(extras.bias, i))
+    def compute(tile: Tile, sources: Sequence[Array], weights: Sequence[Array], out: Array) -> Array:
+        acc = multiply(problem, layout, tile.of(sources[0]), weights[0])
+        by_row = None if extras.by_row is None else tile.of(extras.by_row)[:, None]
+        vectors = Extras(by_row, row_or_none(extras.by_column, tile.group), row_or_none(extras.bias, tile.group))
         acc = problem.epilogue.finish(acc, vectors, problem.out)
-        old = from_bits(_slice(out, (row, _0), (height, problem.n)), problem.out)  # [height, n]
-        if problem.epilogue.accumulate:
-            acc = add(old, acc)
-        new = jnp.where(_between(row, height, top, end), cast(acc, problem.out), old)
-        return top + height, _update(out, to_bits(new), (row, _0))
+        return tile.stored(out, acc, problem.out, accumulate=problem.epilogue.accumulate)
 
-    def group(i: Array, end: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        top, out = state
-        source, which, top = _tie((rhs, lax.rem(i, np.int32(problem.weights)), top))
-        weight = _slice(source, (which, _0, _0), (1, *rhs.shape[1:]))[0].astype(dtype)  # [k, n] or [n, k]
-        for height, min_rows in zip(layout.heights[::-1], layout.min_rows[::-1], strict=True):  # tallest first
-            top, out = _while_below(end - (min_rows - 1), functools.partial(tile, height, i, weight, end), (top, out))
-        return top, out
-
-    return _each_group(problem, bounds, group, out)
+    return each_tile(problem, layout, bounds, compute, [lhs], [rhs], out)
 
 
 def _contraction(
-    problem: Problem, layout: Layout, lhs: Array, rhs: Array, bounds: Spans, extras: Extras, out: Array
-) -> Array:
-    """out[i] += lhs[rows of i].T @ rhs[rows of i]: the product of the rows that full tiles leave over, plus those."""
+    problem: Problem, layout: Layout, lhs: Array, rhs: Array, bounds: Spans, extras: Extras, out: Array,
+    token: Array | None = None,
+) -> Array:  # fmt: skip
+    """out[i] += lhs[rows of i].T @ rhs[rows of i]: the product of the rows that full tiles leave over, plus those.
+
+    Where rows of an operand are gathered, `token` says which they are.
+    """
     dtype, heights, full = layout.operand, layout.heights, layout.heights[-1]
+    gathered = None if problem.gather is None else problem.gather.operand
 
     def product(height: int, top: Array, end: Array) -> Array:  # [k, n]
-        left, right, top = _tie((lhs, rhs, top))
+        left, right, top = tied((lhs, rhs, top))
         row = jnp.minimum(top, np.int32(problem.rows - height))
-        mine = _between(row, height, top, end)  # [height, 1]; both sides, since 0 * NaN is NaN
-        right = jnp.where(mine, _slice(right, (row, _0), (height, problem.n)).astype(dtype), 0)
+        mine = between(row, height, top, end)  # [height, 1]; both sides, since 0 * NaN is NaN
+        tile = Tile(row, row, height, mine[:, 0])
+        right = jnp.where(mine, tile.of(right, token if gathered == "rhs" else None).astype(dtype), 0)
         if problem.transpose_lhs:
-            left = jnp.where(mine.T, _slice(left, (_0, row), (problem.k, height)).astype(dtype), 0)
+            left = jnp.where(mine.T, slice_of(left, (_0, row), (problem.k, height)).astype(dtype), 0)
         else:
-            left = jnp.where(mine, _slice(left, (row, _0), (height, problem.k)).astype(dtype), 0)
-            left = _tie(left[None].transpose(0, 2, 1))[0]  # a batch of one reaches the dot in row-major order
+            left = jnp.where(mine, tile.of(left, token if gathered == "lhs" else None).astype(dtype), 0)
+            left = tied(left[None].transpose(0, 2, 1))[0]  # a batch of one reaches the dot in row-major order
         return lax.dot_general(
             left, right, (((1,), (0,)), ((), ())), precision=problem.precision, preferred_element_type=problem.acc
         )
@@ -149,45 +162,18 @@ def _contraction(
         tail = lax.rem(end - top - 1, np.int32(full)) + 1  # rows that full tiles leave over: 1 to full
         for shorter, height in zip((0, *heights), heights, strict=False):
             fits = (tail > shorter) & (tail <= height)
-            acc = _if(fits, functools.partial(lambda h, zero: product(h, end - tail + zero, end), height), acc)
+            acc = if_(fits, functools.partial(lambda h, zero: product(h, end - tail + zero, end), height), acc)
         if problem.rows > full:
             last = end - tail
-            top, acc = _while_below(last, lambda s: (s[0] + full, s[1] + product(full, s[0], last)), (top, acc))
-        by_row = None if extras.by_row is None else _row(extras.by_row, i).T
-        result = problem.epilogue.finish(acc, Extras(by_row, _of(extras.by_column, i)), problem.out)[None]
+            top, acc = while_below(last, lambda s: (s[0] + full, s[1] + product(full, s[0], last)), (top, acc))
+        by_row = None if extras.by_row is None else row_of(extras.by_row, i).T
+        result = problem.epilogue.finish(acc, Extras(by_row, row_or_none(extras.by_column, i)), problem.out)[None]
         if problem.epilogue.accumulate:
-            result = add(from_bits(_slice(out, (i, _0, _0), result.shape), problem.out), result)
-        return end, (_update(out, to_bits(cast(result, problem.out)), (i, _0, _0)), acc)
+            result = add(from_bits(slice_of(out, (i, _0, _0), result.shape), problem.out), result)
+        return end, (updated(out, to_bits(cast(result, problem.out)), (i, _0, _0)), acc)
 
     acc = jnp.zeros((problem.k, problem.n), problem.acc)
-    return _each_group(problem, bounds, group, (out, acc))[0]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Loops
-
-
-def _each_group(problem: Problem, bounds: Spans, group: Any, carry: Any) -> Any:
-    """The carry after `group(i, end, (first row, carry))` for each group i that has rows."""
-
-    def visit(i: Array, carry: Any) -> Any:
-        i = i.astype(jnp.int32)  # int64 where x64 is on
-        end = _at(bounds.ends, i)
-        return _while_below(end, functools.partial(group, i, end), (_at(bounds.starts, i), carry))[1]
-
-    return lax.fori_loop(_0, np.int32(problem.spans), visit, carry)
-
-
-def _while_below(limit: Array, body: Any, state: Any) -> Any:
-    return lax.while_loop(lambda state: state[0] < limit, body, state)
-
-
-def _if(condition: Array, body: Any, value: Array) -> Array:
-    """`body(0)` if the condition holds, else `value`: a loop of one or no iteration.
-
-    The body has to use the 0; otherwise XLA hoists it out of the loop, and it always runs.
-    """
-    return lax.fori_loop(_0, condition.astype(jnp.int32), lambda zero, _: body(zero), value)
+    return each_group(problem, bounds, group, (out, acc))[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,25 +250,6 @@ def row_tiles(problem: Problem, layout: Layout, start: int, end: int) -> list[Ro
         row = min(top, problem.rows - height)  # a tile stays inside the array: it may start earlier
         tiles.append(RowTile(range(row, row + height), range(top, min(top + height, end))))
     return tiles
-
-
-def _between(row: Array, height: int, start: Array, end: Array) -> Array:
-    """Whether each of `height` rows from `row` on lies in [start, end): bool[height, 1]."""
-    index = row + lax.broadcasted_iota(jnp.int32, (height, 1), 0)
-    return (index >= start) & (index < end)
-
-
-def _of(x: Array | None, i: Array) -> Array | None:
-    """Row i of an array [g, n] as [1, n]; None if there is no array."""
-    return None if x is None else _row(x, i)
-
-
-def _row(x: Array, i: Array) -> Array:
-    return _slice(x, (i, _0), (1, x.shape[1]))
-
-
-def _at(vector: Array, i: Array) -> Array:
-    return _slice(vector, (i,), (1,))[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

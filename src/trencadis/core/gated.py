@@ -35,8 +35,7 @@ from trencadis.core.mesh import explicit_mesh, mapped, mapped_alike, replicated
 from trencadis.core.partition import Partition, dimensions
 from trencadis.core.plan import gated_plan
 from trencadis.core.problem import Form, Problem
-from trencadis.core.row_blocks import replace_rows
-from trencadis.core.spans import owned, spans
+from trencadis.core.spans import owned
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 
@@ -174,24 +173,7 @@ def _execute(*operands: Array, problem: Problem, overrides: Overrides, target: T
     def multiply(problem: Problem, overrides: Overrides, *operands: Array) -> Array:
         return autodiff.executed(*operands, problem=problem, overrides=overrides, target=target)
 
-    if target.platform == "cpu" and problem.gate is not None and problem.gate.pullback and problem.m:
-        return _pulled_back_in_place(problem, overrides, multiply, *operands)
     return composed(problem, overrides, multiply, *operands)
-
-
-def _pulled_back_in_place(problem: Problem, overrides: Overrides, multiply: Multiply, *operands: Array) -> list[Array]:
-    """The results of the pullback, stored over its operands, on which XLA for CPUs saves fresh pages."""
-    gate = problem.gate
-    assert gate is not None
-    lhs, rhs, sizes, first, z_gate, z_up, weight = _with_rows(problem, *operands)
-    d_h = multiply(problem.replace(gate=None), overrides, lhs, rhs, sizes, first)
-
-    def block(z_gate: Array, z_up: Array, d_h: Array, _: Array, weight: Array) -> list[Array]:
-        return _pulled_back(problem, gate, d_h, jnp.ones((d_h.shape[0], 1), bool), z_gate, z_up, weight)
-
-    starts, ends = spans(problem, sizes, first)
-    rows = starts.min(initial=problem.m), ends.max(initial=0)  # local groups are adjacent
-    return replace_rows(block, rows, [z_gate, z_up, d_h, jnp.zeros(problem.m, np.float32)], weight)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "overrides"))

@@ -158,7 +158,7 @@ def partition(
     scattered = []
     for name, axes in out.items():
         kept = _equal_parts(problem, devices, name, over[name] + tuple(axis for axis in axes if axis in sums))
-        scattered.append(kept[len(over[name]) :] if problem.batch == 1 else ())
+        scattered.append(kept[len(over[name]) :])
     gathered = [
         (i, dimension, kept[len(over[name]) :])
         for i in (0, 1)
@@ -271,8 +271,13 @@ def _rows_part(part: Partition, multiply: Multiply, operands: tuple[Value, ...],
     rows, columns = part.scattered
     early = tuple(axis for axis in rows if axis in part.k)
     z = _reduced(part, z, part.k, (early, ()))
-    fewer = problem.replace(m=problem.m // part.parts(early), out=out, epilogue=after)
-    sizes = clipped(sizes, problem.m, early, fewer.m)
+    fewer = problem.replace(out=out, epilogue=after)
+    if problem.batch > 1:
+        fewer = fewer.replace(batch=problem.batch // part.parts(early))
+        sizes, first = (_sliced(part, each, 0, early) for each in (sizes, first))
+    else:
+        fewer = fewer.replace(m=problem.m // part.parts(early))
+        sizes = clipped(sizes, problem.m, early, fewer.m)
     bias_rows = None if given.bias is None else unfused.bias_rows(fewer, given.bias, sizes, first)
     z = unfused.finish(fewer, z, sizes, first, bias=bias_rows)
     late = tuple(axis for axis in rows if axis in part.g), tuple(axis for axis in columns if axis in part.g)
@@ -304,10 +309,10 @@ def _reduced(part: Partition, z: Array, axes: Axes, scattered: Sequence[Axes]) -
     return lax.psum(z, rest) if rest else z
 
 
-def _sliced(part: Partition, z: Array, dimension: int, axes: Axes) -> Array:
+def _sliced(part: Partition, z: Value, dimension: int, axes: Axes) -> Array:
     """The device's part of a dimension."""
     if not axes:
-        return z
+        return jnp.asarray(z)
     length = z.shape[dimension] // part.parts(axes)
     return lax.dynamic_slice_in_dim(z, _index(axes) * np.int32(length), length, dimension)
 

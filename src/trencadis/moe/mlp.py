@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from trencadis.core import arguments
+from trencadis.core.alike import sharded_like
 from trencadis.core.epilogue import Activation, static_activation
 from trencadis.core.mesh import replicated, resharded_like
 from trencadis.core.plan import check_backend
@@ -96,7 +97,8 @@ def moe_mlp(
     division = None if layer.traced else sharded.division_of(x, routing.experts.shape[1], experts)
     if division is None or (quantization is not None and not _scales_fit(quantization, division)):
         apply = _OneDevice(layer, quantization, routing.sizes.shape[0])
-        tokens, chosen, weights = map(replicated, (x, routing.experts, routing.weights))
+        alike = sharded_like(x, x)  # on automatic axes its gradient is sharded like it
+        tokens, chosen, weights = map(replicated, (alike, routing.experts, routing.weights))
         return resharded_like(apply(tokens, chosen, weights, experts, first), x)
     options = dataclasses.replace(layer.options, row_axes=division.local)
     apply = _OneDevice(dataclasses.replace(layer, options=options), quantization, routing.sizes.shape[0])

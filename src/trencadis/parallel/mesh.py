@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from trencadis.core.alike import sharded_like
 from trencadis.core.mesh import placed
 from trencadis.moe.routing import Load, Routing
 from trencadis.parallel.choice import Strategy
@@ -70,7 +71,7 @@ def moe_mlp(
         raise ValueError(f"x: want tokens that {shards} shards divide evenly, padded and masked; got {jnp.shape(x)[0]}")
     names = {"bias_gate": options.pop("bias_gate", None), "bias_up": options.pop("bias_up", None)}
     names |= {"bias_down": options.pop("bias_down", None)}
-    params = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down} | names
+    params: dict[str, Any] = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down} | names
     params = {name: None if w is None else array_operand(name, w) for name, w in params.items()}
     tokens = PartitionSpec((*data, *names_of(axis)))
     specs = {name: _spec(name, w, axis, tensor_axis) for name, w in params.items()}
@@ -87,7 +88,9 @@ def moe_mlp(
         rows, dropped = (lax.psum(each, data) if data else each for each in load[:2])
         return y, tuple(load_over(axis, rows, lax.psum(dropped, axis)))
 
-    given = (jnp.asarray(x), routing.experts, routing.weights, params)
+    alike = {name: w if w is None or isinstance(w, Scaled) else sharded_like(w, w) for name, w in params.items()}
+    x = jnp.asarray(x)
+    given = (sharded_like(x, x), routing.experts, routing.weights, alike)  # and so are their gradients
     in_specs = (tokens, tokens, tokens, specs)
     out_specs = (tokens, (PartitionSpec(axis), PartitionSpec(), PartitionSpec()))
     y, load = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*_placed(used, given, in_specs))
