@@ -1,0 +1,99 @@
+"""The kernels around the products of an MoE layer: rows and sums of rows, interpreted, and as compiled."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from sweep import sweep
+
+from trencadis import inspect as tpu
+from trencadis.backends.tpu import moe as kernels
+from trencadis.core.devices import CHIPS
+
+from .ahead import compiled
+from .ahead import kernels as names
+
+pytestmark = pytest.mark.core
+
+T, K = 21, 3
+RNG = np.random.default_rng(0)
+TOKEN = RNG.permutation(np.repeat(np.arange(T, dtype=np.int32), K))
+ROWS = RNG.permutation(T * K).reshape(T, K).astype(np.int32)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Blocks so small that few rows cross the edges of all of them; the interpreter is reset."""
+    for name, value in {"MOST_ROWS": 48, "PACKED_ROWS": 32, "COLUMNS": 128}.items():
+        monkeypatch.setattr(kernels, name, value)
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 300), ("float32", 130), ("float8_e4m3fn", 40)])
+def test_rows_are_copied_as_they_are(dtype, width):
+    """Any bits, NaN among them."""
+    bits = RNG.integers(0, 256, (T, width * jnp.dtype(dtype).itemsize), np.uint8)
+    x = jnp.asarray(bits.view(jnp.dtype(dtype)))
+    found = kernels.spread_rows(x, jnp.asarray(TOKEN), interpret=True)
+    np.testing.assert_array_equal(found.astype(jnp.float32), x[TOKEN].astype(jnp.float32))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sums_of_rows(dtype, weighted):
+    """NaN and Inf in rows that do not count, which share words with rows that do, change nothing."""
+    masked = RNG.random((T, K)) < 0.3
+    masked[4] = True
+    y = np.asarray(RNG.integers(-64, 64, (T * K, 300)) / 8)
+    weights = RNG.integers(-8, 8, (T, K)) / 4  # products and sums are exact
+    want = np.sum(np.where(masked, 0, weights if weighted else 1)[:, :, None] * y[ROWS], axis=1)
+    y[ROWS[masked]] = np.where(RNG.random((masked.sum(), 1)) < 0.5, np.nan, np.inf)
+    given = jnp.asarray(weights, jnp.float32) if weighted else None
+    rows = jnp.asarray(np.where(masked, -1, ROWS))
+    found = kernels.sum_rows(jnp.asarray(y, dtype), rows, given, masked=True, interpret=True)
+    np.testing.assert_array_equal(found, np.asarray(jnp.asarray(want, jnp.float32).astype(dtype)))
+    assert not np.asarray(found)[4].any()
+
+
+def test_an_operand_that_the_kernels_do_not_take():
+    rows, token = jnp.asarray(ROWS), jnp.asarray(TOKEN)
+    assert kernels.sum_rows(jnp.ones((T * K, 8), jnp.float16), rows, None) is None
+    assert kernels.sum_rows(jnp.ones((T * K, 1 << 20), jnp.bfloat16), rows, None) is None
+    assert kernels.spread_rows(jnp.ones((0, 8), jnp.bfloat16), token[:0]) is None
+    assert kernels.spread_rows(jnp.ones((T, 1 << 20), jnp.bfloat16), token) is None
+
+
+CASES = [(chip, dtype) for chip in ("v5e", "v5p", "v6e", "v7x") for dtype in ("bfloat16", "float32", "int8")]
+
+
+@pytest.mark.parametrize(("chip", "dtype"), sweep(CASES, CASES[::5]))
+def test_compiles_without_a_pass_over_rows(chip, dtype):
+    """XLA makes no array of tokens or rows around the kernels; it may fetch one to VMEM as it is."""
+    t, k, d, size = 256, 4, 768, jnp.dtype(dtype).itemsize
+    passes = functools.partial(re.findall, rf"\[(?:{t}|{t * k}),{d}\]\S* (?:copy|fusion|transpose|pad|reshape)\(")
+    x, y, weights = ((t, d), dtype), ((t * k, d), dtype), ((t, k), "float32")
+    text = compiled(CHIPS[chip], kernels.spread_rows, x, ((t * k,), "int32"))
+    assert names(text) == ["trencadis_pack_rows"] * (size < 4) + ["trencadis_spread_rows"]
+    assert not passes(text)
+    if dtype in kernels.SUMMED:
+        text = compiled(CHIPS[chip], kernels.sum_rows, y, ((t, k), "int32"), weights)
+        assert names(text) == ["trencadis_sum_rows"] and not passes(text)
+
+
+@pytest.mark.parametrize("chip", sweep(["v5e", "v6e"], ["v6e"]))
+def test_rows_take_little_longer_than_a_copy(chip):
+    """With the time to pack tokens, of which there are an eighth as many."""
+    t, k, d = 1024, 8, 2048
+    token = RNG.permutation(np.repeat(np.arange(t, dtype=np.int32), k))
+    x = jax.ShapeDtypeStruct((t, d), jnp.bfloat16)
+    found = tpu.inspect(kernels.spread_rows, x, token, generation=chip)
+    assert not any(kernel.warnings for kernel in found.kernels)
+    copy = 2 * (2 * t * k * d) / (0.9 * CHIPS[chip].hbm)
+    assert found.seconds < copy / 0.85
