@@ -5,6 +5,7 @@ any products, run on the backend `reference` by default, and on `xla` in the swe
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -360,6 +361,36 @@ def test_quantization_for_training(rng, backend):
 
     found, want = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x, params) for f in (loss, composed))
     jax.tree.map(close, found, want)
+
+
+@pytest.mark.parametrize("lhs", ["int8", ("int8", "tensor"), "mxfp8"])
+def test_tokens_are_quantized_before_they_become_rows(rng, lhs):
+    """The numbers are those of quantized rows, with a window and a masked NaN too; and 8-bit rows are gathered."""
+    t, d, f, e = 10, 64, 32, 4
+    routing = moe.route(jnp.asarray(rng.normal(size=(t, e)), jnp.float32), 2, mask=jnp.arange(t) != 3)
+    x = jnp.asarray(rng.normal(size=(t, d)) * np.exp(rng.normal(size=(t, 1))), jnp.float32).at[3].set(jnp.nan)
+    w = {name: jnp.asarray(rng.normal(size=s), jnp.float32) for name, s in (("up", (2, d, f)), ("down", (2, f, d)))}
+    recipe = quant.Recipe(lhs, "int8", "int8")
+    permutation = moe.sort_by_expert(routing.experts, e)
+
+    def ours(x, w):
+        y = tr.moe_mlp(
+            x, routing, None, w["up"], w["down"], activation=jnp.tanh, quantization=recipe, group_offset=1,
+            backend="reference",
+        )  # fmt: skip
+        return jnp.sum(jnp.sin(y))
+
+    def composed(x, w):
+        options = dict(quantization=recipe, group_offset=1, backend="reference")
+        z = tr.grouped_dense(moe.permute(x, permutation), w["up"], permutation.sizes, **options)
+        y = tr.grouped_dense(jnp.tanh(z), w["down"], permutation.sizes, **options)
+        return jnp.sum(jnp.sin(moe.combine(y, routing.weights, permutation)))
+
+    found, want = (jax.jit(jax.value_and_grad(g, argnums=(0, 1)))(x, w) for g in (ours, composed))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    text = jax.jit(ours).lower(x, w).compile().as_text()
+    moved = re.findall(rf"= (\w+)\[{2 * t},1,{d}\]\S* gather\(", text)
+    assert moved and "f32" not in moved
 
 
 def test_quantization_with_an_activation_over_traced_values(rng):

@@ -31,15 +31,16 @@ BLOCK_BYTES = 1 << 21  # of rows that are in flight; there are as many again tha
 MOST_ROWS = 1024  # whose indices are in scalar memory at a time
 PACKED_ROWS = 256  # of a block that is packed
 COLUMNS = 2048  # of the sums that are held in registers
+MOVED = ("bfloat16", "float16", "float32", "int32", "int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 SUMMED = ("bfloat16", "float32")
 WORD = np.dtype(np.uint32)
 
 
 def spread_rows(x: Array, token: Array, *, interpret: bool = False) -> Array | None:
     """The rows [m, d] of tokens x [t, d], one for each entry of token [m]."""
-    (t, d), m, packing = x.shape, token.shape[0], 4 // x.dtype.itemsize
+    (t, d), m, packing = x.shape, token.shape[0], max(4 // x.dtype.itemsize, 1)
     rows = _block(m, packing, _words(d, packing))
-    if packing == 0 or 0 in (t, d, m, rows):
+    if x.dtype.name not in MOVED or 0 in (t, d, m, rows):
         return None
     words, index = x, jnp.clip(token, i32(0), i32(t - 1))  # copies are not checked
     if packing > 1:
