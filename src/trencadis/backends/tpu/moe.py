@@ -176,7 +176,7 @@ def _pairs(y: Array, *, interpret: bool) -> Array:
 
 
 def _options(interpret: bool) -> dict[str, Any]:
-    """How a kernel is compiled. Indices of rows are in bounds, and to check each would take as long as its copy."""
+    """How a kernel is compiled. Indices of rows are in bounds; a check of each takes longer than to start its copy."""
     if interpret:
         return {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")}
     return {"compiler_params": pltpu.CompilerParams(disable_bounds_checks=True)}
