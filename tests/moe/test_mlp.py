@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax._src.ad_checkpoint import saved_residuals
 
 import trencadis as tr
@@ -95,6 +97,16 @@ def test_equals_the_loop(rng, name):
     named = routings(rng)
     assert list(named) == NAMES
     check(rng, named[name], parameters(rng))
+
+
+@given(st.integers(0, 2**31 - 1))
+@settings(max_examples=10)
+def test_equals_the_loop_for_any_routing(seed):
+    """Any experts of each token, none among them, with any weights; all by one program."""
+    rng = np.random.default_rng(seed)
+    experts = jnp.asarray(rng.integers(-1, E + 1, (T, 2)) if seed % 3 else rng.choice([0, E - 1], (T, 2)), jnp.int32)
+    routing = moe.route(jnp.asarray(rng.normal(size=(T, E)), jnp.float32), 2, experts=experts, normalize=bool(seed % 2))
+    check(rng, routing, parameters(rng))
 
 
 def test_biases(rng):

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array
 
 BLOCK = 256  # rows, at least: what several arrays of a usual width have in a cache
-MOST_BLOCKS = 16  # so that a block of many rows is still divided among threads
+MOST_BLOCKS = 64  # so that a block of many rows is still divided among threads
 
 
 def replace_rows(
@@ -41,9 +41,9 @@ def replace_rows(
         old = [block(x, top) for x in arrays]
         new: Sequence[Array] = [jnp.zeros_like(x) for x in old]
         if compute:
-            values = function(*old, *(block(x, top) for x in others))
+            values = _apart(function, high, old, [block(x, top) for x in others])
             mine = (row >= low) & (row < high)
-            new = [_where_rows(mine, x.astype(zero.dtype), zero) for x, zero in zip(values, new, strict=True)]
+            new = [_where_rows(mine, x, zero) for x, zero in zip(values, new, strict=True)]
         return [
             lax.dynamic_update_slice_in_dim(x, _where_rows(row >= start, a, b), top, 0, allow_negative_indices=False)
             for x, a, b in zip(arrays, new, old, strict=True)
@@ -55,6 +55,21 @@ def replace_rows(
     for begin, end, compute in ranges:
         found = lax.fori_loop(begin, end, functools.partial(step, compute), found)
     return found
+
+
+def _apart(
+    function: Callable[..., Sequence[Array]], high: Array, blocks: list[Array], others: Sequence[Array]
+) -> list[Array]:
+    """`function(*blocks, *others)` by a loop with one iteration, since `high`, the end of the rows, is above 0.
+
+    XLA stores what enters a loop. Otherwise it reads each block where it is, in arrays that others of the results were
+    written to by then, and so copies all of these arrays in every iteration of the loop over blocks.
+    """
+
+    def once(_: Array, blocks: list[Array]) -> list[Array]:
+        return [x.astype(old.dtype) for x, old in zip(function(*blocks, *others), blocks, strict=True)]
+
+    return lax.fori_loop(np.int32(0), jnp.minimum(high, np.int32(1)), once, blocks)
 
 
 def _where_rows(mine: Array, new: Array, old: Array) -> Array:

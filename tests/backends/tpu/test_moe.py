@@ -10,7 +10,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from sweep import sweep
 
+import trencadis as tr
 from trencadis import inspect as tpu
+from trencadis import moe
 from trencadis.backends.tpu import moe as kernels
 from trencadis.core.devices import CHIPS
 
@@ -97,3 +99,19 @@ def test_rows_take_little_longer_than_a_copy(chip):
     assert not any(kernel.warnings for kernel in found.kernels)
     copy = 2 * (2 * t * k * d) / (0.9 * CHIPS[chip].hbm)
     assert found.seconds < copy / 0.85
+
+
+def test_a_training_step_has_no_scatter_of_floats():
+    """In the compiled program: rows and sums by kernels, forward and backward, and no pass that adds up rows."""
+    t, k, d, f, e = 64, 2, 640, 128, 4
+
+    def loss(x, logits, gate, up, down):
+        return jnp.sum(tr.moe_mlp(x, moe.route(logits, k), gate, up, down).astype(jnp.float32))
+
+    bf16 = "bfloat16"
+    shapes = ((t, d), bf16), ((t, e), "float32"), ((e, d, f), bf16), ((e, d, f), bf16), ((e, f, d), bf16)
+    text = compiled(CHIPS["v6e"], jax.grad(loss, argnums=(0, 1, 2, 3, 4)), *shapes)
+    found = names(text)
+    assert found.count("trencadis_sum_rows") == 1  # the result itself is not needed
+    assert found.count("trencadis_spread_rows") >= 2 and "trencadis_gated_pullback" in found
+    assert not re.findall(r" = (?:f32|bf16)\S* scatter\(", text)
