@@ -72,6 +72,14 @@ def test_an_operand_that_the_kernels_do_not_take():
     assert kernels.spread_rows(jnp.ones((T, 1 << 20), jnp.bfloat16), token) is None
 
 
+def test_64_bits(x64):
+    """With x64 on, scalars of the kernels stay int32."""
+    rows, token, weights = jnp.asarray(ROWS), jnp.asarray(TOKEN), jnp.ones((T, K), jnp.float64)
+    x, y = jnp.ones((T, 256), jnp.bfloat16), jnp.ones((T * K, 256), jnp.bfloat16)
+    both = jax.jit(lambda x, y, weights: (kernels.spread_rows(x, token), kernels.sum_rows(y, rows, weights)))
+    assert "trencadis_sum_rows" in both.trace(x, y, weights).lower(lowering_platforms=("tpu",)).as_text()
+
+
 CASES = [(chip, dtype) for chip in ("v5e", "v5p", "v6e", "v7x") for dtype in ("bfloat16", "float32", "int8")]
 
 
@@ -101,16 +109,32 @@ def test_rows_take_little_longer_than_a_copy(chip):
     assert found.seconds < copy / 0.85
 
 
-def test_a_training_step_has_no_scatter_of_floats():
-    """In the compiled program: rows and sums by kernels, forward and backward, and no pass that adds up rows."""
-    t, k, d, f, e = 64, 2, 640, 128, 4
+TOKENS, WIDTH, HIDDEN, EXPERTS = 64, 640, 128, 4
+SHAPES = [
+    ((TOKENS, WIDTH), "bfloat16"),
+    ((TOKENS, EXPERTS), "float32"),
+    *[((EXPERTS, WIDTH, HIDDEN), "bfloat16")] * 2,
+    ((EXPERTS, HIDDEN, WIDTH), "bfloat16"),
+]
 
-    def loss(x, logits, gate, up, down):
-        return jnp.sum(tr.moe_mlp(x, moe.route(logits, k), gate, up, down).astype(jnp.float32))
 
-    bf16 = "bfloat16"
-    shapes = ((t, d), bf16), ((t, e), "float32"), ((e, d, f), bf16), ((e, d, f), bf16), ((e, f, d), bf16)
-    text = compiled(CHIPS["v6e"], jax.grad(loss, argnums=(0, 1, 2, 3, 4)), *shapes)
+@jax.jit
+@functools.partial(jax.grad, argnums=range(5))
+def step(x, logits, gate, up, down):
+    return jnp.sum(tr.moe_mlp(x, moe.route(logits, 2), gate, up, down).astype(jnp.float32))
+
+
+def test_a_training_step_is_lowered_without_a_scatter_of_floats():
+    args = [jax.ShapeDtypeStruct(*each) for each in SHAPES]
+    with tr.target("v6e"):
+        text = step.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    assert "stablehlo.scatter" not in text and "trencadis_sum_rows" in text
+
+
+@pytest.mark.sweep
+def test_a_training_step_is_compiled_without_a_scatter_of_floats():
+    """Rows and sums by kernels, forward and backward, and no pass that adds up rows."""
+    text = compiled(CHIPS["v6e"], step, *SHAPES)
     found = names(text)
     assert found.count("trencadis_sum_rows") == 1  # the result itself is not needed
     assert found.count("trencadis_spread_rows") >= 2 and "trencadis_gated_pullback" in found

@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from trencadis.backends.prepare import pad_to, round_up
 from trencadis.backends.tpu.indexing import LANES, Index, Ref, Value, aligned_ds, i32
-from trencadis.backends.tpu.row_copies import SUBLANES, RowCopies
+from trencadis.backends.tpu.row_copies import SUBLANES, RowCopies, for_each
 
 Array = jax.Array
 
@@ -50,7 +50,7 @@ def spread_rows(x: Array, token: Array, *, interpret: bool = False) -> Array | N
     copies = RowCopies(rows=rows, parts=packing, width=width, dtype=dtype)
 
     def compute(arrived: Ref, out: Ref) -> None:
-        found = [arrived[:, part].reshape(rows // packing, width) for part in range(packing)]
+        found = [arrived[:, i32(part)].reshape(rows // packing, width) for part in range(packing)]
         for c, each in enumerate(_exchanged(found)):
             out[:, c * width : (c + 1) * width] = each if packing == 1 else pltpu.bitcast(each, x.dtype)
 
@@ -82,7 +82,7 @@ def sum_rows(
                 total[here, columns] = _summed(arrived.at[at, :, :, columns], row, by_token, masked=masked)
 
         def all_groups(total: Ref) -> None:
-            lax.fori_loop(i32(0), i32(copies.groups), lambda at, none: group(at, total), None)
+            for_each(copies.groups, lambda at: group(at, total))
             out[...] = total[...].astype(out.dtype)  # registers hold 8 rows of float32, and 16 of bfloat16
 
         pl.run_scoped(all_groups, pltpu.VMEM((block // k, d), jnp.float32))
@@ -99,7 +99,7 @@ def _summed(arrived: Ref, row: Value, weights: Sequence[Value], *, masked: bool)
     """The sums [8, columns] of rows [k, 8, columns], as words of pairs or numbers, by their indices row [8, k]."""
     total = jnp.zeros(arrived.shape[1:], jnp.float32)
     for j in range(arrived.shape[0]):
-        each, at = arrived[j], row[:, j : j + 1]
+        each, at = arrived[i32(j)], row[:, j : j + 1]
         if each.dtype == WORD:  # the even row of a pair is in the low halves of its words
             shift = jnp.broadcast_to((i32(1) - (at & i32(1))) * i32(16), each.shape).astype(WORD)
             each = lax.shift_left(each, shift) & np.uint32(0xFFFF0000)
@@ -134,7 +134,7 @@ def _packed(x: Array, packing: int, *, interpret: bool) -> Array:
     def kernel(x: Ref, out: Ref) -> None:
         found = [pltpu.bitcast(x[:, c * width : (c + 1) * width], WORD) for c in range(packing)]
         for row, words in enumerate(_exchanged(found)):
-            out[row] = words.reshape(each, 1, width)
+            out[i32(row)] = words.reshape(each, 1, width)
 
     words = pl.pallas_call(
         kernel,

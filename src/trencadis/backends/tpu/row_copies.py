@@ -85,12 +85,22 @@ class RowCopies:
     def _start(self, index: Ref, words: Ref, buffer: Ref, semaphores: Ref, slot: Index) -> None:
         """Start the copies of a block of rows; places in a group are static, which leaves little to compute."""
 
-        def start(group: Index, none: None) -> None:
+        def start(group: Index) -> None:
             unit = SUBLANES * self.parts
             targets, rows = buffer.at[slot * i32(self.groups) + group], index.at[:, pl.ds(group * i32(unit), unit)]
             for i in range(unit):
-                row, (sublane, part) = rows[0, i], divmod(i, self.parts)
+                row, (sublane, part) = rows[i32(0), i32(i)], divmod(i, self.parts)
                 source = words.at[row] if len(words.shape) == 3 else words.at[pl.ds(row, 1)]
-                pltpu.make_async_copy(source, targets.at[part, pl.ds(sublane, 1)], semaphores.at[slot]).start()
+                pltpu.make_async_copy(source, targets.at[i32(part), pl.ds(sublane, 1)], semaphores.at[slot]).start()
 
-        lax.fori_loop(i32(0), i32(self.groups), start, None)
+        for_each(self.groups, start)
+
+
+def for_each(count: int, function: Callable[[Index], None]) -> None:
+    """Call a function with each int32 below a count, in a loop; the counter of `fori_loop` is int64 where x64 is on."""
+
+    def step(i: Index) -> Index:
+        function(i)
+        return i + i32(1)
+
+    lax.while_loop(lambda i: i < i32(count), step, jnp.int32(0))
