@@ -68,6 +68,7 @@ def test_an_operand_that_the_kernels_do_not_take():
     rows, token = jnp.asarray(ROWS), jnp.asarray(TOKEN)
     assert kernels.sum_rows(jnp.ones((T * K, 8), jnp.float16), rows, None) is None
     assert kernels.sum_rows(jnp.ones((T * K, 1 << 20), jnp.bfloat16), rows, None) is None
+    assert kernels.sum_rows(jnp.ones((66, 8), jnp.bfloat16), jnp.arange(66).reshape(2, 33), None) is None
     assert kernels.spread_rows(jnp.ones((0, 8), jnp.bfloat16), token[:0]) is None
     assert kernels.spread_rows(jnp.ones((T, 1 << 20), jnp.bfloat16), token) is None
 

@@ -29,6 +29,7 @@ Array = jax.Array
 
 BLOCK_BYTES = 1 << 21  # of rows that are in flight; there are as many again that have arrived
 MOST_ROWS = 1024  # whose indices are in scalar memory at a time
+MOST_K = 32  # rows of a token: the loops over them are unrolled
 PACKED_ROWS = 256  # of a block that is packed
 COLUMNS = 2048  # of the sums that are held in registers
 MOVED = ("bfloat16", "float16", "float32", "int32", "int8", "uint8", "float8_e4m3fn", "float8_e5m2")
@@ -40,7 +41,7 @@ def spread_rows(x: Array, token: Array, *, interpret: bool = False) -> Array | N
     """The rows [m, d] of tokens x [t, d], one for each entry of token [m]."""
     (t, d), m, packing = x.shape, token.shape[0], max(4 // x.dtype.itemsize, 1)
     rows = _block(m, packing, _words(d, packing))
-    if x.dtype.name not in MOVED or 0 in (t, d, m, rows):
+    if x.dtype.name not in MOVED or 0 in (t, d, m, rows) or rows * _words(d, packing) * 4 > BLOCK_BYTES:
         return None
     words, index = x, jnp.clip(token, i32(0), i32(t - 1))  # copies are not checked
     if packing > 1:
@@ -66,26 +67,28 @@ def sum_rows(
 ) -> Array | None:
     """The sum [t, d] of the rows [t, k] of each token, times weights [t, k] if any; with masked, -1 is no row."""
     (m, d), (t, k) = y.shape, rows.shape
-    block = _block(t * k, k, round_up(d, LANES)) if k else 0
+    block = _block(t * k, k, round_up(d, LANES)) if 0 < k <= MOST_K else 0
     if y.dtype.name not in SUMMED or 0 in (t, m, d) or block == 0:
         return None
     packing = 4 // y.dtype.itemsize
     words = y if packing == 1 else _pairs(y, interpret=interpret)
-    copies = RowCopies(rows=block, parts=k, width=d, dtype=np.dtype(y.dtype) if packing == 1 else WORD)
+    copies = RowCopies(
+        rows=block, parts=k, width=d, dtype=np.dtype(y.dtype) if packing == 1 else WORD,
+        scratch=(pltpu.VMEM((block // k, d), jnp.float32),),
+    )  # fmt: skip
 
-    def compute(arrived: Ref, out: Ref, rows: Ref, *weights: Ref) -> None:
-        def group(at: Index, total: Ref) -> None:
+    def compute(arrived: Ref, out: Ref, rows: Ref, *refs: Ref) -> None:
+        *weights, total = refs
+
+        def group(at: Index) -> None:
             here = aligned_ds(at * i32(SUBLANES), SUBLANES, SUBLANES)
             row, by_token = rows[here, :], [each[here, :] for each in weights]
             for c in range(0, d, COLUMNS):
                 columns = slice(c, min(c + COLUMNS, d))
                 total[here, columns] = _summed(arrived.at[at, :, :, columns], row, by_token, masked=masked)
 
-        def all_groups(total: Ref) -> None:
-            for_each(copies.groups, lambda at: group(at, total))
-            out[...] = total[...].astype(out.dtype)  # registers hold 8 rows of float32, and 16 of bfloat16
-
-        pl.run_scoped(all_groups, pltpu.VMEM((block // k, d), jnp.float32))
+        for_each(copies.groups, group)
+        out[...] = total[...].astype(out.dtype)  # registers hold 8 rows of float32, and 16 of bfloat16
 
     index = (jnp.clip(rows, i32(0), i32(m - 1)) // i32(packing)).reshape(-1)
     known = [rows, *([] if weights is None else [weights.astype(jnp.float32)])]

@@ -29,6 +29,7 @@ class RowCopies:
     parts: int
     width: int  # words of a row
     dtype: np.dtype[Any]  # of the words
+    scratch: tuple[Any, ...] = ()  # further memory that is needed to compute with a block
 
     @property
     def groups(self) -> int:
@@ -41,14 +42,15 @@ class RowCopies:
     ) -> Array:  # fmt: skip
         """The result of `compute`, called with each block of rows [groups, parts, 8, width] that has arrived in VMEM.
 
-        It gets the rows, a block of the result, and as many rows of each known array. `index` has the index of each
-        row of `words`: [rows, width], also of narrower numbers, or [rows, 1, width], where rows are contiguous.
+        It gets the rows, a block of the result, as many rows of each known array, and the scratch memory. `index` has
+        the index of each row of `words`: [rows, width], also of narrower numbers, or [rows, 1, width], where rows are
+        contiguous.
         """
         steps = -(-index.shape[0] // self.rows)
         index = pad_to(index, (steps * self.rows,)).reshape(steps, 1, self.rows)
 
         def kernel(now: Ref, then: Ref, *refs: Ref) -> None:
-            *given, words, out, buffer, semaphores = refs
+            given, (words, out, buffer, semaphores, *scratch) = refs[: len(known)], refs[len(known) :]
             words = words if words.dtype == self.dtype else words.bitcast(self.dtype)
             step = pl.program_id(0)
             slot = lax.rem(step, i32(2))
@@ -56,7 +58,7 @@ class RowCopies:
             pl.when(step + i32(1) < steps)(lambda: self._start(then, words, buffer, semaphores, i32(1) - slot))
             arrived = buffer.at[pl.ds(slot * i32(self.groups), self.groups)]
             pltpu.make_async_copy(arrived, arrived, semaphores.at[slot]).wait()  # for as many bytes as all of them have
-            compute(arrived, out, *given)
+            compute(arrived, out, *given, *scratch)
 
         def smem(ahead: int) -> pl.BlockSpec:
             return pl.BlockSpec(
@@ -77,6 +79,7 @@ class RowCopies:
             scratch_shapes=[
                 pltpu.VMEM((2 * self.groups, self.parts, SUBLANES, self.width), self.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
+                *self.scratch,
             ],
             name=name,
             **options,
