@@ -382,18 +382,13 @@ def test_tokens_are_quantized_before_they_become_rows(rng, lhs):
     routing = moe.route(jnp.asarray(rng.normal(size=(t, e)), jnp.float32), 2, mask=jnp.arange(t) != 3)
     x = jnp.asarray(rng.normal(size=(t, d)) * np.exp(rng.normal(size=(t, 1))), jnp.float32).at[3].set(jnp.nan)
     w = {name: jnp.asarray(rng.normal(size=s), jnp.float32) for name, s in (("up", (2, d, f)), ("down", (2, f, d)))}
-    recipe = quant.Recipe(lhs, "int8", "int8")
+    options = dict(quantization=quant.Recipe(lhs, "int8", "int8"), group_offset=1, backend="reference")
     permutation = moe.sort_by_expert(routing.experts, e)
 
     def ours(x, w):
-        y = tr.moe_mlp(
-            x, routing, None, w["up"], w["down"], activation=jnp.tanh, quantization=recipe, group_offset=1,
-            backend="reference",
-        )  # fmt: skip
-        return jnp.sum(jnp.sin(y))
+        return jnp.sum(jnp.sin(tr.moe_mlp(x, routing, None, w["up"], w["down"], activation=jnp.tanh, **options)))
 
     def composed(x, w):
-        options = dict(quantization=recipe, group_offset=1, backend="reference")
         z = tr.grouped_dense(moe.permute(x, permutation), w["up"], permutation.sizes, **options)
         y = tr.grouped_dense(jnp.tanh(z), w["down"], permutation.sizes, **options)
         return jnp.sum(jnp.sin(moe.combine(y, routing.weights, permutation)))
