@@ -5,11 +5,14 @@ any products, run on the backend `reference` by default, and on `xla` in the swe
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax._src.ad_checkpoint import saved_residuals
 
 import trencadis as tr
@@ -94,6 +97,16 @@ def test_equals_the_loop(rng, name):
     named = routings(rng)
     assert list(named) == NAMES
     check(rng, named[name], parameters(rng))
+
+
+@given(st.integers(0, 2**31 - 1))
+@settings(max_examples=10)
+def test_equals_the_loop_for_any_routing(seed):
+    """Any experts of each token, none among them, with any weights; all by one program."""
+    rng = np.random.default_rng(seed)
+    experts = jnp.asarray(rng.integers(-1, E + 1, (T, 2)) if seed % 3 else rng.choice([0, E - 1], (T, 2)), jnp.int32)
+    routing = moe.route(jnp.asarray(rng.normal(size=(T, E)), jnp.float32), 2, experts=experts, normalize=bool(seed % 2))
+    check(rng, routing, parameters(rng))
 
 
 def test_biases(rng):
@@ -360,6 +373,31 @@ def test_quantization_for_training(rng, backend):
 
     found, want = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x, params) for f in (loss, composed))
     jax.tree.map(close, found, want)
+
+
+@pytest.mark.parametrize("lhs", ["int8", ("int8", "tensor"), "mxfp8"])
+def test_tokens_are_quantized_before_they_become_rows(rng, lhs):
+    """The numbers are those of quantized rows, with a window and a masked NaN too; and 8-bit rows are gathered."""
+    t, d, f, e = 10, 64, 32, 4
+    routing = moe.route(jnp.asarray(rng.normal(size=(t, e)), jnp.float32), 2, mask=jnp.arange(t) != 3)
+    x = jnp.asarray(rng.normal(size=(t, d)) * np.exp(rng.normal(size=(t, 1))), jnp.float32).at[3].set(jnp.nan)
+    w = {name: jnp.asarray(rng.normal(size=s), jnp.float32) for name, s in (("up", (2, d, f)), ("down", (2, f, d)))}
+    options = dict(quantization=quant.Recipe(lhs, "int8", "int8"), group_offset=1, backend="reference")
+    permutation = moe.sort_by_expert(routing.experts, e)
+
+    def ours(x, w):
+        return jnp.sum(jnp.sin(tr.moe_mlp(x, routing, None, w["up"], w["down"], activation=jnp.tanh, **options)))
+
+    def composed(x, w):
+        z = tr.grouped_dense(moe.permute(x, permutation), w["up"], permutation.sizes, **options)
+        y = tr.grouped_dense(jnp.tanh(z), w["down"], permutation.sizes, **options)
+        return jnp.sum(jnp.sin(moe.combine(y, routing.weights, permutation)))
+
+    found, want = (jax.jit(jax.value_and_grad(g, argnums=(0, 1)))(x, w) for g in (ours, composed))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    text = jax.jit(ours).lower(x, w).compile().as_text()
+    moved = re.findall(rf"= (\w+)\[{2 * t},1,{d}\]\S* gather\(", text)
+    assert moved and "f32" not in moved
 
 
 def test_quantization_with_an_activation_over_traced_values(rng):

@@ -37,8 +37,8 @@ class Operation(abc.ABC):
         """The results by Triton kernels for an architecture, or None where they do not take these operands."""
         return None
 
-    def on_tpu(self, *operands: Any, **_: Any) -> Sequence[Array] | None:
-        """The results by other operations of JAX, which suit a TPU better, or None if there are none."""
+    def on_tpu(self, target: Target, *operands: Any, **_: Any) -> Sequence[Array] | None:
+        """The results by Pallas kernels, or by operations of JAX that suit a TPU better; None if there are none."""
         return None
 
 
@@ -71,7 +71,7 @@ def _batch(
 def _execute(*operands: Array, operation: Operation, target: Target) -> Sequence[Array]:
     card = card_of(target)
     found = None if card is None else operation.on_gpu(card.arch, *operands)
-    found = operation.on_tpu(*operands) if target.platform == "tpu" else found
+    found = operation.on_tpu(target, *operands) if target.platform == "tpu" else found
     return operation.composed(*operands) if found is None else found
 
 

@@ -134,12 +134,34 @@ def quantized(layer: Layer, recipe: Recipe, indices: Indices, inputs: Inputs) ->
     experts = inputs.experts
     sizes, first = indices.permutation.sizes, indices.first
     multiply = functools.partial(trained, recipe, options=layer.options, group_offset=first)
-    rows = permute(inputs.x, indices.permutation)
+    rows = permute(inputs.x, indices.permutation)  # where they are quantized before, only their gradient is of use
+    narrow = _quantized_rows(recipe, indices, inputs)
     first_two = [(experts.gate, experts.bias_gate)] * layer.gated + [(experts.up, experts.bias_up)]
-    z = tuple(multiply(rows, w, sizes, layer.dtype, steps=Steps(bias=bias)) for w, bias in first_two)
+    z = tuple(multiply(rows, w, sizes, layer.dtype, steps=Steps(bias=bias), rows=narrow) for w, bias in first_two)
     h = layer.apply(z).astype(layer.dtype)
     y = multiply(h, experts.down, sizes, layer.dtype, steps=Steps(bias=experts.bias_down))
     return weighted_sum(y, inputs.weights, indices.permutation)
+
+
+def _quantized_rows(recipe: Recipe, indices: Indices, inputs: Inputs) -> Scaled | None:
+    """The rows, quantized before they are gathered: there are k times fewer tokens, and narrower rows to move.
+
+    None where a recipe has no format for rows, or scales that some of the rows share.
+    """
+    x, permutation = jax.lax.stop_gradient(inputs.x), indices.permutation
+    if not isinstance(recipe, Recipe) or recipe.lhs is None or explicit_mesh(*jax.tree.leaves(inputs)) is not None:
+        return None
+    tokens, m = x.shape[0], permutation.token.shape[0]
+    low, high = _owned_rows(indices, inputs.experts, m)
+    rows = permutation.inverse.reshape(tokens, -1)
+    here = jnp.any((rows >= low) & (rows < high), axis=1, keepdims=True)  # other tokens have no part in scales
+    q = recipe.rows(jnp.where(here, x, 0))
+    assert isinstance(q, Scaled)
+    if q.block[0] not in (1, tokens):
+        return None
+    whole = q.scale.shape[0] == 1 < tokens
+    scale = q.scale if whole else permute(q.scale, permutation)
+    return Scaled(permute(q.values, permutation), scale, q.format, (m if whole else 1, q.block[1]), q.total)
 
 
 def _forward(layer: Layer, indices: Indices, inputs: Inputs) -> tuple[Array, Kept]:
@@ -332,13 +354,18 @@ def _contraction(
 
 def _owned(indices: Indices, experts: Experts, rows: int) -> Array:
     """The mask [m, 1] of the rows whose expert is here."""
+    low, high = _owned_rows(indices, experts, rows)
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    return (row >= low) & (row < high)
+
+
+def _owned_rows(indices: Indices, experts: Experts, rows: int) -> tuple[Array, Array]:
+    """The first of the rows whose expert is here, and the end of them."""
     sizes = indices.permutation.sizes
     ends = offsets(sizes, rows)
     first = clamp_first(indices.first, sizes.shape[0], experts.down.shape[0])
-    window = jnp.clip(jnp.stack([first, first + experts.down.shape[0]]), 0, sizes.shape[0])
-    low, high = ends[window]
-    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    return (row >= low) & (row < high)
+    low, high = ends[jnp.clip(jnp.stack([first, first + experts.down.shape[0]]), 0, sizes.shape[0])]
+    return low, high
 
 
 def _merged(frozen: Experts, experts: Experts) -> Experts:

@@ -1,7 +1,7 @@
-"""The operations on rows of an MoE layer: a sort by expert and gathers, with kernels on GPUs, and gather-sums.
+"""The operations on rows of an MoE layer: a sort by expert, gathers and gather-sums, with kernels on GPUs and TPUs.
 
 `token` i32[m] is the token of each row, and `rows` i32[t, k] are the rows of each token, m = t * k. XLA gathers by
-token, which reads each token k times; the kernel reads it once and stores it k times.
+token, which reads each token k times; the kernel for GPUs reads it once and stores it k times.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from trencadis.backends.tpu import moe as tpu_kernels
 from trencadis.backends.triton import moe as kernels
-from trencadis.core.operation import Operation
+from trencadis.core.mesh import explicit_mesh
+from trencadis.core.operation import Operation, run
+from trencadis.core.target import Target
 
 PACKED = 2**31  # numbers below it, an expert times the number of assignments plus an assignment, are sorted as one
+LEAST_BYTES = 1024  # of a row: XLA gathers shorter ones on a TPU as fast as a kernel starts their copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +40,7 @@ class SortByExpert(Operation):
         """The results by a counting sort."""
         return kernels.sort_by_expert(experts, self.num_experts, arch)
 
-    def on_tpu(self, experts: Array) -> list[Array]:
+    def on_tpu(self, target: Target, experts: Array) -> list[Array]:
         """The results by another sort for the inverse: it takes a tenth of the time of a scatter."""
         order, sizes = self._sorted(experts)
         return [order // max(experts.shape[1], 1), _inverse(order), sizes]
@@ -60,15 +64,43 @@ class SpreadRows(Operation):
 
     def composed(self, x: Array, token: Array, rows: Array, *weights: Array) -> list[Array]:
         """The result by a gather."""
-        found = take(x, token)
-        for each in weights:
-            scale = take(each.reshape(-1), _assignment(token, rows)).astype(_wide(x))
-            found = (found.astype(_wide(x)) * scale[:, None]).astype(x.dtype)
-        return [found]
+        entries = [take(each.reshape(-1), _assignment(token, rows)) for each in weights]
+        return [_scaled(take(x, token), *entries)]
 
     def on_gpu(self, arch: str, x: Array, token: Array, rows: Array, *weights: Array) -> list[Array] | None:
         """The result by a kernel that reads each token once."""
         found = kernels.spread_rows(x, rows, weights[0] if weights else None, arch)
+        return None if found is None else [found]
+
+    def on_tpu(self, target: Target, x: Array, token: Array, rows: Array, *weights: Array) -> list[Array] | None:
+        """The result by a kernel that copies rows, if they are long, and the weights by a sort."""
+        kernel = not target.partitioned and x.shape[1] * x.dtype.itemsize > LEAST_BYTES
+        found = tpu_kernels.spread_rows(x, token) if kernel else None
+        entries = (_sorted_by(rows.reshape(-1), each.reshape(-1)) for each in weights)
+        return [_scaled(take(x, token) if found is None else found, *entries)]
+
+
+@dataclasses.dataclass(frozen=True)
+class SumRows(Operation):
+    """The sum [t, d] of the rows [t, k] of each token: of y [m, d], rows, and weights [t, k] if there are any."""
+
+    masked: bool  # -1 is no row
+
+    def composed(self, y: Array, rows: Array, *weights: Array) -> list[Array]:
+        """The result by a sum of k gathers, which is one loop for XLA; it would store a gather of [t, k, d]."""
+        total = jnp.zeros((rows.shape[0], y.shape[1]), _wide(y))
+        for j in range(rows.shape[1]):
+            row = rows[:, j]
+            each = take(y, jnp.maximum(row, 0) if self.masked else row).astype(total.dtype)
+            each = jnp.where(row[:, None] >= 0, each, 0) if self.masked else each
+            total = total + (each * weights[0][:, j, None].astype(total.dtype) if weights else each)
+        return [total.astype(y.dtype)]
+
+    def on_tpu(self, target: Target, y: Array, rows: Array, *weights: Array) -> list[Array] | None:
+        """The result by a kernel that copies the rows of some tokens and sums them."""
+        if target.partitioned:
+            return None
+        found = tpu_kernels.sum_rows(y, rows, weights[0] if weights else None, masked=self.masked)
         return None if found is None else [found]
 
 
@@ -85,7 +117,7 @@ class SpreadEntries(Operation):
         found = kernels.spread_rows(x.reshape(-1, 1), rows.reshape(-1, 1), None, arch)
         return None if found is None else [found[:, 0]]
 
-    def on_tpu(self, x: Array, token: Array, rows: Array) -> list[Array]:
+    def on_tpu(self, target: Target, x: Array, token: Array, rows: Array) -> list[Array]:
         """The result by a sort, which takes a tenth of the time of gathers of single entries."""
         return [_sorted_by(rows.reshape(-1), x.reshape(-1))]
 
@@ -98,28 +130,29 @@ class GatherEntries(Operation):
         """The result by a gather."""
         return [take(x, rows)]
 
-    def on_tpu(self, x: Array, rows: Array) -> list[Array]:
+    def on_tpu(self, target: Target, x: Array, rows: Array) -> list[Array]:
         """The result by sorts: of the rows, for the assignment of each, and of entries by assignment."""
         return [_sorted_by(_inverse(rows.reshape(-1)), x).reshape(rows.shape)]
 
 
 def sum_of_rows(y: Array, rows: Array, weights: Array | None, *, masked: bool = False) -> Array:
-    """The sum [t, d] of the rows [t, k] of each token, times weights [t, k] if any, in float32; masked: -1 is no row.
-
-    A sum of k gathers is one loop for XLA, which reads each row once; it would store a gather of [t, k, d].
-    """
-    total = jnp.zeros((rows.shape[0], y.shape[1]), _wide(y))
-    for j in range(rows.shape[1]):
-        row = rows[:, j]
-        each = take(y, jnp.maximum(row, 0) if masked else row).astype(total.dtype)
-        each = jnp.where(row[:, None] >= 0, each, 0) if masked else each
-        total = total + (each if weights is None else each * weights[:, j, None].astype(total.dtype))
-    return total.astype(y.dtype)
+    """The sum [t, d] in float32 of the rows [t, k] of each token, times weights [t, k] if any; masked: -1 is no row."""
+    operation, operands = SumRows(masked), (y, rows, *(() if weights is None else (weights,)))
+    if explicit_mesh(*operands) is not None:  # columns of y may be divided, and stay so
+        return operation.composed(*operands)[0]
+    return run(operation, *operands)[0]
 
 
 def take(x: Array, index: Array) -> Array:
     """The rows of x at an index, all of which are there."""
     return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def _scaled(x: Array, *weights: Array) -> Array:
+    """The rows x [m, d], times a weight [m] of each if there are any."""
+    for each in weights:
+        x = (x.astype(_wide(x)) * each.astype(_wide(x))[:, None]).astype(x.dtype)
+    return x
 
 
 def _sorted_by(keys: Array, x: Array) -> Array:

@@ -66,11 +66,11 @@ class Rows(NamedTuple):
 def trained(
     recipe: Recipe, x: Array, w: Array, group_sizes: Any, dtype: Any,
     options: Options = Options(), steps: Steps = Steps(), *,
-    transpose_rhs: bool = False, group_offset: Any = None, weights: Operand = None,
+    transpose_rhs: bool = False, group_offset: Any = None, rows: Operand = None, weights: Operand = None,
 ) -> Array:  # fmt: skip
     """`grouped_matmul` of rows `[m, k]` and weights, both quantized by a recipe first, differentiable in both.
 
-    Weights that are quantized already are passed as `weights`, beside the array that gets their gradient.
+    What is quantized already is passed as `rows` or `weights`, beside the array that gets its gradient.
     """
     _check(recipe, x, w)
     options = dataclasses.replace(options, advise=False)  # weights are quantized for each call
@@ -82,18 +82,22 @@ def trained(
     static = None if activation is None else static_activation(activation, asked.sum, asked.out)
     after = sizes_and_window(asked, group_sizes, group_offset)
     mesh = explicit_mesh(x, w)
-    if mesh is not None and weights is None and (activation is None) == (static is None):
+    if mesh is not None and rows is None and weights is None and (activation is None) == (static is None):
         operands = (x, w, *after, *(() if bias is None else (bias,)))
         part = _partition_of(recipe, asked, mesh, operands)
         options = dataclasses.replace(options, out_sharding=None, row_axes=part.m)
         return _on_mesh(*operands, recipe=recipe, part=part, options=options, activation=static, mesh=mesh)
-    return _trained(recipe, (x, w, *after), asked=asked, options=options, steps=steps, weights=weights)
+    return _trained(recipe, (x, w, *after), asked=asked, options=options, steps=steps, given=(rows, weights))
 
 
 def _trained(
-    recipe: Recipe, operands: tuple[Array, ...], *, asked: Problem, options: Options, steps: Steps, weights: Operand
-) -> Array:
-    """The result of one device, which has all operands: x, w, the group sizes and the first group."""
+    recipe: Recipe, operands: tuple[Array, ...], *, asked: Problem, options: Options, steps: Steps,
+    given: tuple[Operand, Operand] = (None, None),
+) -> Array:  # fmt: skip
+    """The result of one device, which has all operands: x, w, the group sizes and the first group.
+
+    Given are rows and weights that are quantized already, or None.
+    """
     bias, _, activation = steps
     transpose_rhs = asked.transpose_rhs
     x, w, sizes, first = vary_alike(*map(replicated, operands))
@@ -103,12 +107,12 @@ def _trained(
     kept = asked.out if bias is None and activation is None else np.dtype(np.float32)
     tilings = resolve(options.tiling, asked.m, asked.k, asked.n)
     layer = Layer(asked=asked.replace(out=kept), recipe=recipe, options=options, tilings=tilings)
-    rows = _whose(asked, sizes, first)
-    counted = x if recipe.lhs is None else jnp.where(rows.mine, x, 0)  # unowned rows have no part in scales
-    q = _once(x, recipe.rows(counted))
-    if weights is None:
-        weights = _transposed(recipe.weights(_transposed(w, transpose_rhs)), transpose_rhs)
-    r = _once(w, weights)
+    rows, (q, r) = _whose(asked, sizes, first), given
+    if q is None or recipe.lhs is None:
+        q = recipe.rows(x if recipe.lhs is None else jnp.where(rows.mine, x, 0))  # unowned rows have no part in scales
+    if r is None:
+        r = _transposed(recipe.weights(_transposed(w, transpose_rhs)), transpose_rhs)
+    q, r = _once(x, q), _once(w, r)
     multiply = _straight if recipe.grad is None else _backward_quantized
     z = multiply(layer, x, w, q, r, rows)
     if bias is not None:
@@ -143,7 +147,7 @@ def _on_mesh(
 
     def multiply(problem: Problem, *operands: Array) -> Array:
         steps = Steps(bias=operands[4] if operands[4:] else None, activation=activation)
-        return _trained(recipe, operands[:4], asked=problem, options=options, steps=steps, weights=None)
+        return _trained(recipe, operands[:4], asked=problem, options=options, steps=steps)
 
     function = functools.partial(compute, part, multiply)
     return mapped(function, mesh, part.operands, part.result, dict(part.devices))(*operands)
