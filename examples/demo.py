@@ -94,13 +94,15 @@ CONTENDERS = {
     "dense": "one dense matmul",
 }
 PASSES = {"forward": "value", "step": "value and gradients"}
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def matmuls(checks: Checks, quick: bool) -> None:
     """Check and time few and many groups, and print the table."""
     m, k, n = (256, 64, 64) if quick else (2048, 512, 512)
     heading(f"1. Grouped matmul, float32, m={m} k={k} n={n}")
-    print("Each contender has a process of its own, and calls follow each other, as in a training loop.")
+    print("Each contender has a process of its own, and calls follow each other, as in a training loop. JAX's have")
+    print("GLIBC_TUNABLES=glibc.malloc.hugetlb=1: huge pages, for which numpy asks by itself. See docs/performance.md.")
     problems = [BenchProblem(name=f"{g} groups", m=m, k=k, n=n, g=g, sizes="random") for g in (8, 64)]
     records: list[Record] = []
     for name, title in CONTENDERS.items():
@@ -128,7 +130,7 @@ def timed_alone(name: str, problems: Sequence[BenchProblem], budget_s: float) ->
     """The records of a contender of the benchmarks on some problems, checked against float64, from another process."""
     given = [dataclasses.asdict(problem) for problem in problems], ["f32"], list(PASSES), 5, budget_s
     job = processes.Job(function="benchmarks.measure:alone", arguments=(name, *given))
-    return [Record.from_json(value) for value in processes.run(job)]
+    return [Record.from_json(value) for value in processes.run(job, more_env={} if name == "numpy" else HUGE_PAGES)]
 
 
 def times(found: dict[str, Stats]) -> list[str]:
