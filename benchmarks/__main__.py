@@ -52,7 +52,7 @@ def _pin(ask: argparse.ArgumentParser, rounds: int) -> None:
 
 def _run(commands: Commands) -> None:
     ask = _command(commands, "run", "race ours against the peers on the problems of this platform")
-    _problems(ask, " and step; default: the first three on a CPU, else all")
+    _problems(ask, " and step; default: the first three in a race on a CPU, else all")
     _pin(ask, 7)
     ask.add_argument("--tag", choices=problems.TAGS, help="all problems with this tag; default: the platform's")
     ask.add_argument("--dtypes", metavar="D,D", help="of f32, bf16; default: both on a CPU, else bf16")
@@ -60,6 +60,8 @@ def _run(commands: Commands) -> None:
     ask.add_argument("--budget", type=float, default=10.0, metavar="S",
                      help="seconds of turns that a slow contender gets (default: %(default)s)")  # fmt: skip
     ask.add_argument("--bursts", action="store_true", help="a few calls of each contender instead of a race")
+    ask.add_argument("--alone", action="store_true",
+                     help="each contender in a process of its own, call after call, on all cores")  # fmt: skip
     ask.add_argument("--scaling", action="store_true", help="time against g and against m instead of the problems")
     ask.add_argument("--memory", action="store_true", help="temporary bytes too, as the compiler counts them")
     ask.add_argument("--list", action="store_true", help="print the problems and stop")
@@ -175,6 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     asked = parser().parse_args(words)
     asked.words = words
+    if getattr(asked, "alone", False) and asked.pin is not None:
+        parser().error("--alone: want all cores; got --pin")
     if getattr(asked, "list", False):
         print(*problems.PROBLEMS.values(), sep="\n")
         return 0

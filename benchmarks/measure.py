@@ -5,18 +5,20 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import gc
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import oracle, peers
+from benchmarks import oracle, peers, processes
 from benchmarks.peers import Call, Operands, Peer
 from benchmarks.problems import BenchProblem
 from benchmarks.report import Record
-from benchmarks.timing import CuptiClock, HostClock, Stats, burst, race, reason_of
+from benchmarks.timing import CuptiClock, HostClock, Others, Stats, burst, race, reason_of, steady, wall_clock
 
+BUSY = 0.2  # cores that other processes take, from which times of calls on all cores say little
 ROOM = 3  # times the error of one rounding: a peer may round more than once
 
 Prepare = Callable[[Peer, Operands, str], Call]
@@ -31,6 +33,7 @@ class How:
     budget_s: float = 10.0
     memory: bool = False
     bursts: bool = False  # a few calls of each contender instead of a race
+    alone: bool = False  # each contender in a process of its own, one after the other
     jobs: int = 1  # functions compiled at a time, before bursts
 
 
@@ -116,6 +119,49 @@ def tolerance(x: Operands, which: str) -> float:
     """The largest error with which a contender is timed."""
     tf32 = x.dtype == jnp.float32 and jax.default_backend() != "cpu"
     return ROOM * oracle.limit(x.dtype, depth=oracle.depths(x.problem.shape(), which), tf32=tf32)
+
+
+def alone(
+    name: str,
+    problems: Sequence[Mapping[str, Any]],
+    dtypes: Sequence[str],
+    passes: Sequence[str],
+    rounds: int,
+    budget_s: float,
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of one contender, as JSON values; for a process that has no other contender in it."""
+    peer = peers.PEERS[name]
+    wanted = [which for which in passes if which in peer.passes]
+    for problem, dtype in itertools.product(problems, dtypes):
+        x = peers.operands(BenchProblem(**problem), dtype)
+        for which in wanted:
+            calls, found = entrants(x, dtype, which, [peer])
+            record = found[name]
+            if calls:
+                others = Others()
+                time = steady(calls[name], wall_clock(), rounds=rounds, budget_s=budget_s)
+                record = dataclasses.replace(record, time=time, details={"others": others()})
+            yield record.to_json()
+
+
+def alone_records(
+    problem: BenchProblem, dtypes: Sequence[str], passes: Sequence[str], contenders: Sequence[Peer], how: How
+) -> list[Record]:
+    """The records of one problem, with a process for each contender: the threads of two libraries would compete."""
+    made: list[Record] = []
+    for dtype, peer in itertools.product(dtypes, contenders):
+        given = (peer.name, [dataclasses.asdict(problem)], [dtype], list(passes), how.rounds, how.budget_s)
+        try:
+            for value in processes.run(processes.Job(function="benchmarks.measure:alone", arguments=given)):
+                made.append(Record.from_json(value))
+        except processes.ChildFailed as failure:
+            made.append(Record(problem=problem.name, dtype=dtype, contender=peer.name, why=str(failure)))
+        mine = [record for record in made if (record.contender, record.dtype) == (peer.name, dtype)]
+        times = [f"{r.which} {r.time.median * 1e3:.2f} ms" if r.time else f"{r.which} {r.why}" for r in mine]
+        others = max((r.details.get("others") or 0.0 for r in mine), default=0.0)
+        note = f"; other processes took up to {others:.1f} cores" if others > BUSY else ""
+        print(f"  {dtype} {peer.name}: {', '.join(times)}{note}", flush=True)
+    return made
 
 
 def bursts(calls: Mapping[str, Call], clock: Any) -> tuple[dict[str, Stats], dict[str, str]]:

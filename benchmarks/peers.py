@@ -6,7 +6,7 @@ Each takes the same operands and gives the same result, in the dtype of the oper
     d_lhs     ct [m, n] x rhs [g, k, n] -> [m, k]       rhs is contracted along n
     d_rhs     lhs [m, k] x ct [m, n] -> [g, k, n]       lhs as training has it, not transposed
 
-Ours has a fourth, `step`: the three results of one call, by autodiff.
+Some have a fourth, `step`: the three results of one call, by autodiff where there is any.
 
 A contender that cannot run says why. Each is written the way its own users would write it.
 """
@@ -134,13 +134,19 @@ def _ours(x: Operands, which: str, backend: str | None = None) -> Call:
     def d_rhs(lhs: Any, ct: Any, sizes: Any) -> Any:
         return trencadis.transposed_grouped_matmul(lhs, ct, sizes, dtype, transpose_lhs=True, backend=backend)
 
+    if which == STEP:
+        return _step(x, forward, x.rhs)
+    return _jitted(x, which, forward, d_lhs, d_rhs)
+
+
+def _step(x: Operands, forward: Callable[..., Any], rhs: jax.Array) -> JaxCall:
+    """The result of a function of lhs, rhs and the sizes, and its gradients, in one call."""
+
     def step(lhs: Any, rhs: Any, ct: Any, sizes: Any) -> Any:
         out, pullback = jax.vjp(lambda a, b: forward(a, b, sizes), lhs, rhs)
         return out, *pullback(ct)
 
-    if which == STEP:
-        return JaxCall(jax.jit(step), (x.lhs, x.rhs, x.ct, jnp.asarray(x.sizes)))
-    return _jitted(x, which, forward, d_lhs, d_rhs)
+    return JaxCall(jax.jit(step), (x.lhs, rhs, x.ct, jnp.asarray(x.sizes)))
 
 
 def _triton(x: Operands, which: str) -> Call:
@@ -172,6 +178,9 @@ def _ragged_dot_like(general: Callable[..., Any], x: Operands, which: str) -> Ca
 
 
 def _lax(x: Operands, which: str) -> Call:
+    if which == STEP:
+        dtype = x.dtype
+        return _step(x, lambda a, b, sizes: lax.ragged_dot(a, b, sizes, preferred_element_type=dtype), x.rhs)
     return _ragged_dot_like(lax.ragged_dot_general, x, which)
 
 
@@ -224,8 +233,17 @@ def numpy_contraction(lhs: np.ndarray, ct: np.ndarray, sizes: list[int]) -> np.n
     return out
 
 
+def numpy_step(
+    lhs: np.ndarray, rhs: np.ndarray, ct: np.ndarray, sizes: list[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The result and both gradients, one matmul per group and result."""
+    return numpy_rows(lhs, rhs, sizes, False), numpy_rows(ct, rhs, sizes, True), numpy_contraction(lhs, ct, sizes)
+
+
 def _numpy(x: Operands, which: str) -> Call:
     sizes = x.sizes.tolist()
+    if which == STEP:
+        return HostCall(numpy_step, (*x.host("lhs", "rhs", "ct"), sizes))
     if which == "forward":
         return HostCall(numpy_rows, (*x.host("lhs", "rhs"), sizes, False))
     if which == "d_lhs":
@@ -235,6 +253,8 @@ def _numpy(x: Operands, which: str) -> Call:
 
 def _dense(x: Operands, which: str) -> Call:
     dtype = x.dtype
+    if which == STEP:
+        return _step(x, lambda a, w, sizes: jnp.dot(a, w, preferred_element_type=dtype), x.rhs[0])
     fn, args = {
         "forward": (lambda a, w: jnp.dot(a, w, preferred_element_type=dtype), (x.lhs, x.rhs[0])),
         "d_lhs": (lambda c, w: jnp.dot(c, w.T, preferred_element_type=dtype), (x.ct, x.rhs[0])),
@@ -335,14 +355,15 @@ def _host_absent(x: Operands) -> str | None:
     return None if jax.default_backend() == "cpu" else "runs on the host, not on the device"
 
 
+ALL = (*PASSES, STEP)
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer(name="ours", what="trencadis, default settings", prepare=_ours, passes=(*PASSES, STEP)),
+        Peer(name="ours", what="trencadis, default settings", prepare=_ours, passes=ALL),
         Peer(name="triton", what='trencadis, backend="triton"', prepare=_triton, absent=_triton_absent),
-        Peer(name="numpy", what="a loop over groups of numpy matmuls", prepare=_numpy, absent=_host_absent),
-        Peer(name="dense", what="one jnp matmul of the same FLOPs", prepare=_dense, one_group=True),
-        Peer(name="ragged_dot", what="jax.lax.ragged_dot", prepare=_lax, absent=_lax_absent),
+        Peer(name="numpy", what="a loop over groups of numpy matmuls", prepare=_numpy, absent=_host_absent, passes=ALL),
+        Peer(name="dense", what="one jnp matmul of the same FLOPs", prepare=_dense, one_group=True, passes=ALL),
+        Peer(name="ragged_dot", what="jax.lax.ragged_dot", prepare=_lax, absent=_lax_absent, passes=ALL),
         Peer(name="megablox", what="jax's megablox, tiled", prepare=_megablox, absent=_megablox_absent),
         Peer(name="tokamax", what="tokamax.ragged_dot, as shipped", prepare=_tokamax, absent=_tokamax_absent),
         Peer(name="mgpu8", what="JAX's Hopper examples, grid_block_n=8", prepare=_mgpu(8), absent=_mgpu_absent),

@@ -153,7 +153,11 @@ CPU = (
     _of("cpu", "D", (64, 1024, 1024, 64), "multinomial"),
     _of("cpu", "E", (300, 64, 32, 3), "multinomial"),
 )
-PROBLEMS = {p.name: p for p in (*GPU, *MORE, *DRAWN, *TPU, TPU_DECODE, *CPU, *map(scaled, GPU))}
+DEMO = (
+    _of("demo", "demo-8", (2048, 512, 512, 8), "random"),
+    _of("demo", "demo-64", (2048, 512, 512, 64), "random"),
+)
+PROBLEMS = {p.name: p for p in (*GPU, *MORE, *DRAWN, *TPU, TPU_DECODE, *CPU, *DEMO, *map(scaled, GPU))}
 TAGS = tuple(sorted({tag for p in PROBLEMS.values() for tag in p.tags}))
 
 

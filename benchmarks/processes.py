@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
@@ -49,16 +49,29 @@ class ChildFailed(RuntimeError):
     """A child process printed nothing for too long, or ended with an error; the message says which."""
 
 
-def run(job: Job, *, silence_s: float = SILENCE_S, python: str = sys.executable, child: bool = True) -> Iterator[Any]:
+def run(
+    job: Job,
+    *,
+    silence_s: float = SILENCE_S,
+    python: str = sys.executable,
+    child: bool = True,
+    more_env: Mapping[str, str] | None = None,
+) -> Iterator[Any]:
     """Yield the values of a job as they come; raises `ChildFailed` after the last one if the child fails.
 
-    Without a child the job runs in this process, which a debugger can follow.
+    Without a child the job runs in this process, which a debugger can follow. `more_env` are variables that the child
+    has unless this process has them.
     """
     if not child:
         yield from job.values()
         return
     paths = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    env = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        **(more_env or {}),
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [python, "-u", "-m", "benchmarks.processes", json.dumps(dataclasses.asdict(job))],

@@ -196,6 +196,7 @@ def environment(words: Sequence[str], clock: str, *, pinned: bool = False) -> di
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "pinned": pinned,
         "clock": clock,
+        "huge_pages": "hugetlb=1" in os.environ.get("GLIBC_TUNABLES", ""),  # for what XLA:CPU allocates
         "load_before": load(),
         "versions": versions,
     }

@@ -26,6 +26,7 @@ ENOUGH_S = 0.005  # a turn lasts at least this long: shorter calls are repeated
 MOST_REPEATS = 2000
 # After a call OpenBLAS's and XLA's threads spin for a while, and would take a core from whoever comes next.
 SETTLE_S = 0.05
+WARM_S, MOST_TURNS = 0.3, 101  # alone: seconds of calls before the first that counts, and how many count at most
 WARM, TIMED = 2, 10  # calls of a burst: few, since a GPU that is busy for longer gets hot and slow
 
 
@@ -205,6 +206,42 @@ def burst(call: Call, clock: HostClock | CuptiClock) -> Stats:
     for _ in range(WARM):
         call()
     return stats(clock.each(call, TIMED))
+
+
+def steady(call: Call, clock: HostClock, *, rounds: int = 7, budget_s: float = 10.0) -> Stats:
+    """The times of one contender alone, call after call, as a training loop makes them.
+
+    The call must have run before. The first calls only warm up: memory is allocated, threads find their cores.
+    """
+    start = time.perf_counter()
+    while time.perf_counter() - start < min(WARM_S, budget_s):
+        call()
+    turns, repeats = plan_turns(clock(call, 1), MOST_TURNS, budget_s)
+    return stats([clock(call, repeats) for _ in range(max(turns, rounds))], repeats)
+
+
+class Others:
+    """Counts the cores that other processes keep busy, from when it is made on; None where the system does not say."""
+
+    def __init__(self) -> None:
+        self.start = self._read()
+
+    def __call__(self) -> float | None:
+        """The cores, on average: 0.0 on a machine that does nothing else."""
+        if self.start is None or (now := self._read()) is None:
+            return None
+        wall, busy, mine = (after - before for after, before in zip(now, self.start, strict=True))
+        return round(max(busy - mine, 0.0) / wall, 2) if wall else 0.0
+
+    @staticmethod
+    def _read() -> tuple[float, float, float] | None:
+        """Seconds: of the clock, of all processes, of this one."""
+        try:
+            _, *ticks = pathlib.Path("/proc/stat").read_text().splitlines()[0].split()
+            used = [int(ticks[i]) for i in (0, 1, 2, 5, 6, 7)]  # user, nice, system, irq, softirq, steal
+            return time.perf_counter(), sum(used) / os.sysconf("SC_CLK_TCK"), time.process_time()
+        except (OSError, ValueError, IndexError):
+            return None
 
 
 def reason_of(failure: BaseException) -> str:

@@ -2,8 +2,9 @@
 
     python examples/demo.py [--quick] [--svg demo.svg]
 
-Every result is checked against `backend="reference"`, a plain loop over groups; the exit code is 1 if a check fails.
-Times are wall times on all cores, and contenders take turns within this run: compare them only with each other.
+Every result is checked against float64 or `backend="reference"`, a plain loop over groups; the exit code is 1 if a
+check fails. Times are wall times on all cores. OpenBLAS and XLA have threads of their own, and disturb each other: so
+contenders of both kinds run in different processes.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ import train_moe
 from jax import lax
 
 import trencadis
-from benchmarks.peers import HostCall, JaxCall, Operands, numpy_contraction, numpy_rows, operands
+from benchmarks import processes
+from benchmarks.measure import BUSY
+from benchmarks.peers import JaxCall
 from benchmarks.problems import BenchProblem
+from benchmarks.report import Record
 from benchmarks.tables import show
-from benchmarks.timing import Stats, race, wall_clock
+from benchmarks.timing import Stats, steady, wall_clock
 from trencadis import moe
 
 TOLERANCE = 1e-4  # float32: largest difference, as a share of the largest value
-reference = functools.partial(trencadis.grouped_matmul, backend="reference")
 
 
 @dataclasses.dataclass
@@ -80,98 +83,70 @@ def heading(text: str) -> None:
     print(f"\n{text}\n{'=' * len(text)}")
 
 
-def busy_note() -> None:
-    """Print a note if the machine is busy, because the times then favor this library."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > (os.cpu_count() or 1) / 2:
-        print(
-            f"Note: this machine is busy (load {load:.1f} on {os.cpu_count()} cores). That slows OpenBLAS's threads\n"
-            "down far more than XLA's, so the numpy loop looks slower than it is. For times that do not depend on\n"
-            "other processes, run: python -m benchmarks run --pin 0"
-        )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. One grouped matmul
 
 
-def with_gradients(matmul: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function `(lhs, rhs, sizes, ct) -> (value, d lhs, d rhs)`."""
-
-    def run(lhs: Any, rhs: Any, sizes: Any, ct: Any) -> Any:
-        value, pull = jax.vjp(lambda lhs, rhs: matmul(lhs, rhs, sizes), lhs, rhs)
-        return value, *pull(ct)
-
-    return run
-
-
-def numpy_all(lhs: np.ndarray, rhs: np.ndarray, sizes: list[int], ct: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Compute value and gradients in numpy, with one matmul per group and result."""
-    return (
-        numpy_rows(lhs, rhs, sizes, False),
-        numpy_rows(ct, rhs, sizes, True),
-        numpy_contraction(lhs, ct, sizes),
-    )
-
-
-def contenders(x: Operands, backward: bool) -> dict[str, Any]:
-    """The alternatives a user would otherwise write, forward only or with gradients, by name."""
-    sizes = jnp.asarray(x.sizes)
-    last = (x.ct,) if backward else ()
-
-    def of(matmul: Callable[..., Any], rhs: Any = x.rhs) -> JaxCall:
-        return JaxCall(jax.jit(with_gradients(matmul) if backward else matmul), (x.lhs, rhs, sizes, *last))
-
-    lhs, rhs, ct = x.host("lhs", "rhs", "ct")
-    if backward:
-        loop = HostCall(numpy_all, (lhs, rhs, x.sizes.tolist(), ct))
-    else:
-        loop = HostCall(numpy_rows, (lhs, rhs, x.sizes.tolist(), False))
-    return {
-        "ours": of(trencadis.grouped_matmul),
-        "lax.ragged_dot": of(lax.ragged_dot),
-        "numpy loop": loop,
-        "one dense matmul": of(lambda lhs, rhs, sizes: lhs @ rhs, x.rhs[0]),
-    }
+CONTENDERS = {
+    "ours": "ours",
+    "numpy": "numpy loop",
+    "ragged_dot": "lax.ragged_dot",
+    "dense": "one dense matmul",
+}
+PASSES = {"forward": "value", "step": "value and gradients"}
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def matmuls(checks: Checks, quick: bool) -> None:
     """Check and time few and many groups, and print the table."""
     m, k, n = (256, 64, 64) if quick else (2048, 512, 512)
     heading(f"1. Grouped matmul, float32, m={m} k={k} n={n}")
+    print("Each contender has a process of its own, and calls follow each other, as in a training loop. JAX's have")
+    print("GLIBC_TUNABLES=glibc.malloc.hugetlb=1: huge pages, for which numpy asks by itself. See docs/performance.md.")
+    problems = [BenchProblem(name=f"{g} groups", m=m, k=k, n=n, g=g, sizes="random") for g in (8, 64)]
+    records: list[Record] = []
+    for name, title in CONTENDERS.items():
+        with doing(f"{title}: compile, check, time"):
+            records += timed_alone(name, problems, budget_s=0.05 if quick else 1.0)
+    for record in records:
+        checks.that(f"{CONTENDERS[record.contender]}, {record.problem}, {record.which}: {record.why}", not record.why)
     rows = []
-    for g in (8, 64):
-        problem = BenchProblem(name=f"g{g}", m=m, k=k, n=n, g=g, sizes="zipf-empties")
-        x = operands(problem, "f32")
-        print(f"g={g}: groups of {x.sizes.min()} to {x.sizes.max()} rows")
-        want = jax.jit(with_gradients(reference))(x.lhs, x.rhs, jnp.asarray(x.sizes), x.ct)
-        for backward in (False, True):
-            with doing(f"{'value and gradients' if backward else 'value'}: compile, check, time"):
-                calls = contenders(x, backward)
-                for name, call in calls.items():
-                    got = call()
-                    if name != "one dense matmul":  # which multiplies all rows by one matrix
-                        checks.same(f"{name}, g={g}", got, want if backward else want[0])
-                times = race(calls, wall_clock(), rounds=2 if quick else 7, budget_s=2)
-            rows += time_rows(f"g={g}", "value+grad" if backward else "value", times)
-    table(["problem", "what", "contender", "ms", "spread", "ours is"], rows)
+    for problem in problems:
+        sizes = problem.group_sizes()
+        for which, what in PASSES.items():
+            mine = {r.contender: r.time for r in records if (r.problem, r.which) == (problem.name, which) and r.time}
+            rows.append([f"{problem.name} of {sizes.min()} to {sizes.max()} rows", what, *times(mine)])
+    table(["problem", "what", *CONTENDERS.values()], rows)
+    print("In brackets: how many times as long as ours. The dense matmul has the same FLOPs, and a single matrix.")
+    others = max((record.details.get("others") or 0.0 for record in records), default=0.0)
+    if others > BUSY:
+        print(
+            f"Note: other processes took up to {others:.1f} of {os.cpu_count()} cores meanwhile, so these times say\n"
+            "little. OpenBLAS suffers most. On one core, by CPU time: python -m benchmarks run --pin 0"
+        )
 
 
-def time_rows(problem: str, what: str, times: dict[str, Stats]) -> list[list[str]]:
-    """One table row per contender: its time, its spread (from three samples on), and the ratio to ours."""
-    ours = times["ours"].median
-    rows = []
-    for name, t in times.items():
-        ratio = t.median / ours
-        word = "" if name == "ours" else f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
-        spread = f"{t.spread:.0%}" if t.samples > 2 else "-"
-        rows.append([problem, what, name, f"{t.median * 1e3:.2f}", spread, word])
-    return rows
+def timed_alone(name: str, problems: Sequence[BenchProblem], budget_s: float) -> list[Record]:
+    """The records of a contender of the benchmarks on some problems, checked against float64, from another process."""
+    given = [dataclasses.asdict(problem) for problem in problems], ["f32"], list(PASSES), 5, budget_s
+    job = processes.Job(function="benchmarks.measure:alone", arguments=(name, *given))
+    return [Record.from_json(value) for value in processes.run(job, more_env={} if name == "numpy" else HUGE_PAGES)]
+
+
+def times(found: dict[str, Stats]) -> list[str]:
+    """The milliseconds of each contender, and how many times as long as ours that is."""
+    ours = found["ours"].median
+    return [
+        f"{found[name].median * 1e3:.2f} ms" + ("" if name == "ours" else f" ({found[name].median / ours:.1f}x)")
+        for name in CONTENDERS
+        if name in found
+    ]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print()
-    show("", (header, rows))
+    show("", (list(header), [list(row) for row in rows]), words=2)
+    print()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -212,11 +187,13 @@ def layers(checks: Checks, quick: bool) -> None:
 
     with doing("value and gradients: compile, check, time"):
         want = step(functools.partial(ours, backend="reference"))()
-        calls = {"ours": step(ours), "lax.ragged_dot": step(by_hand)}
+        calls = {"ours": step(ours), "ragged_dot": step(by_hand)}
         for name, call in calls.items():
-            checks.same(f"{name}, MoE layer", call(), want)
-        times = race(calls, wall_clock(), rounds=2 if quick else 7, budget_s=3)
-    table(["problem", "what", "contender", "ms", "spread", "ours is"], time_rows("MoE", "value+grad", times))
+            checks.same(f"{CONTENDERS[name]}, MoE layer", call(), want)
+        found = {
+            name: steady(call, wall_clock(), rounds=3, budget_s=0.05 if quick else 2) for name, call in calls.items()
+        }
+    table(["problem", "what", "ours", CONTENDERS["ragged_dot"]], [["MoE layer", "value and gradients", *times(found)]])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -262,7 +239,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"trencadis {trencadis.__version__}, jax {jax.__version__}, {jax.devices()[0].platform}, {os.cpu_count()} cores"
     )
-    busy_note()
     matmuls(checks, asked.quick)
     layers(checks, asked.quick)
     sizes = training(checks, asked.quick)

@@ -22,7 +22,7 @@ def main(asked: argparse.Namespace) -> int:
     clock = timing.device_clock(platform, pinned=asked.pin is not None)
     how = How(
         clock=clock, rounds=asked.rounds, budget_s=asked.budget, memory=asked.memory,
-        bursts=asked.bursts or platform == "gpu",
+        bursts=asked.bursts or platform == "gpu", alone=asked.alone,
     )  # fmt: skip
     where = environment(asked.words, clock.name, pinned=asked.pin is not None)
     results = Results(command="run", environment=where)
@@ -31,7 +31,7 @@ def main(asked: argparse.Namespace) -> int:
     else:
         chosen, contenders = problems.select(asked.problems, asked.tag or platform), peers.select(asked.peers)
     dtypes = problems.known("dtypes", names(asked.dtypes, default_dtypes(platform)), peers.DTYPES)
-    passes = known_passes(asked.passes, PASSES if platform == "cpu" else (*PASSES, STEP))
+    passes = known_passes(asked.passes, PASSES if platform == "cpu" and not asked.alone else (*PASSES, STEP))
     return measure_all(results, Writer(results, asked.json), chosen, dtypes, passes, contenders, how)
 
 
@@ -63,7 +63,8 @@ def measure_all(
     for problem in chosen:
         print(problem, flush=True)
         results.shapes[problem.name] = problem.shape()
-        results.records += measure.problem_records(problem, dtypes, passes, contenders, how)
+        records = measure.alone_records if how.alone else measure.problem_records
+        results.records += records(problem, dtypes, passes, contenders, how)
         keep()
     tables.print_run(results)
     keep.close()

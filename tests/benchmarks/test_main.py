@@ -57,3 +57,9 @@ def test_an_unknown_name_is_an_error_of_usage(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command_line.main(["run", "--problems", "nonsense", "--json", "none"])
     assert "nonsense not among" in capsys.readouterr().err
+
+
+def test_alone_is_on_all_cores(capsys):
+    with pytest.raises(SystemExit):
+        command_line.main(["run", "--alone", "--pin", "0"])
+    assert "--alone: want all cores; got --pin" in capsys.readouterr().err

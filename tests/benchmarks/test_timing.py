@@ -29,6 +29,26 @@ def test_clocks():
     assert timing.wall_clock().settle_s > 0 and timing.cpu_clock().settle_s > 0
 
 
+def test_a_contender_alone(monkeypatch):
+    """Calls to warm up do not count; a short call is repeated, and a slow one has as many turns as rounds."""
+    monkeypatch.setattr(timing, "WARM_S", 0.0)
+    clock = FakeClock({"short": [9.0, 0.001, 0.002, 0.003], "slow": [4.0]})
+    clock.left["short"][0] = 0.001
+    found = timing.steady(lambda: "short", clock, rounds=3, budget_s=0.02)
+    assert (found.samples, found.repeats, found.min) == (4, 5, 0.001)
+    found = timing.steady(lambda: "slow", clock, rounds=3, budget_s=0.02)
+    assert (found.samples, found.repeats, found.median) == (3, 1, 4.0)
+
+
+def test_cores_that_others_take(monkeypatch):
+    others = timing.Others()
+    monkeypatch.setattr(others, "start", (0.0, 10.0, 1.0))
+    monkeypatch.setattr(others, "_read", lambda: (4.0, 18.0, 3.0))
+    assert others() == 1.5  # 8 seconds of all, 2 of them ours, in 4 seconds
+    monkeypatch.setattr(others, "_read", lambda: None)
+    assert others() is None
+
+
 def test_one_clock_for_each_device():
     names = [timing.device_clock("cpu"), timing.device_clock("cpu", pinned=True), timing.device_clock("gpu")]
     assert [clock.name for clock in names] == ["wall time", "cpu time", "cupti kernel time"]
