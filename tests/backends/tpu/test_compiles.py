@@ -33,6 +33,12 @@ COVER = [
 ]
 # every kind, option, chip and form occurs
 DEFAULT = [case for at, case in enumerate(COVER) if at // 6 in (at % 6 % 4, (at + 1) % 6 % 4)]
+# v4 has the least VMEM; each kind and option once, in both forms
+OLDEST = [
+    (("rows", "contraction")[option != "bias" and j % 2], list(KINDS)[j % 4], option, "v4")
+    for j, option in enumerate(OPTIONS)
+]
+COVER, DEFAULT = COVER + OLDEST, DEFAULT + OLDEST[:2]
 
 
 def call(form, option, lhs, rhs, out):
