@@ -83,8 +83,6 @@ def _best(problem: Problem, chip: Chip, layouts: list[Layout]) -> Layout | None:
     limit = MAX_BLOCK_CYCLES[model.size]
     if _mostly_upcasts(problem):
         limit *= 4 / 3  # a single height has half the code
-    elif len(passes(problem)) > 1:
-        limit /= 2  # splitting operands is code too
     short = [layout for layout in fit if longest_block_cycles(problem, layout, model) <= limit]
     fit = short or sorted(fit, key=lambda layout: longest_block_cycles(problem, layout, model))[:8]
 
