@@ -40,17 +40,23 @@ def exact_in_operand(problem: Problem) -> bool:
     return DIGITS.get(problem.rhs.name, 24) + scales <= BFLOAT16_DIGITS
 
 
-def multiply(problem: Problem, chip: Chip, a: Value, b: Value, axes: tuple[int, int]) -> Value:
-    """The product of two tiles, contracted over one axis of each, in the accumulator's dtype."""
+def multiply(
+    problem: Problem, chip: Chip, a: Value, b: Value, axes: tuple[int, int], *, finished: bool = False
+) -> Value:
+    """The product of two tiles, contracted over one axis of each, in the accumulator's dtype.
+
+    If it is `finished`, and scales follow, integers that float32 holds exactly may be float32.
+    """
     left, right = mxu_dtypes(problem, chip)
     widened = jnp.issubdtype(problem.acc, jnp.integer) and left == jnp.bfloat16
     size = a.shape[axes[0]]
+    as_float = widened and finished and problem.epilogue.scaled and size <= EXACT_TERMS
 
     def dot(x: Value, y: Value) -> Value:
         return lax.dot_general(
             x, y, (((axes[0],), (axes[1],)), ((), ())),
             precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32 if widened else problem.acc,
-        ).astype(problem.acc)  # fmt: skip
+        ).astype(jnp.float32 if as_float else problem.acc)  # fmt: skip
 
     def partial_product(start: int, end: int) -> Value:
         x, y = (lax.slice_in_dim(tile, start, end, axis=axis) for tile, axis in zip((a, b), axes, strict=True))
