@@ -33,6 +33,12 @@ COVER = [
 ]
 # every kind, option, chip and form occurs
 DEFAULT = [case for at, case in enumerate(COVER) if at // 6 in (at % 6 % 4, (at + 1) % 6 % 4)]
+# v4 has the least VMEM; each kind and option once, in both forms
+OLDEST = [
+    (("rows", "contraction")[option != "bias" and j % 2], list(KINDS)[j % 4], option, "v4")
+    for j, option in enumerate(OPTIONS)
+]
+COVER, DEFAULT = COVER + OLDEST, DEFAULT + OLDEST[:2]
 
 
 def call(form, option, lhs, rhs, out):
@@ -176,3 +182,19 @@ def test_the_platform_decides_at_lowering(form):
     assert "trencadis" not in cpu and "stablehlo.while" in cpu
     both = jax.export.export(anywhere, platforms=["cpu", "tpu"])(*args).mlir_module()
     assert f"trencadis_{form}" in both and "stablehlo.while" in both
+
+
+def test_equal_products_of_a_program_are_one_kernel_in_it():
+    """Each kernel is lowered into one function, however many layers call it."""
+
+    def layers(x, w, s):
+        for _ in range(3):
+            x = jnp.tanh(tr.grouped_matmul(x, w, s, jnp.bfloat16, backend="tpu"))
+        return x
+
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        for shape, dtype in (((M, K), "bfloat16"), ((G, K, K), "bfloat16"), ((G,), "int32"))
+    ]
+    text = jax.jit(layers).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("stablehlo.custom_call @tpu_custom_call") == 1

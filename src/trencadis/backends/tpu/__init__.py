@@ -8,6 +8,8 @@ row_results        results of the rows form on their way to HBM; gating: gated a
 tile_scheduler     the order of tiles, computed from group sizes in SMEM; indexing: blocks and chunks of an axis
 pipeline           prefetched operands, and results that are written back asynchronously
 products           the product of two tiles and its dtypes; nans: NaNs of float8_e4m3fn, which some MXUs drop
+k_parts            k that is too long for VMEM, in parts
+passes             float32 as bfloat16 parts, for precise products; float16, which XLA converts
 epilogue_vectors   scales and bias in VMEM; block_scales: scales of weights that change along k
 """
 
@@ -27,18 +29,19 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from trencadis.backends.prepare import PREPARE, flat_sizes, pad_to, round_up
-from trencadis.backends.tpu import block_scales, gating
+from trencadis.backends.tpu import block_scales, gating, k_parts
 from trencadis.backends.tpu.choose import chip_for, choose, choose_for_tile, padded, reason
 from trencadis.backends.tpu.epilogue_vectors import as_lane_vectors
 from trencadis.backends.tpu.indexing import LANES, Ref
 from trencadis.backends.tpu.kernel import call
 from trencadis.backends.tpu.layout import Layout
+from trencadis.backends.tpu.passes import notes, precision_of, without_float16
 from trencadis.backends.tpu.products import FLOAT4, conversion_note, exact_in_operand, in_operand
 from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, unknown_dtype
-from trencadis.core.devices import CHIPS, Chip
+from trencadis.core.devices import CHIPS
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Activation, Gate, elementwise
-from trencadis.core.jax_compat import apart
+from trencadis.core.jax_compat import apart, vary_alike
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import owned
 from trencadis.core.target import Target
@@ -61,24 +64,32 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     elsewhere = _elsewhere(target)
     if elsewhere is not None:
         return elsewhere
-    chip, inner = chip_for(target), _peeled(problem)
-    refusal = _arithmetic(inner) or _gated(inner) or _size(inner, chip)
+    chip = chip_for(target)
+    inner = _peeled(problem if problem.gate is not None else without_float16(problem))
+    refusal = _arithmetic(inner) or _gated(inner) or _countable(inner)
     if refusal is not None:
         return refusal
     seen, tile = padded(inner), overrides.tilings.forward
+    parts = None if tile is not None else k_parts.choose_parts(inner, chip)
+    if parts is not None:
+        inner = k_parts.peeled(inner)
+        seen = padded(k_parts.part_of(inner, parts.block_k))
     try:
-        layout = choose(seen, chip) if tile is None else choose_for_tile(seen, chip, tile)
+        layout = parts or (choose(seen, chip) if tile is None else choose_for_tile(seen, chip, tile))
     except ValueError as error:  # the caller's tile does not fit; an error only if this backend was asked for
         if overrides.backend == "tpu" and problem.gate is None:
             raise
         return _refusal(str(error))
-    assert layout is not None  # otherwise `_size` had refused
-    note = conversion_note(seen, chip)
+    if layout is None:
+        fits = f"no block of k = {problem.k} columns fits into the {chip.vmem >> 20} MiB of VMEM of a {chip.name}"
+        return _refusal(fits)
+    said = [*notes(problem, seen, chip.name), conversion_note(seen, chip)]
+    said += [] if parts is None else [k_parts.note(inner, parts)]
     slow = overrides.advise and exact_in_operand(seen) and not in_operand(seen)
     return Plan(
         asked=problem, problem=inner, target=target, backend="tpu", interpret=overrides.interpret,
         tiling=Tiling(layout.block_m, layout.block_k, layout.block_n), layout=layout,
-        because=reason(seen, layout, chip), notes=() if note is None else (note,),
+        because=reason(seen, layout, chip), notes=tuple(filter(None, said)),
         slow=K_LAST if slow else "", advice=PREPARE if slow else "",
     )  # fmt: skip
 
@@ -92,8 +103,13 @@ def run(plan: Plan, *operands: Array) -> Any:
     }
     if plan.interpret:
         options = {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")}
-    outs = execute(plan.problem, padded(plan.problem), plan.layout, *operands, **options)
-    return outs[0] if plan.problem.gate is None else outs
+    if plan.problem.gate is not None:
+        return execute(plan.problem, padded(plan.problem), plan.layout, *operands, **options)
+    given = zip(operands, plan.problem.operands, strict=True)
+    wide = [x.astype(dtype) if x.dtype == jnp.float16 else x for x, (_, dtype) in given]
+    compute = execute_parts if k_parts.in_parts(plan.problem, plan.layout) else execute
+    (out,) = compute(plan.problem, padded(plan.problem), plan.layout, *wide, **options)
+    return out if plan.peeled or plan.split else out.astype(plan.asked.out)
 
 
 def _elsewhere(target: Target) -> Refusal | None:
@@ -123,9 +139,10 @@ def _arithmetic(problem: Problem) -> Refusal | None:
         return unknown
     if problem.epilogue.along_k and (reason := _along_k(problem)):
         return _refusal(reason)
-    if _precision(problem) is None:
+    if precision_of(problem) is None:
         return _refusal(
-            f"precision is {problem.asked}; it has DEFAULT and HIGHEST", "pass one of these, or bfloat16 operands"
+            f"precision is {problem.asked}; it has DEFAULT, HIGH and HIGHEST, as passes over bfloat16 parts",
+            "pass one of these, or bfloat16 operands",
         )
     return None
 
@@ -159,17 +176,13 @@ def _gated(problem: Problem) -> Refusal | None:
     return None
 
 
-def _size(problem: Problem, chip: Chip) -> Refusal | None:
-    """The refusal of a problem that is empty, or too large for SMEM or VMEM; None if it fits."""
+def _countable(problem: Problem) -> Refusal | None:
+    """The refusal of a problem that is empty, or whose sizes do not fit into SMEM; None if there is none."""
     if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
         return _refusal("there is nothing to multiply", costly=False)
     if problem.batch * problem.groups > MAX_GROUP_SIZES:
         return _refusal(
             f"{problem.batch * problem.groups} group sizes are too many for scalar memory; it takes {MAX_GROUP_SIZES}"
-        )
-    if choose(padded(problem), chip) is None:
-        return _refusal(
-            f"no block of k = {problem.k} columns fits into the {chip.vmem >> 20} MiB of VMEM of a {chip.name}"
         )
     return None
 
@@ -181,15 +194,10 @@ def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, 
     """
     layout = dataclasses.replace(layout, columns=problem.n)
     _, _, sizes, first, *_ = operands
-    named = {
-        "sizes": flat_sizes(sizes, problem.m),
-        "first": first,
-        "height_table": jnp.asarray(layout.height_table, jnp.int32),
-        **_padded_operands(problem, inner, layout, *operands),
-    }
+    named = _operands(problem, inner, layout, *operands)
     if "interpret" in options:  # the interpreter does not bitcast references
         named = {name: block_scales.as_integers(x) for name, x in named.items()}
-    found = call(inner.replace(precision=_precision(problem)), layout, named, **options)
+    found = call(inner.replace(precision=precision_of(problem)), layout, named, **options)
     sums = found.pop("row_sums", None)
     outs = [
         x if x.shape == problem.out_shape else lax.slice(x, (0,) * x.ndim, problem.out_shape) for x in found.values()
@@ -198,6 +206,35 @@ def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, 
         mine = owned(problem, sizes, first)
         outs.append(jnp.where(mine, jnp.sum(sums[: problem.rows], axis=1), 0))
     return outs
+
+
+def execute_parts(problem: Problem, inner: Problem, layout: Layout, *operands: Array, **options: Any) -> list[Array]:
+    """The sums of a problem by a kernel for each part of k, in a list of one; `inner` has padded n."""
+    length, count = layout.block_k, -(-problem.k // layout.block_k)
+    part = k_parts.part_of(inner, length).replace(precision=precision_of(problem))
+    layout = dataclasses.replace(layout, columns=problem.n)
+    named = _operands(problem, inner.replace(k=length * count), layout, *operands)
+
+    def add(sums: Array, start: Array) -> tuple[Array, None]:
+        found = call(part, layout, {**named, "k_start": start, "existing": sums}, **options)
+        return found["out"], None
+
+    # inside shard_map a loop carries arrays that vary over the same mesh axes
+    rows = named["lhs"].shape[0]
+    sums, *_ = vary_alike(jnp.zeros((rows, inner.n), part.out), *named.values())
+    starts = length * jnp.arange(count, dtype=jnp.int32)[:, None]
+    return [lax.slice(lax.scan(add, sums, starts)[0], (0, 0), problem.out_shape)]
+
+
+def _operands(problem: Problem, inner: Problem, layout: Layout, *operands: Array) -> dict[str, Array]:
+    """All operands of the kernel, by name."""
+    _, _, sizes, first, *_ = operands
+    return {
+        "sizes": flat_sizes(sizes, problem.m),
+        "first": first,
+        "height_table": jnp.asarray(layout.height_table, jnp.int32),
+        **_padded_operands(problem, inner, layout, *operands),
+    }
 
 
 def _padded_operands(problem: Problem, inner: Problem, layout: Layout, *operands: Array) -> dict[str, Array]:
@@ -230,18 +267,6 @@ def _padded_operands(problem: Problem, inner: Problem, layout: Layout, *operands
     out_shape = (rows, n) if problem.form is Form.ROWS else (problem.spans, k, n)
     named |= {name: pad_to(x, (problem.local_groups, n))[:, None, :] for name, x in vectors.items() if x is not None}
     return named | {name: pad_to(x, out_shape) for name, x in matrices.items() if x is not None}
-
-
-def _precision(problem: Problem) -> lax.Precision | None:
-    """The precision of the products inside the kernel, or None if it does not have the one that was asked for.
-
-    Only float32 operands have a choice. The precision is always explicit: otherwise a product inside the kernel would
-    take it from jax_default_matmul_precision, which may name one that the kernel does not have.
-    """
-    if jnp.float32 not in (problem.lhs, problem.rhs):
-        return lax.Precision.DEFAULT
-    known = problem.precisions
-    return next(iter(known)) if known in ({lax.Precision.DEFAULT}, {lax.Precision.HIGHEST}) else None
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,6 +17,7 @@ from trencadis.backends.tpu import block_scales, contraction, gating, rows
 from trencadis.backends.tpu.indexing import LANES
 from trencadis.backends.tpu.layout import Layout, cheapest_heights
 from trencadis.backends.tpu.model import MxuModel, code_cycles, longest_block_cycles, predict
+from trencadis.backends.tpu.passes import passes, precision_of
 from trencadis.backends.tpu.products import in_operand, mxu_dtypes
 from trencadis.core.devices import CHIPS, Chip, chip_of
 from trencadis.core.dtypes import width
@@ -34,7 +35,7 @@ HEIGHTS = {
 SHORT_HEIGHTS = [(32,), (32, 64), (32, 64, 128), (64, 128, 256)]  # and where weights have scales along k
 FEW_ROWS = 64  # mean rows of a group up to which it takes longer to upcast and scale weights than to multiply them
 # Most cycles of a basic block, by the size of an MXU: longer ones gain little, and take the compiler long.
-MAX_BLOCK_CYCLES = {256: 9_200, 128: 24_000}
+MAX_BLOCK_CYCLES = {256: 9_200.0, 128: 24_000.0}
 WHOLE_WEIGHTS = 16 << 20  # bytes of a group's weights, double buffered, up to which they may be held as one block
 CHUNKS = (256, 512, 768, 1024, 1536, 2048)
 
@@ -45,11 +46,15 @@ def chip_for(target: Target) -> Chip:
 
 
 def padded(problem: Problem) -> Problem:
-    """The problem with k and n padded to multiples of 128 lanes where they are too large to be a single chunk."""
+    """The problem with k and n padded to multiples of 128 lanes where they are too large to be a single chunk.
+
+    Its precision is that of the kernel's products, and no longer depends on a setting.
+    """
 
     def pad(size: int, large: bool = False) -> int:
         return round_up(size, LANES) if size > CHUNKS[-1] or large else size
 
+    problem = problem.replace(precision=precision_of(problem))
     if problem.form is Form.CONTRACTION:
         return problem.replace(n=pad(problem.n), k=pad(problem.k))
     held = 2 * len(gating.weights(problem)) * problem.k * problem.n * width(problem.rhs)
@@ -75,9 +80,9 @@ def _best(problem: Problem, chip: Chip, layouts: list[Layout]) -> Layout | None:
     model = mxu_model_for(problem, chip)
     fit = [layout for layout in layouts if vmem(problem, layout) <= chip.vmem * VMEM_SHARE]
     # long basic blocks take too long to compile; if all are too long, the shortest are better than none
-    limit = MAX_BLOCK_CYCLES[model.size] * (
-        4 / 3 if _mostly_upcasts(problem) else 1
-    )  # a single height has half the code
+    limit = MAX_BLOCK_CYCLES[model.size]
+    if _mostly_upcasts(problem):
+        limit *= 4 / 3  # a single height has half the code
     short = [layout for layout in fit if longest_block_cycles(problem, layout, model) <= limit]
     fit = short or sorted(fit, key=lambda layout: longest_block_cycles(problem, layout, model))[:8]
 
@@ -100,6 +105,7 @@ def mxu_model_for(problem: Problem, chip: Chip) -> MxuModel:
     """The cost model of a chip for the dtypes in which it multiplies the problem's operands."""
     stored, scaled = (problem.lhs, problem.rhs), in_operand(problem)
     model = MxuModel.of(chip, mxu_dtypes(problem, chip), stored, transposed=problem.transpose_rhs)
+    model = dataclasses.replace(model, rate=model.rate / len(passes(problem)))
     if not block_scales.applies(problem):
         return model
     return model.with_block_scales(block_scales.SLAB if scaled else problem.epilogue.column_block[0], scaled=scaled)
@@ -113,6 +119,8 @@ def vmem(problem: Problem, layout: Layout) -> int:
     """The bytes of VMEM that a kernel takes: all buffers, and an estimate for what the compiler spills."""
     form = rows if problem.form is Form.ROWS else contraction
     buffers = sum(_bytes(shape) for shape in form.scratch(problem, layout).values())
+    if len(passes(problem)) > 1:
+        return buffers + _parts_bytes(problem, layout) + (1 << 20)
     itemsize = max(dtype.itemsize for dtype in mxu_dtypes(problem, layout.chip))
     # the compiler keeps the streamed operand of a basic block in VMEM, converted; on v7x not if it is bfloat16 already
     if problem.form is Form.CONTRACTION:
@@ -121,6 +129,17 @@ def vmem(problem: Problem, layout: Layout) -> int:
     sums = 0 if problem.gate is None else len(gating.weights(problem)) * layout.block_m * layout.chunk * 4
     kept = layout.chip.name != "v7x" or problem.lhs != jnp.bfloat16
     return buffers + kept * layout.block_m * problem.k * itemsize + sums + (1 << 20)
+
+
+def _parts_bytes(problem: Problem, layout: Layout) -> int:
+    """The bytes of both operands of a basic block in bfloat16 parts, and of their sums, which the compiler spills."""
+    parts = 1 + max(map(max, passes(problem)))
+    kept = 2 * parts + (4 if parts > 2 else 0)  # with three parts, what is left for the last two as well
+    if problem.form is Form.ROWS:
+        free, summed = (layout.block_m, layout.chunk), problem.k
+    else:
+        free, summed = (layout.block_k, layout.chunk), 2 * layout.step_m
+    return int(1.25 * sum(free) * summed * kept) + 4 * math.prod(free)
 
 
 def _bytes(shape: Any) -> int:

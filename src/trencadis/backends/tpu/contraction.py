@@ -262,12 +262,11 @@ class ContractionBody:
 
             lax.while_loop(lambda row: row < bottom, clear, scheduler.align_up(tile.end) - tile.row)
 
-    def _product(self, x: Ref, y: Ref, row: Index, size: int) -> Value:
-        """The product [block_k, chunk] of `size` rows of both buffers, from `row` on."""
+    def _product(self, x: Ref, y: Ref, row: Index, size: int, *, finished: bool = False) -> Value:
+        """The product [block_k, chunk] of `size` rows of both buffers, from `row` on; `finished` if it is the sum."""
         rows = aligned_ds(row, size, self.layout.step_m)
-        if self.problem.transpose_lhs:
-            return multiply(self.problem, self.layout.chip, x[:, rows], y[rows, :], (1, 0))
-        return multiply(self.problem, self.layout.chip, x[rows, :], y[rows, :], (0, 0))
+        left, axis = (x[:, rows], 1) if self.problem.transpose_lhs else (x[rows, :], 0)
+        return multiply(self.problem, self.layout.chip, left, y[rows, :], (axis, 0), finished=finished)
 
     def _accumulate(self, tile: Tile, chunk: Index, x: Ref, y: Ref) -> None:
         """Take the long steps of a tile that come before the last step of its span."""
@@ -310,7 +309,7 @@ class ContractionBody:
 
             @pl.when((left == i32(short)) & only)
             def _(short: int = short) -> None:
-                store(scaled(self._product(x, y, 0, short * step_m)))
+                store(scaled(self._product(x, y, 0, short * step_m, finished=True)))
 
             @pl.when((left == i32(short)) & jnp.logical_not(only))
             def _(short: int = short) -> None:

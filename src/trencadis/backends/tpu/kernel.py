@@ -22,7 +22,7 @@ from trencadis.backends.tpu.tile_scheduler import Tile, TileScheduler
 from trencadis.core.cost import cost
 from trencadis.core.problem import Form, Problem
 
-IN_SMEM = ("sizes", "first", "height_table")
+IN_SMEM = ("sizes", "first", "height_table", "k_start")
 
 
 class Body(Protocol):
@@ -49,7 +49,10 @@ def results(problem: Problem, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]
 
 
 def call(problem: Problem, layout: Layout, operands: dict[str, jax.Array], **options: Any) -> dict[str, jax.Array]:
-    """Run the kernel; operands are, by name, sizes, first and height_table, then lhs, rhs and those of the epilogue."""
+    """Run the kernel; operands are, by name, sizes, first and height_table, then lhs, rhs and those of the epilogue.
+
+    With `k_start`, the kernel multiplies the part of k from there on that is as long as the problem's.
+    """
     form = rows if problem.form is Form.ROWS else contraction
     shapes = form.scratch(problem, layout)
     names, found = list(operands), results(problem, layout)

@@ -10,6 +10,7 @@ from jax import lax
 
 from trencadis.backends.tpu.indexing import LANES, Value
 from trencadis.backends.tpu.nans import nan_marks
+from trencadis.backends.tpu.passes import passes, precise_product
 from trencadis.core.devices import Chip
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.problem import Problem
@@ -39,19 +40,30 @@ def exact_in_operand(problem: Problem) -> bool:
     return DIGITS.get(problem.rhs.name, 24) + scales <= BFLOAT16_DIGITS
 
 
-def multiply(problem: Problem, chip: Chip, a: Value, b: Value, axes: tuple[int, int]) -> Value:
-    """The product of two tiles, contracted over one axis of each, in the accumulator's dtype."""
+def multiply(
+    problem: Problem, chip: Chip, a: Value, b: Value, axes: tuple[int, int], *, finished: bool = False
+) -> Value:
+    """The product of two tiles, contracted over one axis of each, in the accumulator's dtype.
+
+    If it is `finished`, and scales follow, integers that float32 holds exactly may be float32.
+    """
     left, right = mxu_dtypes(problem, chip)
     widened = jnp.issubdtype(problem.acc, jnp.integer) and left == jnp.bfloat16
     size = a.shape[axes[0]]
+    as_float = widened and finished and problem.epilogue.scaled and size <= EXACT_TERMS
+
+    def dot(x: Value, y: Value) -> Value:
+        return lax.dot_general(
+            x, y, (((axes[0],), (axes[1],)), ((), ())),
+            precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32 if widened else problem.acc,
+        ).astype(jnp.float32 if as_float else problem.acc)  # fmt: skip
 
     def partial_product(start: int, end: int) -> Value:
         x, y = (lax.slice_in_dim(tile, start, end, axis=axis) for tile, axis in zip((a, b), axes, strict=True))
-        return lax.dot_general(
-            x.astype(left), y.astype(right), (((axes[0],), (axes[1],)), ((), ())),
-            precision=problem.precision, preferred_element_type=jnp.float32 if widened else problem.acc,
-        ).astype(problem.acc)  # fmt: skip
+        return dot(x.astype(left), y.astype(right))
 
+    if len(passes(problem)) > 1:
+        return precise_product(problem, a, b, dot)
     step = EXACT_TERMS if widened else size
     rest = (partial_product(start, min(start + step, size)) for start in range(step, size, step))
     product = sum(rest, partial_product(0, min(step, size)))
@@ -66,8 +78,11 @@ def mxu_dtypes(problem: Problem, chip: Chip) -> tuple[np.dtype[Any], np.dtype[An
 
     Next to a bfloat16 operand, a float8 is converted by the MXU itself as it loads it.
     """
+    bfloat16 = np.dtype(jnp.bfloat16)
+    if len(passes(problem)) > 1:
+        return bfloat16, bfloat16
     if in_operand(problem):
-        problem = problem.replace(rhs=np.dtype(jnp.bfloat16), epilogue=Epilogue())
+        problem = problem.replace(rhs=bfloat16, epilogue=Epilogue())
     stored = problem.lhs, problem.rhs
     narrow = _narrow_dtypes(problem)
     if problem.lhs == problem.rhs and not narrow:
@@ -79,7 +94,7 @@ def mxu_dtypes(problem: Problem, chip: Chip) -> tuple[np.dtype[Any], np.dtype[An
     nans_kept = chip.no_nan_dtype not in narrow or (problem.k % LANES == 0 and problem.n % LANES == 0)
     if not any(integer) and nans_kept and narrow <= set(chip.mxu_8bit_dtypes):
         return stored
-    common = np.dtype(jnp.int8 if all(integer) and "int8" in chip.mxu_8bit_dtypes else jnp.bfloat16)
+    common = np.dtype(jnp.int8) if all(integer) and "int8" in chip.mxu_8bit_dtypes else bfloat16
     return common, common
 
 

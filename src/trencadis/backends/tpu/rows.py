@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from trencadis.backends.tpu import block_scales, epilogue_vectors, gating, row_results
 from trencadis.backends.tpu.block_scales import BlockScales, as_held, held_weights
 from trencadis.backends.tpu.epilogue_vectors import EpilogueVectors, column_vectors, lane_vector_of
-from trencadis.backends.tpu.indexing import LANES, BlockedAxis, Dma, Index, Ref, Value, aligned_ds, i32
+from trencadis.backends.tpu.indexing import LANES, BlockedAxis, Dma, Index, Ref, Slice, Value, aligned_ds, i32
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.pipeline import Cursor, Prefetcher
 from trencadis.backends.tpu.products import multiply
@@ -91,7 +91,7 @@ class RowsBody:
         """The copies of a row tile of lhs, and of its scales."""
         del chunk
         rows, inside = self.scheduler.dma_rows(tile)
-        source, target = self.hbm["lhs"].at[rows, :], self.vmem["lhs"].at[slot, inside, :]
+        source, target = self.hbm["lhs"].at[rows, self._part_of_k()], self.vmem["lhs"].at[slot, inside, :]
         copies = [pltpu.make_async_copy(source, target, self.vmem["lhs_sem"].at[slot])]
         if "by_row" in self.vmem:
             copies.append(self.vectors.dma_rows(lane_vector_of(tile.row), slot))
@@ -115,10 +115,16 @@ class RowsBody:
         which, target = lax.rem(tile.span, i32(self.problem.weights)), self.vmem[name].at[slot, chunk]
         weights = as_held(self.hbm[name], held_weights(self.problem))
         if self.problem.transpose_rhs:
-            source, target = weights.at[which, columns, :], target.at[inside, :]
+            source, target = weights.at[which, columns, self._part_of_k()], target.at[inside, :]
         else:
-            source, target = weights.at[which, :, columns], target.at[:, inside]
+            source, target = weights.at[which, self._part_of_k(), columns], target.at[:, inside]
         return pltpu.make_async_copy(source, target, self.vmem[f"{name}_sem"].at[slot, chunk])
+
+    def _part_of_k(self) -> Slice:
+        """The columns of lhs, and of weights their entries of k, that the kernel multiplies: a part, or all of them."""
+        if "k_start" not in self.hbm:
+            return slice(None)
+        return aligned_ds(self.hbm["k_start"][0], self.problem.k, LANES)
 
     def _dma_columns(self, name: str, tile: Tile, slot: Index, chunk: Index) -> Dma:
         which = lax.rem(tile.span, i32(self.problem.weights))
