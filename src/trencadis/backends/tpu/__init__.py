@@ -58,9 +58,9 @@ _refusal = functools.partial(Refusal, "tpu")
 
 def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """The plan of a kernel, for dtypes that it multiplies and blocks that fit into VMEM, or why there is none."""
-    elsewhere = _elsewhere(target)
-    if elsewhere is not None:
-        return elsewhere
+    refusal = elsewhere(target)
+    if refusal is not None:
+        return refusal
     chip, inner = chip_for(target), _peeled(problem)
     refusal = _arithmetic(inner) or _gated(inner) or _size(inner, chip)
     if refusal is not None:
@@ -85,18 +85,20 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
 
 def run(plan: Plan, *operands: Array) -> Any:
     """The result of a plan's problem, computed by one kernel; with a gated activation a list of its results."""
-    options: dict[str, Any] = {
-        "compiler_params": pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=chip_for(plan.target).vmem - (1 << 19)
-        )
-    }
-    if plan.interpret:
-        options = {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")}
+    options = call_options(plan, dimension_semantics=("parallel",))
     outs = execute(plan.problem, padded(plan.problem), plan.layout, *operands, **options)
     return outs[0] if plan.problem.gate is None else outs
 
 
-def _elsewhere(target: Target) -> Refusal | None:
+def call_options(plan: Plan, **params: Any) -> dict[str, Any]:
+    """The options of a kernel's call: the limit of VMEM and other parameters of the compiler, or the interpreter."""
+    if plan.interpret:
+        return {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")}
+    limit = chip_for(plan.target).vmem - (1 << 19)
+    return {"compiler_params": pltpu.CompilerParams(vmem_limit_bytes=limit, **params)}
+
+
+def elsewhere(target: Target) -> Refusal | None:
     """The refusal of a target that is not a single TPU of a known kind; None if the kernels run on it."""
     if target.platform != "tpu":
         return _refusal(f"it runs on TPU; the target is {target}")
@@ -123,7 +125,7 @@ def _arithmetic(problem: Problem) -> Refusal | None:
         return unknown
     if problem.epilogue.along_k and (reason := _along_k(problem)):
         return _refusal(reason)
-    if _precision(problem) is None:
+    if precision(problem) is None:
         return _refusal(
             f"precision is {problem.asked}; it has DEFAULT and HIGHEST", "pass one of these, or bfloat16 operands"
         )
@@ -189,7 +191,7 @@ def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, 
     }
     if "interpret" in options:  # the interpreter does not bitcast references
         named = {name: block_scales.as_integers(x) for name, x in named.items()}
-    found = call(inner.replace(precision=_precision(problem)), layout, named, **options)
+    found = call(inner.replace(precision=precision(problem)), layout, named, **options)
     sums = found.pop("row_sums", None)
     outs = [
         x if x.shape == problem.out_shape else lax.slice(x, (0,) * x.ndim, problem.out_shape) for x in found.values()
@@ -232,7 +234,7 @@ def _padded_operands(problem: Problem, inner: Problem, layout: Layout, *operands
     return named | {name: pad_to(x, out_shape) for name, x in matrices.items() if x is not None}
 
 
-def _precision(problem: Problem) -> lax.Precision | None:
+def precision(problem: Problem) -> lax.Precision | None:
     """The precision of the products inside the kernel, or None if it does not have the one that was asked for.
 
     Only float32 operands have a choice. The precision is always explicit: otherwise a product inside the kernel would
