@@ -11,6 +11,7 @@ loops of XLA, which run only if there are any.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ import numpy as np
 from jax import lax
 
 from trencadis.backends import tpu as backend
-from trencadis.backends.prepare import round_up
 from trencadis.backends.tpu.choose import chip_for
 from trencadis.backends.tpu.ragged import align, collect, multiply
 from trencadis.backends.tpu.ragged.blocks import BLOCK, Room
@@ -42,7 +42,7 @@ VMEM_SHARE = 0.75  # of VMEM that buffers may take
 LONGEST = 2**14  # entries of a row that fits into the buffers of a copy, by 128 MiB of VMEM
 WINDOW = 2**18  # entries of the result that are written at a time
 
-_refusal = lambda *given, **more: Refusal("tpu", *given, **more)  # noqa: E731
+_refusal = functools.partial(Refusal, "tpu")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +79,8 @@ def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides(
 def _reason(problem: GemmProblem, layout: GemmLayout) -> str:
     like, part = mean_problem(problem), layout.parts.granule * layout.parts.m[0]
     return (
-        f"products of up to {part} x {layout.parts.granule * layout.parts.k[0]} x {part} for {problem.groups} groups of "
-        f"{like.m // like.groups} x {like.k} x {like.n} (m, k, n) on the mean, as the arrays have room for; "
+        f"products of up to {part} x {layout.parts.granule * layout.parts.k[0]} x {part} for {problem.groups} groups "
+        f"of {like.m // like.groups} x {like.k} x {like.n} (m, k, n) on the mean, as the arrays have room for; "
         f"lhs, rhs and the result copied to and from blocks of {BLOCK} x {BLOCK}, padded to {layout.parts.granule}"
     )
 
@@ -129,10 +129,11 @@ def layout_for(problem: GemmProblem, chip: Chip) -> GemmLayout:
     like = mean_problem(problem)
     granule = 256 if min(like.m // like.groups, like.k, like.n) >= LARGE else BLOCK
     depth = PARTS[1:] if granule == 256 else PARTS
-    tile = PARTS[0]
+    tile = 1
     while _vmem(problem, granule, tile + 1, depth[0]) <= chip.vmem * VMEM_SHARE and tile * granule < 2560:
         tile += 1
-    parts = multiply.Parts(granule=granule, tile_m=tile, tile_n=tile, m=PARTS, n=PARTS, k=depth)
+    sizes = tuple(size for size in PARTS if size <= tile)
+    parts = multiply.Parts(granule=granule, tile_m=tile, tile_n=tile, m=sizes, n=sizes, k=depth)
     return GemmLayout(parts=parts, longest=longest(chip), window=min(WINDOW, WINDOW * chip.vmem // (64 << 20)))
 
 
@@ -252,18 +253,24 @@ def run(plan: Plan, *operands: Array) -> Array:
     assert isinstance(problem, GemmProblem)
     options = backend.call_options(plan)
     out, left = execute(problem, plan.layout, *operands, **options)
-    lhs, rhs, *rest = operands
+    return with_loops(problem, plan.target, out, left, *operands)
+
+
+def with_loops(
+    problem: GemmProblem, target: Target, out: Array, left: Array, lhs: Array, rhs: Array, *rest: Array
+) -> Array:
+    """The result of the kernels, and of XLA's loops over those groups that they left out, if there are any."""
     groups, extras = Groups(*rest[:6]), problem.extras(rest[6:])._replace(existing=out)
     others = groups._replace(**{name: jnp.where(left, getattr(groups, name), 0) for name in "mkn"})
     loops: Any = problem.replace(accumulate=True, known=None)
-    looped = dataclasses.replace(xla.plan(loops, plan.target), interpret=False)
+    looped = xla.plan(loops, target)
     return lax.cond(
         jnp.any(left), lambda *given: xla.run(looped, *given), lambda *given: given[8], lhs, rhs, *others, *extras.given
     )
 
 
 def execute(problem: GemmProblem, layout: GemmLayout, lhs: Array, rhs: Array, *rest: Array, **options: Any) -> Any:
-    """The result by kernels of this layout, and bool[g]: groups that are left out, whose entries are as unowned ones."""
+    """The result by kernels of this layout, and bool[g]: groups that are left out, as if they owned nothing."""
     flat, groups, extras = flattened(problem), Groups(*rest[:6]), problem.extras(rest[6:])
     pair = _flat(problem.lhs, lhs), _flat(problem.rhs, rhs)
     if flat_buffer(problem.out).transposed:

@@ -9,6 +9,7 @@ tile_scheduler     the order of tiles, computed from group sizes in SMEM; indexi
 pipeline           prefetched operands, and results that are written back asynchronously
 products           the product of two tiles and its dtypes; nans: NaNs of float8_e4m3fn, which some MXUs drop
 epilogue_vectors   scales and bias in VMEM; block_scales: scales of weights that change along k
+ragged             the kernels of the general grouped GEMM, in which more than one of m, k and n differs by group
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Kernels of the general grouped GEMM: groups that differ in more than one of m, k and n.
 
-A copy between HBM and VMEM moves whole tiles of 8 x 128 numbers, and rows of any length start anywhere in a flat buffer.
-So there are three kernels: `align` writes the matrices of an operand as blocks of 128 x 128, `multiply` computes the
+A copy between HBM and VMEM moves whole tiles of 8 x 128 numbers, and rows of a flat buffer start anywhere. So there are
+three kernels: `align` writes the matrices of an operand as blocks of 128 x 128, `multiply` computes the
 products of such blocks, and `collect` applies the epilogue and writes the rows of the results one after the other.
 
 blocks     where the blocks of each group are, and the tables that the kernels read from SMEM

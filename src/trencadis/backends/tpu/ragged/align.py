@@ -1,9 +1,9 @@
 """The kernel that copies the rows of matrices in a flat buffer, which start anywhere, to blocks of 128 x 128.
 
 A row that starts at lane p of a vector of 128 entries takes each of its vectors from two: lanes from p on of one, and
-those before p of the next. They are merged, and rotated by p. The vectors of a row are then stored as many rows apart
-as a block has, so that each is one row of a block. Of 16-bit entries, two vectors of a row are in the two halves of
-the words; they are paired with those of the row below before they are stored.
+those before p of the next. They are merged, and rotated by p. The vectors of eight rows are then transposed, so that
+rows of one block are together; a store with a stride would take a store for each row. Of 16-bit entries, two vectors of
+a row are in the two halves of the words; they are paired with those of the row below first.
 
 Columns and rows past the end of a matrix, up to whole granules, are zeros.
 """
@@ -190,7 +190,13 @@ class Aligner:
         lax.fori_loop(i32(0), i32(BLOCK // UNROLLED), some, None)
 
     def _vectors(
-        self, source: Ref, place: tuple[Index, Index], vector: Index, row: Index, rows: Index, sizes: tuple[Index, Index]
+        self,
+        source: Ref,
+        place: tuple[Index, Index],
+        vector: Index,
+        row: Index,
+        rows: Index,
+        sizes: tuple[Index, Index],
     ) -> Value:
         """Some vectors of a row, from `vector` on, as words i32[8, 128]; zeros past the end of the row.
 
@@ -229,13 +235,15 @@ class Aligner:
     def _store(self, target: Ref, to: Index, row: Index, found: list[Value]) -> None:
         """Store vectors of consecutive rows to the blocks of a chunk, which start at `to`."""
         if self.dtype.itemsize == 4:
-            for r, words in enumerate(found):
-                target[pl.ds(to + row + i32(r), 8, stride=self.words), :] = words
-            return
-        for r in range(0, UNROLLED, 2):
-            upper, lower = found[r], found[r + 1]
-            even = (upper & LOW) | (lower << i32(16))
-            odd = lax.shift_right_logical(upper, i32(16)) | (lower & ~LOW)
-            at = to + (row >> i32(1)) + i32(r // 2)
-            target[pl.ds(at, 8, stride=2 * self.words), :] = even
-            target[pl.ds(at + i32(self.words), 8, stride=2 * self.words), :] = odd
+            parts, pace, row = [found], 1, row
+        else:
+            pairs = list(zip(found[::2], found[1::2], strict=True))
+            even = [(upper & LOW) | (lower << i32(16)) for upper, lower in pairs]
+            odd = [lax.shift_right_logical(upper, i32(16)) | (lower & ~LOW) for upper, lower in pairs]
+            parts, pace, row = [even, odd], 2, row >> i32(1)
+        for first, part in enumerate(parts):
+            for r in range(0, len(part), 8):
+                rows = jnp.swapaxes(jnp.stack(part[r : r + 8]), 0, 1)  # [vectors, rows, 128]
+                for v in range(8):
+                    at = to + i32((v * pace + first) * self.words + r) + row
+                    target[aligned_ds(at, 8, 8), :] = rows[v]

@@ -2,7 +2,8 @@
 
 The flat buffer is written in windows. A window starts as zeros or as the existing values. The vectors of each row that
 reaches into it are rotated to where they belong, and only the lanes of the row are stored. So rows do not wait for one
-another, whatever their length is, and what no group owns stays as it is.
+another, whatever their length is, and what no group owns stays as it is. Vectors of a row are in as many blocks; those
+of eight rows are loaded block by block and transposed.
 
 The result is `alpha * product + bias + beta * existing`, in float32, and it is rounded once.
 """
@@ -29,7 +30,7 @@ from trencadis.core.dtypes import cast
 
 FIELDS = ("start", "stride", "rows", "columns", "first", "lanes", "owned")  # of a group in the table
 UNROLLED = 32  # rows that are written at a time
-CONVERTED = 32 * LANES  # entries that are converted at a time
+CONVERTED = 128 * LANES  # entries that are converted at a time
 BUFFERS = 2
 CHUNK = 8  # vectors of a row that are written at a time
 COMPUTED, EMPTY_SUM = 1, 2  # in the field "owned": there is a product, or a sum of no terms; 0: there is nothing
@@ -118,13 +119,13 @@ class Collector:
 
     @property
     def slab(self) -> int:
-        """The rows of a buffer for a row of blocks, with a block before the first and some after the last."""
-        return (round_up(self.room.lanes, CHUNK) + 2 * CHUNK) * BLOCK
+        """The rows of a buffer for a row of blocks, and for what is read past them."""
+        return (round_up(self.room.lanes, CHUNK) + 1) * BLOCK
 
     @property
     def bias_rows(self) -> int:
-        """The vectors of a group's bias in memory, with some before the first and after the last."""
-        return 2 * CHUNK + round_up(-(-self.bias // LANES), CHUNK)
+        """The vectors of a group's bias in memory."""
+        return round_up(-(-self.bias // LANES), CHUNK)
 
     def scratch(self) -> dict[str, Any]:
         """The scratch shapes of the kernel, by name."""
@@ -152,7 +153,7 @@ class Collector:
             ones = jnp.ones((self.groups,), jnp.float32)
             operands["numbers"] = jnp.concatenate([extras.get(name, ones) for name in ("alpha", "beta")])
         if self.bias:
-            padded = jnp.pad(extras["bias"], ((0, 0), (CHUNK * LANES, self.bias_rows * LANES - CHUNK * LANES - self.bias)))
+            padded = jnp.pad(extras["bias"], ((0, 0), (0, self.bias_rows * LANES - self.bias)))
             operands["bias"] = padded.reshape(-1, LANES)
         results = {"out": jax.ShapeDtypeStruct((self.length,), self.dtype)}
         results["out_tail"] = jax.ShapeDtypeStruct((TILE,), self.dtype)
@@ -173,7 +174,9 @@ class Collector:
         pieces = Pieces(hbm["table"], self.groups, self.window, self.length)
         prefetchers = self._prefetchers(pieces, hbm, vmem)
 
-        ring = OutputRing(vmem, (None, LANES), lambda slot, where, rows, columns: [self._send(hbm, vmem, slot, where, rows)])
+        ring = OutputRing(
+            vmem, (None, LANES), lambda slot, where, rows, columns: [self._send(hbm, vmem, slot, where, rows)]
+        )
         ring.reset()
 
         def compute(here: Neighbours, cursors: dict[str, Cursor]) -> None:
@@ -214,7 +217,7 @@ class Collector:
             lanes = pieces.field("lanes", piece.group)
             first = (pieces.field("first", piece.group) + piece.row_block * lanes) * i32(BLOCK)
             rows = lanes * i32(BLOCK)
-            target = vmem["blocks"].at[aligned_ds(slot * i32(self.slab) + i32(BLOCK), rows, BLOCK)]
+            target = vmem["blocks"].at[aligned_ds(slot * i32(self.slab), rows, BLOCK)]
             source = hbm["blocks"].at[aligned_ds(first, rows, BLOCK)]
             return [pltpu.make_async_copy(source, target, vmem["blocks_sem"].at[slot])]
 
@@ -285,9 +288,9 @@ class Collector:
         group, columns, stride = piece.group, *(pieces.field(name, piece.group) for name in ("columns", "stride"))
         start = pieces.bounds(piece)[0] - piece.window * i32(self.window)
         rows = jnp.minimum(pieces.field("rows", group) - piece.row_block * i32(BLOCK), i32(BLOCK))
-        first = lax.div(jnp.maximum(-start, i32(0)), stride)
+        first = lax.div(jnp.maximum(-start, i32(0)), stride) & i32(-8)
         last = jnp.minimum(lax.div(jnp.maximum(i32(self.window) - start, i32(0)) + stride - i32(1), stride), rows)
-        chunks = lax.div(columns + i32((CHUNK + 2) * LANES - 1), i32(CHUNK * LANES))
+        chunks = lax.div(columns + i32(CHUNK * LANES - 1), i32(CHUNK * LANES))
         numbers = {
             name: hbm["numbers"][i32(i * self.groups) + group]
             for i, (name, on) in enumerate((("alpha", self.alpha), ("beta", self.beta))) if on
@@ -297,47 +300,50 @@ class Collector:
 
         def some(i: Index, none: None) -> None:
             def chunk(c: Index, none: None) -> None:
-                for r in range(UNROLLED):
-                    row = first + i * i32(UNROLLED) + i32(r)
-                    end = jnp.where(row < last, columns, i32(0))
-                    row = jnp.minimum(row, i32(BLOCK - 1))
-                    at = start + jnp.minimum(row, rows) * stride
-                    self._vectors(vmem, cursors, numbers, (row, at, end), c * i32(CHUNK))
+                for r in range(0, UNROLLED, 8):
+                    top = pl.multiple_of(first + i * i32(UNROLLED) + i32(r), 8)
+                    values = self._scaled(vmem, cursors, numbers, top, c * i32(CHUNK))
+                    for j in range(8):
+                        row = top + i32(j)
+                        end = jnp.where(row < last, columns, i32(0)) - c * i32(CHUNK * LANES)
+                        at = start + jnp.minimum(row, rows) * stride + c * i32(CHUNK * LANES)
+                        self._write(vmem, numbers, values[j], at, end)
 
             lax.fori_loop(i32(0), chunks, chunk, None)
 
         lax.fori_loop(i32(0), count, some, None)
 
-    def _vectors(
-        self, vmem: dict[str, Ref], cursors: dict[str, Cursor], numbers: dict[str, Any],
-        row: tuple[Index, Index, Index], vector: Index,
-    ) -> None:  # fmt: skip
-        """Write some vectors of a row, which starts at entry `row[1]` of the window and has `row[2]` entries."""
-        which, at, end = row
-        lane, sublane = (lax.broadcasted_iota(jnp.int32, (CHUNK, LANES), axis) for axis in (1, 0))
-        p = at & i32(LANES - 1)
-        here, before = (self._scaled(vmem, cursors, numbers, which, vector - i32(back)) for back in (0, 1))
-        value = pltpu.roll(jnp.where(lane < i32(LANES) - p, here, before), p, 1)
-        column = sublane * i32(LANES) + lane + (vector * i32(LANES) - p)
-        place = jnp.clip((at >> i32(7)) + vector, i32(-CHUNK), i32(self.window // LANES)) + i32(CHUNK)
-        place = pl.ds(place, CHUNK)
-        if self.accumulate:
-            old = vmem["old"][place, :]
-            if self.beta:
-                old = jnp.where(numbers["beta"] != 0, old * numbers["beta"], jnp.float32(0))
-            value = value + old
-        pltpu.store(vmem["new"].at[place, :], value, mask=(column >= i32(0)) & (column < end))
-
     def _scaled(
         self, vmem: dict[str, Ref], cursors: dict[str, Cursor], numbers: dict[str, Any], row: Index, vector: Index
     ) -> Value:
-        """Some vectors of a row of the product, from `vector` on, times alpha and with the bias: f32[8, 128]."""
-        first = cursors["blocks"].slot * i32(self.slab) + (vector + i32(1)) * i32(BLOCK) + row
-        found = vmem["blocks"][pl.ds(first, CHUNK, stride=BLOCK), :]
-        found = jnp.where(numbers["computed"], found, jnp.float32(0))
+        """Some vectors of eight rows of the product, times alpha and with the bias: f32[rows, vectors, 128]."""
+        first = cursors["blocks"].slot * i32(self.slab) + vector * i32(BLOCK) + row
+        found = [vmem["blocks"][aligned_ds(first + i32(v * BLOCK), 8, 8), :] for v in range(CHUNK)]
+        rows = jnp.swapaxes(jnp.stack([jnp.where(numbers["computed"], x, jnp.float32(0)) for x in found]), 0, 1)
         if self.alpha:
-            found = found * numbers["alpha"]
+            rows = rows * numbers["alpha"]
         if self.bias:
-            first = cursors["bias"].slot * i32(self.bias_rows) + vector + i32(CHUNK)
-            found = found + vmem["bias_row"][pl.ds(first, CHUNK), :]
-        return found
+            first = cursors["bias"].slot * i32(self.bias_rows) + vector
+            rows = rows + vmem["bias_row"][aligned_ds(first, CHUNK, CHUNK), :][None]
+        return rows
+
+    def _write(self, vmem: dict[str, Ref], numbers: dict[str, Any], value: Value, at: Index, end: Index) -> None:
+        """Write some vectors of a row, of which `end` entries are there, to the window from its entry `at` on.
+
+        Each vector goes to two of the window: its first lanes to the end of one, the others to the start of the next.
+        """
+        lane, sublane = (lax.broadcasted_iota(jnp.int32, (CHUNK, LANES), axis) for axis in (1, 0))
+        p = at & i32(LANES - 1)
+        value = pltpu.roll(value, p, 1)
+        column = sublane * i32(LANES) + lane - p
+        for later in (0, 1):
+            place = jnp.clip((at >> i32(7)) + i32(later), i32(-CHUNK), i32(self.window // LANES)) + i32(CHUNK)
+            here = (lane < p) if later else (lane >= p)
+            here = here & (column < end - i32(later * LANES))
+            total = value
+            if self.accumulate:
+                old = vmem["old"][pl.ds(place, CHUNK), :]
+                if self.beta:
+                    old = jnp.where(numbers["beta"] != 0, old * numbers["beta"], jnp.float32(0))
+                total = total + old
+            pltpu.store(vmem["new"].at[pl.ds(place, CHUNK), :], total, mask=here)

@@ -65,14 +65,18 @@ class FlatCopy:
                 getattr(self.copy(self.tail, self.main, TILE), what)()
 
 
-def fetch(flat: Ref, tail: Ref, length: int, first: Index, count: Index, target: Callable[..., Ref], sem: Ref) -> FlatCopy:
+def fetch(
+    flat: Ref, tail: Ref, length: int, first: Index, count: Index, target: Callable[..., Ref], sem: Ref
+) -> FlatCopy:
     """The copy of entries to VMEM, where `target(start, size)` is a part of the buffer."""
     return FlatCopy(
         length, first, count, lambda part, at, size: pltpu.make_async_copy(part, target(at, size), sem), flat, tail
     )
 
 
-def store(flat: Ref, tail: Ref, length: int, first: Index, count: Index, source: Callable[..., Ref], sem: Ref) -> FlatCopy:
+def store(
+    flat: Ref, tail: Ref, length: int, first: Index, count: Index, source: Callable[..., Ref], sem: Ref
+) -> FlatCopy:
     """The copy of entries from VMEM, where `source(start, size)` is a part of the buffer."""
     return FlatCopy(
         length, first, count, lambda part, at, size: pltpu.make_async_copy(source(at, size), part, sem), flat, tail

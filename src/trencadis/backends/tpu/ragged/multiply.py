@@ -184,9 +184,10 @@ class Multiplier:
 
         def compute(here: Neighbours, cursors: dict[str, Cursor]) -> None:
             step = here.tile
-            for name, each in prefetchers.items():
-                count = each.num_chunks(step)
-                lax.fori_loop(i32(0), count, lambda i, none, each=each, name=name: each.wait(step, cursors[name], i), None)
+            for each in (self.lhs, self.rhs):
+                pl.when(cursors[each.name].is_new)(
+                    lambda each=each: self._arrived(steps, each, vmem, step, cursors[each.name].slot).wait()
+                )
             pl.when(step.k == i32(0))(lambda: (ring.acquire(), None)[1])
             slots = cursors[self.lhs.name].slot, cursors[self.rhs.name].slot, ring.state[2 * ring.buffers]
             self._products(steps, step, slots, vmem)
@@ -199,6 +200,16 @@ class Multiplier:
         ring.drain()
 
     # -- copies --------------------------------------------------------------------------------------------------------
+
+    def _arrived(self, steps: Steps, each: Operand, vmem: dict[str, Ref], step: Step, slot: Index) -> Dma:
+        """A copy of as many bytes as all those of a step have, to wait for them at once."""
+        rows, lanes = (
+            (steps.depth(step) if dim == "k" else steps.size(dim, step)) * i32(self.per)
+            for dim in (each.rows, each.lanes)
+        )
+        words = word_rows(each.dtype)
+        all_of = vmem[each.name].at[slot, pl.ds(0, rows), aligned_ds(0, lanes * i32(words), words)]
+        return pltpu.make_async_copy(all_of, all_of, vmem[f"{each.name}_sem"].at[slot])
 
     def _prefetcher(self, steps: Steps, each: Operand, hbm: dict[str, Ref], vmem: dict[str, Ref]) -> Prefetcher:
         words, per = word_rows(each.dtype), self.per
@@ -219,12 +230,17 @@ class Multiplier:
         def key(step: Step) -> tuple[Index, ...]:
             return step.group, getattr(step, each.rows), getattr(step, each.lanes)
 
-        return Prefetcher(
-            steps, key, copies, lambda step: size(each.rows, step) * i32(per), self.parts.buffers
-        )
+        return Prefetcher(steps, key, copies, lambda step: size(each.rows, step) * i32(per), self.parts.buffers)
 
     def _sent(
-        self, steps: Steps, hbm: dict[str, Ref], vmem: dict[str, Ref], slot: Index, where: Step | None, m: Index, n: Index
+        self,
+        steps: Steps,
+        hbm: dict[str, Ref],
+        vmem: dict[str, Ref],
+        slot: Index,
+        where: Step | None,
+        m: Index,
+        n: Index,
     ) -> list[Any]:
         """The copies of the sums of a tile to HBM, one for each row of blocks."""
         step = Step(*(jnp.int32(0),) * 4) if where is None else where
