@@ -201,11 +201,12 @@ def tables(problem: GemmProblem, layout: GemmLayout, groups: Groups) -> Tables:
     places, rooms = _places(problem, layout, groups, sizes)
     counts = jnp.stack([ceil(x.rows, parts.granule) * ceil(x.columns, parts.granule) for x in places])
     blocks = counts * np.int32((parts.granule // BLOCK) ** 2)
-    short = [x.stride <= np.int32(room.longest) for x, room in zip(places, rooms, strict=True)]
-    short = short[0] & short[1] & short[2]
-    past = running_sum(jnp.where(short, blocks, 0))
-    fits = [past[i] <= np.int32(room.blocks) for i, room in enumerate(rooms)]
-    kept = short & fits[0] & fits[1] & fits[2]
+    room = np.asarray([[each.blocks] for each in rooms], np.int32)
+    longest = np.asarray([[each.longest] for each in rooms], np.int32)
+    # a group that does not fit by itself leaves the room to the others
+    alone = jnp.all((jnp.stack([x.stride for x in places]) <= longest) & (blocks <= room), axis=0)
+    past = running_sum(jnp.where(alone, blocks, 0))
+    kept = alone & jnp.all(past <= room, axis=0)
     first = past - blocks
     m, k, n = (jnp.where(kept, ceil(size, parts.granule), 0) for size in sizes)
     tile_m, tile_n = (_even(*each) for each in ((m, parts.tile_m), (n, parts.tile_n)))
