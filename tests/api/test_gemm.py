@@ -416,7 +416,7 @@ SUM = ((1,), (1,))
         (lambda: tr.grouped_gemm(rows(X), rows(X), contracting_dims=((0,), (0,)), out=jnp.ones((2, 5, 5))), ValueError, r"out: want float32\[3, 5, 5\]; got float32\[2, 5, 5\]"),
         (lambda: tr.grouped_gemm(rows(X), rows(X), contracting_dims=((0,), (0,)), out=rows(jnp.ones((6, 5)))), TypeError, "out: want an array, since the result is not ragged"),
         (lambda: tr.grouped_gemm(STACK, STACK, contracting_dims=SUM, group_offset=1), ValueError, "group_offset: want exactly one of m, k and n ragged"),
-        (lambda: tr.grouped_gemm(rows(X), rows(X), contracting_dims=((1,), (1,)), backend="tpu"), ValueError, "backend: 'tpu' has no kernel for more than one"),
+        (lambda: tr.grouped_gemm(rows(X), rows(X), contracting_dims=((1,), (1,)), backend="gpu"), ValueError, "backend: 'gpu' has no kernel for more than one"),
         (lambda: tr.grouped_gemm(rows(jnp.ones((6, 2, 5))), rows(jnp.ones((6, 5))), contracting_dims=((2,), (1,))), ValueError, "a flat result holds matrices"),
         (lambda: tr.grouped_gemm(STACK, GroupedTensor.ragged_rows(jnp.ones((6, 2, 5)), ROWS), contracting_dims=((1,), (2,))), ValueError, "rhs: its ragged axis would be axis 1 of a result of 3"),
         (lambda: tr.grouped_gemm(STACK, STACK, contracting_dims=SUM, backend="tpu"), ValueError, "backend: 'tpu' has no kernel for stacks alone"),

@@ -143,9 +143,7 @@ def test_automatic_axes_drop_a_tpu_kernel_aloud():
 
 
 def test_groups_that_differ_in_several_dimensions():
-    with pytest.warns(tr.PerformanceWarning, match="m and n are ragged") as seen:
-        lower("v6e", fn=ragged)
-    assert len(seen) == 1
+    assert lower("v6e", fn=ragged).as_text().count("tpu_custom_call") == 4  # two copies, products, results
 
 
 def test_a_missing_package_is_said_aloud():

@@ -21,6 +21,7 @@ from trencadis.core.devices import CARDS, card_for, target_of
 from trencadis.core.target import Target
 from trencadis.gemm import plan as planning
 from trencadis.gemm import triton
+from trencadis.gemm.matrices import inside
 from trencadis.gemm.problem import Buffer, Dim, GemmProblem, Groups
 
 SEVERAL = [case for case in cases.CASES if sum(case) > 1]
@@ -155,7 +156,7 @@ def test_sizes_that_do_not_fit_write_nothing_outside():
     """Where traced sizes are wrong, the rows of a flat buffer that lie inside count, and no other."""
     problem = flat_problem([40] * 2)
     groups = Groups(*(np.asarray(x, np.int32) for x in ([0, 1600], [0, 1600], [0, 1600], [40, 99], [40, 40], [40, 40])))
-    m, k, n = triton._inside(problem, groups)
+    m, k, n = inside(problem, groups)
     assert (m.tolist(), k.tolist(), n.tolist()) == ([40, 40], [40, 40], [40, 40])
 
 

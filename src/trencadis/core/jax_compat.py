@@ -35,6 +35,8 @@ from jaxtyping import Array
 
 from trencadis.core.target import Target
 
+ANY_TPU = "TPU7x"  # the kind that kernels are lowered for where it is not known; tiles have one size on all
+
 T = TypeVar("T")
 IrValue: TypeAlias = ir.Value[ir.Type]  # an operand or result of a lowered operation
 Ref: TypeAlias = Array | TransformedRef  # a reference of a kernel: a tracer, or a view of one
@@ -227,7 +229,8 @@ def _lower(
         avals_in=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in avals_in],
         avals_out=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in context.avals_out],
     )
-    with _check_vma(False), without_mesh():
+    kind = (target(context, platform).kind or ANY_TPU) if platform == "tpu" else None
+    with _check_vma(False), without_mesh(kind):
         out = mlir.lower_fun(call, multiple_results=several)(plain, *operands)
     if plain.tokens_out is not None:  # of a kernel that is interpreted
         context.set_tokens_out(plain.tokens_out)
@@ -283,19 +286,24 @@ def apart(call: Callable[[], T]) -> T:
         return thread.submit(call).result()
 
 
-def without_mesh() -> AbstractContextManager[object]:
-    """A context in which types carry no sharding."""
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+def without_mesh(kind: str | None = None) -> AbstractContextManager[object]:
+    """A context in which types carry no sharding; and Pallas, which asks for sizes of tiles, lowers for a TPU kind."""
+    device = None if kind is None else _abstract_device(kind, 1, "tpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def abstract_device(kind: str, cores: int, platform: str = "tpu") -> AbstractContextManager[object]:
     """A context in which kernels are traced for a device that is not there: `pltpu.get_tpu_info()` answers for it."""
+    device = _abstract_device(kind, cores, platform)
+    mesh = AbstractMesh((1,), ("_",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def _abstract_device(kind: str, cores: int, platform: str) -> Any:
     options: dict[str, Any] = {"device_kind": kind, "num_cores": cores}
     if "platform" in inspect.signature(jax.sharding.AbstractDevice).parameters:  # since jax 0.11
         options["platform"] = platform
-    device = jax.sharding.AbstractDevice(**options)
-    mesh = AbstractMesh((1,), ("_",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device)
-    return jax.sharding.use_abstract_mesh(mesh)
+    return jax.sharding.AbstractDevice(**options)
 
 
 def host_program(

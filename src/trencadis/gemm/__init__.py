@@ -12,7 +12,8 @@ lowering     from operands with several ragged dimensions to a problem and its a
 problem      the static description of that problem
 autodiff     its primitive: JVP, transpose and batching rules
 plan         the decision of its backend
-xla          its backend
+matrices     where matrices are in arrays, as the kernels count
+tpu          its backend of Pallas kernels; triton: of Triton kernels; xla: of XLA's operations
 debug        run-time checks of traced sizes
 """
 

@@ -128,13 +128,14 @@ def _check_groups(a: GemmOperand, b: GemmOperand, options: GemmOptions, ragged: 
 def _check_kernel(ragged: str, options: GemmOptions) -> None:
     """Raise if a kernel is asked for that takes neither stacks alone nor several ragged dimensions."""
     backend, interpret = check_backend(options.backend), arguments.checked_flag("interpret", options.interpret)
-    known = (None, "xla", "triton") if ragged else (None, "xla")
-    if len(ragged) == 1 or (backend in known and (backend == "triton" or not interpret)):
+    kernels = ("triton", "tpu") if ragged else ()
+    known = (None, "xla", *kernels)
+    if len(ragged) == 1 or (backend in known and (backend in kernels or not interpret)):
         return
     count, asked = "more than one ragged dimension" if ragged else "stacks alone", backend not in known
     if asked:
         raise ValueError(f"backend: {backend!r} has no kernel for {count}; want one of {', '.join(map(repr, known))}")
-    wanted = "False, or backend='triton'" if ragged else "False"
+    wanted = "False, or backend='triton' or 'tpu'" if ragged else "False"
     raise ValueError(f"interpret: True has no kernel for {count}; want {wanted}")
 
 

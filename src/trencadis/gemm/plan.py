@@ -11,12 +11,12 @@ from trencadis.core.decision import Plan, Refusal
 from trencadis.core.plan import warn_slow
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
-from trencadis.gemm import triton, xla
+from trencadis.gemm import tpu, triton, xla
 from trencadis.gemm.problem import GemmProblem
 
 Array = jax.Array
 
-NAMES = ("triton", "xla")  # the backends, in the order of preference
+NAMES = ("tpu", "triton", "xla")  # the backends, in the order of preference
 
 
 def answers(problem: GemmProblem, target: Target, overrides: Overrides = Overrides()) -> dict[str, Plan | Refusal]:
@@ -27,9 +27,9 @@ def answers(problem: GemmProblem, target: Target, overrides: Overrides = Overrid
 def _answer(name: str, problem: GemmProblem, target: Target, overrides: Overrides) -> Plan | Refusal:
     if name == "xla":
         return xla.plan(problem, target)
-    if overrides.interpret and target.platform != "cuda":  # interpreted kernels are planned for their own device
+    if overrides.interpret and target.platform != INTERPRETED[name].platform:  # planned for their own device
         target = INTERPRETED[name]
-    return triton.plan(problem, target, overrides)
+    return (tpu if name == "tpu" else triton).plan(problem, target, overrides)
 
 
 def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides()) -> Plan:
@@ -50,16 +50,11 @@ def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
     looped = chosen.backend == "xla" and not chosen.layout.unrolled and not problem.empty
     if not looped or platform not in KERNELS or overrides.backend is not None:
         return
-    if platform == "tpu":
-        *some, last = (name for name in "mkn" if getattr(problem, name).ragged)
-        ragged = f"{', '.join(some)} and {last}"
-        warn_slow(f"a grouped GEMM runs as XLA loops: {ragged} are ragged, and kernels take one ragged dimension")
-        return
-    refusal = triton.plan(problem, chosen.target)
+    refusal = (tpu if platform == "tpu" else triton).plan(problem, chosen.target)
     if isinstance(refusal, Refusal) and refusal.costly:
         warn_slow(f"a grouped GEMM runs as XLA loops instead of a kernel: {refusal.reason}", refusal.advice)
 
 
 def run(plan: Plan, *operands: Array) -> Array:
     """The product of a plan's problem, from lhs, rhs and the six arrays i32[g] of `Groups`."""
-    return (triton if plan.backend == "triton" else xla).run(plan, *operands)
+    return {"tpu": tpu, "triton": triton, "xla": xla}[plan.backend].run(plan, *operands)

@@ -28,10 +28,11 @@ from trencadis.backends.triton.choose import (
 from trencadis.backends.triton.layout import Layout
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import card_for
-from trencadis.core.problem import Form, Problem
+from trencadis.core.problem import Problem
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
-from trencadis.gemm.problem import Buffer, Dim, GemmProblem, Groups, Packing
+from trencadis.gemm.matrices import COMPARED, Matrices, ceil, inside, matrices, mean_problem, running_sum
+from trencadis.gemm.problem import Buffer, GemmProblem, Groups, Packing
 
 Array = jax.Array
 
@@ -42,7 +43,6 @@ COPY_BLOCK, COPY_WIDTHS = 4096, (128, 1024)  # entries of a tile of a copy, and 
 COPIES_PER_SM = 8  # programs of the copy
 HALVED = 2048  # entries of a tile for each warp, above which it is stored in halves
 CLEAR_BLOCK = 4096  # entries that are cleared at a time
-COMPARED = 1024  # groups whose tiles are summed up by comparing each with each, in one fusion
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,23 +90,6 @@ def _reason(problem: GemmProblem, like: Problem, tile: Layout) -> str:
         f"{tile} for {problem.groups} groups of {like.m // like.groups} x {like.k} x {like.n} (m, k, n) on the mean, "
         f"as the arrays have room for{copies}"
     )
-
-
-def mean_problem(problem: GemmProblem) -> Problem:
-    """A product of groups that all have the mean size, by the entries of the arrays: what a layout is chosen for."""
-    lhs, rhs, out = (math.prod(x.shape) / problem.groups for x in (problem.lhs, problem.rhs, problem.out))
-    means = (lhs * out / rhs, lhs * rhs / out, rhs * out / lhs)  # their square roots are m, k and n
-    m, k, n = (_mean(dim, mean) for dim, mean in zip((problem.m, problem.k, problem.n), means, strict=True))
-    groups = min(problem.groups, (2**31 - 1) // m)
-    return Problem(
-        form=Form.ROWS, m=m * groups, k=k, n=n, groups=groups, local_groups=groups,
-        lhs=problem.lhs.dtype, rhs=problem.rhs.dtype, out=problem.out.dtype,
-        transpose_rhs=problem.rhs.transposed, precision=problem.precision,
-    )  # fmt: skip
-
-
-def _mean(dim: Dim, square: float) -> int:
-    return max(1, min(dim.size, round(math.sqrt(square)))) if dim.ragged else dim.size
 
 
 def run(plan: Plan, *operands: Array) -> Array:
@@ -248,35 +231,26 @@ class Tables(NamedTuple):
     gaps: Array | None
 
 
-class Matrices(NamedTuple):
-    """Where the matrices of all groups are in an array, in entries, and their sizes in the order of storage: i32[g]."""
-
-    start: Any
-    stride: Any  # from one row to the next
-    rows: Any
-    columns: Any
-
-
 def tables(problem: GemmProblem, tile: Layout, groups: Groups) -> Tables:
     """The tables of a problem, from where its groups start and their sizes; groups with longer sums come first."""
     gaps = None if problem.accumulate else _gaps(problem, groups)
     order = longest_first(groups.k)
     groups = Groups(*(each[order] for each in groups))
-    m, k, n = _inside(problem, groups)
+    m, k, n = inside(problem, groups)
     fields = (m, k), (k, n), (m, n)
     raw = (groups.m, groups.k), (groups.k, groups.n), (groups.m, groups.n)
     buffers = problem.lhs, problem.rhs, problem.out
-    lhs, rhs, out = (_matrices(*each) for each in zip(buffers, groups[:3], raw, fields, strict=True))
+    lhs, rhs, out = (matrices(*each) for each in zip(buffers, groups[:3], raw, fields, strict=True))
     reads = [(problem.lhs, lhs), (problem.rhs, rhs)]
     there = [_rows_aligned(*each) for each in reads]
     long = [x.columns * buffer.dtype.itemsize >= SHORT for buffer, x in reads]
     fast = (there[0] | long[0]) & (there[1] | long[1])
     wide = [_copied_stride(*each) for each in reads]
     copied = [fast & ~each & (x.rows > 0) for each, (_, x) in zip(there, reads, strict=True)]
-    counts = [_ceil(m, tile.block_m) * _ceil(n, tile.block_n)]
+    counts = [ceil(m, tile.block_m) * ceil(n, tile.block_n)]
     for name, on, width, (_, x) in zip(("lhs", "rhs"), copied, wide, reads, strict=True):
         down, across = copy_tile(problem, name)
-        counts += [jnp.where(on, _ceil(x.rows, down) * _ceil(width, across), 0)]
+        counts += [jnp.where(on, ceil(x.rows, down) * ceil(width, across), 0)]
         counts += [jnp.where(on, x.rows * width, 0)]
     past = running_sum(jnp.stack(counts))
     before = past - jnp.stack(counts)
@@ -295,55 +269,21 @@ def tables(problem: GemmProblem, tile: Layout, groups: Groups) -> Tables:
 def _copied_stride(buffer: Buffer, x: Matrices) -> Any:
     """The length of the rows of a copy: i32[g]."""
     size = buffer.dtype.itemsize
-    line, least = (_ceil(x.columns, bytes_ // size) * np.int32(bytes_ // size) for bytes_ in (LINE, ALIGNMENT))
+    line, least = (ceil(x.columns, bytes_ // size) * np.int32(bytes_ // size) for bytes_ in (LINE, ALIGNMENT))
     return jnp.where(x.columns * np.int32(size) >= LONG, line, least)
 
 
 def _gaps(problem: GemmProblem, groups: Groups) -> Array:
     """The table of what no group owns: before each group, and after the last."""
-    buffer, (m, _, n) = problem.out, _inside(problem, groups)
-    x = _matrices(buffer, groups.out, (groups.m, groups.n), (m, n))
+    buffer, (m, _, n) = problem.out, inside(problem, groups)
+    x = matrices(buffer, groups.out, (groups.m, groups.n), (m, n))
     rows, stride, block = _gap_shape(buffer)
     end, last = (x.start + x.columns, stride) if stride else (x.start + x.rows * x.stride, math.prod(buffer.shape))
     begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), end])
     lengths = jnp.maximum(jnp.concatenate([x.start, jnp.full((1,), last, jnp.int32)]) - begins, 0)
-    counts = _ceil(lengths, block[1]) * _ceil(rows, block[0])
+    counts = ceil(lengths, block[1]) * ceil(rows, block[0])
     past = running_sum(counts)
     return jnp.stack([past, past - counts, begins, lengths])
-
-
-def _inside(problem: GemmProblem, groups: Groups) -> tuple[Any, Any, Any]:
-    """The sizes m, k and n of all groups, without what does not fit into an array."""
-    m, k, n = (jnp.maximum(size, 0) for size in groups[3:])
-    m, k = _fitting(problem.lhs, groups.lhs, m, k)
-    k, n = _fitting(problem.rhs, groups.rhs, k, n)
-    m, n = _fitting(problem.out, groups.out, m, n)
-    return m, k, n
-
-
-def _fitting(buffer: Buffer, start: Any, *sizes: Any) -> tuple[Any, Any]:
-    """The two sizes of matrices that start there, without what does not fit into the array."""
-    rows, columns = sizes[::-1] if buffer.transposed else sizes
-    if buffer.packing is Packing.FLAT:
-        rows = jnp.where(columns > 0, jnp.minimum(rows, (buffer.shape[0] - start) // jnp.maximum(columns, 1)), rows)
-    elif buffer.packing is Packing.CONCATENATED:
-        room = [np.int32(length) for length in buffer.shape]
-        room[buffer.group_axis] = room[buffer.group_axis] - start
-        rows, columns = jnp.minimum(rows, room[0]), jnp.minimum(columns, room[1])
-    return (columns, rows) if buffer.transposed else (rows, columns)
-
-
-def _matrices(buffer: Buffer, start: Any, raw: tuple[Any, Any], sizes: tuple[Any, Any]) -> Matrices:
-    """Where matrices of these sizes are; rows of a flat buffer have the length that the group has, whether it fits."""
-    rows, columns = sizes[::-1] if buffer.transposed else sizes
-    if buffer.packing is Packing.FLAT:
-        return Matrices(start, raw[0] if buffer.transposed else raw[1], rows, columns)
-    stride = jnp.full_like(start, buffer.shape[-1])
-    if buffer.packing is Packing.STACKED:
-        start = start * np.int32(math.prod(buffer.shape[1:]))
-    elif buffer.group_axis == 0:
-        start = start * np.int32(buffer.shape[-1])
-    return Matrices(start, stride, rows, columns)
 
 
 def _rows_aligned(buffer: Buffer, x: Matrices) -> Any:
@@ -351,10 +291,6 @@ def _rows_aligned(buffer: Buffer, x: Matrices) -> Any:
     if _aligned(buffer):
         return jnp.ones_like(x.start, bool)
     return (x.start | x.stride | x.columns) & np.int32(_align(buffer) - 1) == 0
-
-
-def _ceil(size: Any, block: int) -> Any:
-    return (size + np.int32(block - 1)) // np.int32(block)
 
 
 def longest_first(k: Array) -> Array:
@@ -365,12 +301,3 @@ def longest_first(k: Array) -> Array:
     ahead = (k[None, :] > k[:, None]) | ((k[None, :] == k[:, None]) & (index[None, :] < index[:, None]))
     rank = jnp.sum(ahead, axis=1, dtype=jnp.int32)
     return jnp.sum(jnp.where(rank[None, :] == index[:, None], index[None, :], 0), axis=1, dtype=jnp.int32)
-
-
-def running_sum(x: Array) -> Array:
-    """The sums up to each entry along the last axis; of few, as one fusion."""
-    count = x.shape[-1]
-    if count > COMPARED:
-        return jnp.cumsum(x, axis=-1, dtype=x.dtype)
-    index = np.arange(count)
-    return jnp.sum(jnp.where(index[:, None] >= index, x[..., None, :], 0), axis=-1, dtype=x.dtype)

@@ -11,6 +11,7 @@ products           the product of two tiles and its dtypes; nans: NaNs of float8
 k_parts            k that is too long for VMEM, in parts
 passes             float32 as bfloat16 parts, for precise products; float16, which XLA converts
 epilogue_vectors   scales and bias in VMEM; block_scales: scales of weights that change along k
+ragged             the kernels of the general grouped GEMM, in which more than one of m, k and n differs by group
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ _refusal = functools.partial(Refusal, "tpu")
 
 def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """The plan of a kernel, for dtypes that it multiplies and blocks that fit into VMEM, or why there is none."""
-    elsewhere = _elsewhere(target)
-    if elsewhere is not None:
-        return elsewhere
+    refusal = elsewhere(target)
+    if refusal is not None:
+        return refusal
     chip = chip_for(target)
     inner = _peeled(problem if problem.gate is not None else without_float16(problem))
     refusal = _arithmetic(inner) or _gated(inner) or _countable(inner)
@@ -96,13 +97,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
 
 def run(plan: Plan, *operands: Array) -> Any:
     """The result of a plan's problem, computed by one kernel; with a gated activation a list of its results."""
-    options: dict[str, Any] = {
-        "compiler_params": pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=chip_for(plan.target).vmem - (1 << 19)
-        )
-    }
-    if plan.interpret:
-        options = {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")}
+    options = call_options(plan, dimension_semantics=("parallel",))
     if plan.problem.gate is not None:
         return execute(plan.problem, padded(plan.problem), plan.layout, *operands, **options)
     given = zip(operands, plan.problem.operands, strict=True)
@@ -112,7 +107,15 @@ def run(plan: Plan, *operands: Array) -> Any:
     return out if plan.peeled or plan.split else out.astype(plan.asked.out)
 
 
-def _elsewhere(target: Target) -> Refusal | None:
+def call_options(plan: Plan, **params: Any) -> dict[str, Any]:
+    """The options of a kernel's call: the limit of VMEM and other parameters of the compiler, or the interpreter."""
+    if plan.interpret:
+        return {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")}
+    limit = chip_for(plan.target).vmem - (1 << 19)
+    return {"compiler_params": pltpu.CompilerParams(vmem_limit_bytes=limit, **params)}
+
+
+def elsewhere(target: Target) -> Refusal | None:
     """The refusal of a target that is not a single TPU of a known kind; None if the kernels run on it."""
     if target.platform != "tpu":
         return _refusal(f"it runs on TPU; the target is {target}")

@@ -1,0 +1,318 @@
+"""The general grouped GEMM as Pallas kernels on TPUs: one for the products, and one for each array around it.
+
+Operands are copied to blocks of 128 x 128 entries, and the results are written from such blocks, with the epilogue
+(`backends.tpu.ragged`, ADR 0047). Where each group is in each array is a table, which XLA computes from the sizes.
+
+Blocks have room for twice the entries of a flat buffer, and for four of them in each group: enough for groups of any
+size that are at most ten times as long as wide. Groups that do not fit, and those with very long rows, are left to the
+loops of XLA, which run only if there are any.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from trencadis.backends import tpu as backend
+from trencadis.backends.tpu.choose import chip_for
+from trencadis.backends.tpu.passes import precision_of
+from trencadis.backends.tpu.ragged import align, collect, multiply
+from trencadis.backends.tpu.ragged.blocks import BLOCK, Room
+from trencadis.core.decision import Plan, Refusal
+from trencadis.core.devices import Chip
+from trencadis.core.target import Target
+from trencadis.core.tiling import Overrides, Tiling
+from trencadis.gemm import xla
+from trencadis.gemm.matrices import Matrices, ceil, inside, matrices, mean_problem, running_sum
+from trencadis.gemm.problem import Buffer, GemmProblem, Groups, Packing
+
+Array = jax.Array
+
+DTYPES = ("bfloat16", "float32")
+PRECISIONS = (lax.Precision.DEFAULT, lax.Precision.HIGHEST)
+MAX_GROUPS = 2**13  # whose tables fit into SMEM
+LARGE = 512  # mean size of groups from which matrices are padded to multiples of 256
+PARTS = (4, 2, 1)  # sizes of a product, in granules
+VMEM_SHARE = 0.75  # of VMEM that buffers may take
+LONGEST = 2**14  # entries of a row that fits into the buffers of a copy, by 128 MiB of VMEM
+WINDOW = 2**18  # entries of the result that are written at a time
+
+_refusal = functools.partial(Refusal, "tpu")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GemmLayout:
+    """The sizes of tiles and products, the longest row that is copied, and the entries of a window of the result."""
+
+    parts: multiply.Parts
+    longest: int
+    window: int
+
+
+def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides()) -> Plan | Refusal:
+    """The plan of the kernels, or why there is none."""
+    asked: Any = problem  # a plan's problem is any that has an epilogue; this one has none
+    if problem.empty:
+        return _refusal("there is nothing to multiply", costly=False)
+    elsewhere = backend.elsewhere(target)
+    if elsewhere is not None:
+        return elsewhere
+    chip = chip_for(target)
+    refusal = _arithmetic(problem) or _size(problem, chip)
+    if refusal is not None:
+        return refusal
+    layout = layout_for(problem, chip)
+    parts = layout.parts
+    m, k, n = parts.tile_m, parts.k[0], parts.tile_n
+    return Plan(
+        asked=asked, problem=asked, target=target, backend="tpu", interpret=overrides.interpret,
+        tiling=Tiling(*(size * parts.granule for size in (m, k, n))), layout=layout,
+        because=_reason(problem, layout),
+    )  # fmt: skip
+
+
+def _reason(problem: GemmProblem, layout: GemmLayout) -> str:
+    like, part = mean_problem(problem), layout.parts.granule * layout.parts.m[0]
+    return (
+        f"products of up to {part} x {layout.parts.granule * layout.parts.k[0]} x {part} for {problem.groups} groups "
+        f"of {like.m // like.groups} x {like.k} x {like.n} (m, k, n) on the mean, as the arrays have room for; "
+        f"lhs, rhs and the result copied to and from blocks of {BLOCK} x {BLOCK}, padded to {layout.parts.granule}"
+    )
+
+
+def _arithmetic(problem: GemmProblem) -> Refusal | None:
+    """The refusal of a problem whose dtypes or precision the kernels do not have; None if they have them."""
+    for name in ("lhs", "rhs", "out"):
+        dtype = getattr(problem, name).dtype.name
+        if dtype not in DTYPES:
+            return _refusal(f"{name} is {dtype}; it takes {' and '.join(DTYPES)}", "convert it to one of these")
+    if problem.sum != np.float32:
+        return _refusal(f"alpha, beta and bias are {problem.sum.name}; it computes them in float32")
+    if precision_of(mean_problem(problem)) not in PRECISIONS:
+        return _refusal(f"precision is {problem.precision}; it has DEFAULT and HIGHEST", "pass one of these")
+    return None
+
+
+def _size(problem: GemmProblem, chip: Chip) -> Refusal | None:
+    """The refusal of a problem that is too large for SMEM or VMEM; None if it fits."""
+    if problem.groups > MAX_GROUPS:
+        return _refusal(f"{problem.groups} groups are too many for scalar memory; it takes {MAX_GROUPS}")
+    entries = max(math.prod(buffer.shape) for buffer in (problem.lhs, problem.rhs, problem.out))
+    if entries >= 2**30:
+        return _refusal(f"an array has {entries} entries, and entries are counted in 32 bits")
+    flat = flattened(problem)
+    for name in ("lhs", "rhs", "out"):
+        buffer: Buffer = getattr(flat, name)
+        if buffer.packing is not Packing.FLAT and buffer.shape[-1] > longest(chip):
+            return _refusal(f"rows of {name} have {buffer.shape[-1]} entries; it takes {longest(chip)}")
+    if flat.bias and flat.out != flat_buffer(problem.out):
+        return _refusal("a bias along the rows of the result")
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The layout
+
+
+def longest(chip: Chip) -> int:
+    """The entries of the longest row that is copied."""
+    return min(LONGEST, LONGEST * chip.vmem // (128 << 20))
+
+
+def layout_for(problem: GemmProblem, chip: Chip) -> GemmLayout:
+    """The layout for groups of the mean size: the largest tiles whose buffers fit into VMEM."""
+    like = mean_problem(problem)
+    granule = 256 if min(like.m // like.groups, like.k, like.n) >= LARGE else BLOCK
+    depth = PARTS[1:] if granule == 256 else PARTS
+    tile = 1
+    while _vmem(problem, granule, tile + 1, depth[0]) <= chip.vmem * VMEM_SHARE and tile * granule < 2560:
+        tile += 1
+    sizes = tuple(size for size in PARTS if size <= tile)
+    parts = multiply.Parts(granule=granule, tile_m=tile, tile_n=tile, m=sizes, n=sizes, k=depth)
+    return GemmLayout(parts=parts, longest=longest(chip), window=min(WINDOW, WINDOW * chip.vmem // (64 << 20)))
+
+
+def _vmem(problem: GemmProblem, granule: int, tile: int, depth: int) -> int:
+    """The bytes of the buffers of the products: two of the sums of a tile, and two of each operand."""
+    size = problem.lhs.dtype.itemsize + problem.rhs.dtype.itemsize
+    return 2 * granule**2 * tile * (4 * tile + depth * size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arrays as flat buffers
+
+
+def flat_buffer(buffer: Buffer) -> Buffer:
+    """The same matrices, with groups that follow one another along rows: an array [k, m] of ragged m is transposed."""
+    if buffer.group_axis == 0:
+        return buffer
+    return dataclasses.replace(buffer, shape=buffer.shape[::-1], transposed=not buffer.transposed)
+
+
+def flattened(problem: GemmProblem) -> GemmProblem:
+    """The problem of flat buffers, whose result is not transposed: that of a transposed one is computed instead."""
+    lhs, rhs, out = (flat_buffer(buffer) for buffer in (problem.lhs, problem.rhs, problem.out))
+    if not out.transposed:
+        return problem.replace(lhs=lhs, rhs=rhs, out=out, known=None)
+    return problem.replace(
+        m=problem.n, n=problem.m, lhs=rhs.flip(), rhs=lhs.flip(), out=out.flip(), known=None
+    )  # fmt: skip
+
+
+def _flat(buffer: Buffer, x: Array) -> Array:
+    return (x if buffer.group_axis == 0 else x.T).reshape(-1)
+
+
+def room_for(buffer: Buffer, groups: int, layout: GemmLayout) -> Room:
+    """The room for the blocks of an array: of a flat one twice its entries, and four granules for each group."""
+    granule = layout.parts.granule
+    if buffer.packing is Packing.FLAT:
+        count, longest = 2 * buffer.shape[0] // granule**2 + 4 * groups, min(layout.longest, buffer.shape[0])
+    else:
+        rows, columns = buffer.shape[-2:]
+        per = -(-rows // granule) * groups if buffer.packing is Packing.STACKED else rows // granule + groups
+        count, longest = per * -(-columns // granule), columns
+    return Room(blocks=count * (granule // BLOCK) ** 2, granule=granule, longest=max(longest, 1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tables
+
+
+class Tables(NamedTuple):
+    """The tables of the kernels, i32[fields, g], and which groups have products that the kernels do not compute."""
+
+    lhs: Array
+    rhs: Array
+    products: Array
+    out: Array
+    left: Array  # bool[g]
+
+
+def tables(problem: GemmProblem, layout: GemmLayout, groups: Groups) -> Tables:
+    """The tables of a problem of flat buffers, from where its groups start and their sizes."""
+    parts = layout.parts
+    sizes = inside(problem, groups)
+    places, rooms = _places(problem, layout, groups, sizes)
+    counts = jnp.stack([ceil(x.rows, parts.granule) * ceil(x.columns, parts.granule) for x in places])
+    blocks = counts * np.int32((parts.granule // BLOCK) ** 2)
+    room = np.asarray([[each.blocks] for each in rooms], np.int32)
+    longest = np.asarray([[each.longest] for each in rooms], np.int32)
+    # a group that does not fit by itself leaves the room to the others
+    alone = jnp.all((jnp.stack([x.stride for x in places]) <= longest) & (blocks <= room), axis=0)
+    past = running_sum(jnp.where(alone, blocks, 0))
+    kept = alone & jnp.all(past <= room, axis=0)
+    first = past - blocks
+    m, k, n = (jnp.where(kept, ceil(size, parts.granule), 0) for size in sizes)
+    tile_m, tile_n = (_even(*each) for each in ((m, parts.tile_m), (n, parts.tile_n)))
+    products = jnp.stack([m, k, n, tile_m, tile_n, *first])
+    lhs, rhs = (_align_table(layout, x, first[i], kept) for i, x in enumerate(places[:2]))
+    out, there = places[2], kept & (sizes[0] > 0) & (sizes[2] > 0)
+    owned = jnp.where(there, jnp.where(sizes[1] > 0, collect.COMPUTED, collect.EMPTY_SUM), 0)
+    lanes = n * np.int32(parts.granule // BLOCK)
+    stored = jnp.stack([*out, first[2], lanes, owned])
+    return Tables(lhs, rhs, products, stored, ~kept & (sizes[0] > 0) & (sizes[2] > 0))
+
+
+def _places(
+    problem: GemmProblem, layout: GemmLayout, groups: Groups, sizes: tuple[Any, Any, Any]
+) -> tuple[list[Matrices], list[Room]]:
+    """Where the matrices of lhs, rhs and the result are, and the room for their blocks."""
+    m, k, n = sizes
+    fields = (m, k), (k, n), (m, n)
+    raw = (groups.m, groups.k), (groups.k, groups.n), (groups.m, groups.n)
+    buffers = problem.lhs, problem.rhs, problem.out
+    found = [matrices(*each) for each in zip(buffers, groups[:3], raw, fields, strict=True)]
+    return found, [room_for(buffer, problem.groups, layout) for buffer in buffers]
+
+
+def _even(size: Array, most: int) -> Array:
+    """The size of tiles of at most `most` that are as equal as they can be; at least 1."""
+    tiles = jnp.maximum(ceil(size, most), 1)
+    return jnp.maximum((size + tiles - 1) // tiles, 1)
+
+
+def _align_table(layout: GemmLayout, x: Matrices, first: Array, kept: Array) -> Array:
+    granule, per = layout.parts.granule, np.int32(layout.parts.granule // BLOCK)
+    lanes = ceil(x.columns, granule) * per
+    row_blocks = jnp.where(kept & (x.columns > 0), ceil(x.rows, granule) * per, 0)
+    return jnp.stack([x.start, x.stride, x.rows, x.columns, first, row_blocks, lanes])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+def run(plan: Plan, *operands: Array) -> Array:
+    """The result of a plan's problem: operands are lhs, rhs, the six arrays of `Groups`, and those of `Extras`."""
+    problem = plan.problem
+    assert isinstance(problem, GemmProblem)
+    options = backend.call_options(plan)
+    out, left = execute(problem, plan.layout, *operands, **options)
+    return with_loops(problem, plan.target, out, left, *operands)
+
+
+def with_loops(
+    problem: GemmProblem, target: Target, out: Array, left: Array, lhs: Array, rhs: Array, *rest: Array
+) -> Array:
+    """The result of the kernels, and of XLA's loops over those groups that they left out, if there are any."""
+    groups, extras = Groups(*rest[:6]), problem.extras(rest[6:])._replace(existing=out)
+    others = groups._replace(**{name: jnp.where(left, getattr(groups, name), 0) for name in "mkn"})
+    loops: Any = problem.replace(accumulate=True, known=None)
+    looped = xla.plan(loops, target)
+    return lax.cond(
+        jnp.any(left), lambda *given: xla.run(looped, *given), lambda *given: given[8], lhs, rhs, *others, *extras.given
+    )
+
+
+def execute(problem: GemmProblem, layout: GemmLayout, lhs: Array, rhs: Array, *rest: Array, **options: Any) -> Any:
+    """The result by kernels of this layout, and bool[g]: groups that are left out, as if they owned nothing."""
+    flat, groups, extras = flattened(problem), Groups(*rest[:6]), problem.extras(rest[6:])
+    pair = _flat(problem.lhs, lhs), _flat(problem.rhs, rhs)
+    if flat_buffer(problem.out).transposed:
+        pair = pair[::-1]
+        groups = Groups(groups.rhs, groups.lhs, groups.out, groups.n, groups.k, groups.m)
+    found = tables(flat, layout, groups)
+    blocks = []
+    for name, x, table in zip(("lhs", "rhs"), pair, (found.lhs, found.rhs), strict=True):
+        buffer = getattr(flat, name)
+        aligner = align.Aligner(
+            length=x.shape[0], dtype=buffer.dtype, groups=problem.groups,
+            room=room_for(buffer, problem.groups, layout),
+        )  # fmt: skip
+        blocks.append(aligner.run(x, table, **options))
+    room = room_for(flat.out, problem.groups, layout)
+    products = multiplier(flat, layout, room).run(*blocks, found.products, **options)
+    given = {name: each for name, each in extras._asdict().items() if each is not None}
+    if problem.accumulate:
+        given["existing"] = _flat(problem.out, given["existing"])
+    collector = collect.Collector(
+        length=math.prod(problem.out.shape), dtype=problem.out.dtype, groups=problem.groups, room=room,
+        window=layout.window, accumulate=problem.accumulate, alpha=problem.alpha, beta=problem.beta,
+        bias=problem.n.size if problem.bias else 0,
+    )  # fmt: skip
+    out = collector.run(products, found.out, given, **options)
+    shape = problem.out.shape
+    return (out.reshape(shape) if problem.out.group_axis == 0 else out.reshape(shape[::-1]).T), found.left
+
+
+def multiplier(flat: GemmProblem, layout: GemmLayout, room: Room) -> multiply.Multiplier:
+    """The kernel of the products of a problem of flat buffers."""
+    like = mean_problem(flat)
+    dims = {"lhs": ("k", "m") if flat.lhs.transposed else ("m", "k")}
+    dims["rhs"] = ("n", "k") if flat.rhs.transposed else ("k", "n")
+    lhs, rhs = (
+        multiply.Operand(name=name, dtype=getattr(flat, name).dtype, rows=rows, lanes=lanes)
+        for name, (rows, lanes) in dims.items()
+    )
+    return multiply.Multiplier(
+        lhs=lhs, rhs=rhs, groups=flat.groups, parts=layout.parts, room=room,
+        precision=precision_of(like), flops=2 * like.m * like.k * like.n,
+    )  # fmt: skip
