@@ -88,6 +88,9 @@ def checks(backend: str = "gpu") -> dict[str, Check]:
         if not interpret:
             few = functools.partial(few_rows, backend, name, length, jnp.bfloat16)
             found[f"bf16 x {name} per {length} of k, many groups of few rows"] = Check(few, jnp.bfloat16)
+        if name == "int4" and backend == "gpu" and not interpret:  # scales of rows along k, in the smallest tiles
+            few = functools.partial(few_rows, backend, name, length, jnp.bfloat16, (E4M3, (1, length)))
+            found[f"{E4M3} x {name}, both per {length} of k, many groups of few rows"] = Check(few, jnp.bfloat16)
         if backend == "triton":  # the Hopper kernel upcasts to bfloat16 alone
             found[f"f16 x {name} per {length} of k"] = check("along_k", jnp.float32, name, length, jnp.float16)
     return found
@@ -165,14 +168,16 @@ class Data:
         return oracle.error(got, oracle.contraction(a.mT, b.mT, self.sizes, first=FIRST, local=LOCAL))
 
 
-def few_rows(backend: str, name: str, length: int | None, out: Any) -> float:
+def few_rows(backend: str, name: str, length: int | None, out: Any, rows: Any = None) -> float:
     """The error of quantized weights with a few rows each: long sums, and one tile after the other without a pause.
 
-    Scales are per column, or per column and block of k. With the latter, weights are interleaved.
+    Scales are per column, or per column and block of k. With the latter, weights are interleaved. Rows may be quantized
+    in a format and by blocks.
     """
     g, k, n = 64, 2048, 1536
     sizes = np.arange(g) % 8
-    x = jax.random.normal(jax.random.key(0), (int(sizes.sum()), k), jnp.bfloat16)
+    x: Any = jax.random.normal(jax.random.key(0), (int(sizes.sum()), k), jnp.bfloat16)
+    x = x if rows is None else quantize(x, *rows)
     w = quantize(jax.random.normal(jax.random.key(1), (g, n, k), jnp.bfloat16), name, (1, 1, length or k))
     w = prepare(w, contracting=-1, interleave=length is not None)
     call: Callable[..., Any] = jax.jit(

@@ -249,3 +249,15 @@ def test_small_problems_get_tiles_small_enough_for_all_sms():
     assert tile("contraction", 32768, 1536, 512, 40) == (128, 128)
     # many waves of tiles
     assert tile("contraction", 16384, 7168, 4096, 32) == (256, 192)
+
+
+@pytest.mark.parametrize("block_m", [None, 1, 48, 100])
+def test_scales_of_rows_are_copied_to_multiples_of_128_bytes(block_m):
+    """In each stage, however few rows a tile has: that is where TMA writes."""
+    scales = Epilogue(by_row=True, by_column=True, row_block=128, column_block=(128, 1))
+    problem = problem_of((512, 2048), (128, 2048, 1536), dtype="bfloat16").replace(
+        rhs=np.dtype(jnp.int4), transpose_rhs=True, epilogue=scales
+    )
+    card = CARDS["h200"]
+    layout = choose(problem, card) if block_m is None else choose_for_tile(problem, card, Tiling(block_m, 128, 128))
+    assert layout.upcast and layout.block_m * np.dtype(np.float32).itemsize % 128 == 0

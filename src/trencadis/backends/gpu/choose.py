@@ -229,7 +229,9 @@ def _upcast_tile(problem: Problem, block_m: int) -> tuple[int, int]:
     if _swap_ab(problem):
         # less beside weights that are rewritten in shared memory, and beside promoted sums
         most = LARGE_N if problem.transpose_rhs and not promoted_part(problem) else 2 * WGMMA_M
-        block_m = min(max(block_m // SWAP_AB_UNIT * SWAP_AB_UNIT, SWAP_AB_UNIT), most)
+        # scales of rows in a step are copied by TMA, to a multiple of 128 bytes
+        unit = 2 * SWAP_AB_UNIT if problem.epilogue.row_block else SWAP_AB_UNIT
+        block_m = min(max(block_m // unit * unit, unit), most)
         return block_m, _upcast_consumers(problem, block_m) * WGMMA_M
     return CONSUMERS * WGMMA_M, UPCAST_N if problem.n > WGMMA_M else WGMMA_M
 
