@@ -53,8 +53,12 @@ def ragged(x, w, s):
     ("device", "call", "reason"),
     [
         ("unknown", {}, r"it knows neither cuda \(NVIDIA X1\) nor its compute capability"),
-        ("v6e", {"dtype": jnp.float16}, "lhs is float16; it takes .*; cast it to one of these"),
-        ("v6e", {"dtype": jnp.float32, "precision": "high"}, "precision is high; it has DEFAULT and HIGHEST"),
+        ("v6e", {"dtype": jnp.float8_e4m3b11fnuz}, "lhs is float8_e4m3b11fnuz; it takes .*; cast it to one of these"),
+        (
+            "v6e",
+            {"dtype": jnp.float32, "precision": jax.lax.DotAlgorithmPreset.F32_F32_F32},
+            "precision is F32_F32_F32; it has DEFAULT, HIGH and HIGHEST",
+        ),
         ("h200", {"fn": blocks}, "one kernel for each block of 24 along k"),
         ("v6e", {"fn": blocks}, "one kernel for each block of 24 along k"),
     ],
