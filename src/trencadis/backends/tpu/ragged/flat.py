@@ -55,14 +55,14 @@ class FlatCopy:
         if self.length >= TILE:
 
             @pl.when(self.main > i32(0))
-            def _() -> None:
+            def copy_main() -> None:
                 part = self.flat.at[aligned_ds(self.first, self.main, TILE)]
                 getattr(self.copy(part, i32(0), self.main), what)()
 
         if self.length % TILE:
 
             @pl.when(self.main < self.count)
-            def _() -> None:
+            def copy_tail() -> None:
                 getattr(self.copy(self.tail, self.main, TILE), what)()
 
 
