@@ -289,7 +289,7 @@ def execute(problem: GemmProblem, layout: GemmLayout, lhs: Array, rhs: Array, *r
         )  # fmt: skip
         blocks.append(aligner.run(x, table, **options))
     room = room_for(flat.out, problem.groups, layout)
-    products = multiplier(flat, layout, room).run(*blocks, found.products, **options)
+    products = multiplier(flat, layout, room).run(blocks[0], blocks[1], found.products, **options)
     given = {name: each for name, each in extras._asdict().items() if each is not None}
     if problem.accumulate:
         given["existing"] = _flat(problem.out, given["existing"])

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from trencadis.backends.tpu.indexing import Condition, Dma, Index, Ref, i32
-from trencadis.backends.tpu.tile_scheduler import Tile, TileScheduler
+from trencadis.backends.tpu.tile_scheduler import Tile
 
 
 def start_all(copies: Iterable[Dma]) -> None:
@@ -50,10 +50,10 @@ class Prefetcher:
     buffers share a prefetcher, since the scalar code of each costs time.
     """
 
-    scheduler: TileScheduler
-    key: Callable[[Tile], tuple[Index, ...]]  # what identifies the operand block of a tile
-    copies: Callable[[Tile, Index, Index], Sequence[Dma]]  # (tile, slot, chunk) -> those of one chunk of its block
-    num_chunks: Callable[[Tile], Index]  # chunks of the operand block of a tile; 0 if there is nothing to fetch
+    scheduler: Any  # a `TileScheduler`, or another that has its methods for tiles of its own
+    key: Callable[[Any], tuple[Index, ...]]  # what identifies the operand block of a tile
+    copies: Callable[[Any, Index, Index], Sequence[Dma]]  # (tile, slot, chunk) -> those of one chunk of its block
+    num_chunks: Callable[[Any], Index]  # chunks of the operand block of a tile; 0 if there is nothing to fetch
     buffers: int = 2
 
     def start(self, tile: Tile, slot: Index, first: Index = 0) -> None:

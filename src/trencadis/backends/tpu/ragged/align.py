@@ -219,11 +219,11 @@ class Aligner:
             merged = jnp.where(lane >= p, load(q), load(q + i32(1)))
             return jnp.where(sublane * i32(LANES) + lane < end, pltpu.roll(merged, back, 1), i32(0))
 
-        def load(pair: Index) -> Value:  # 16 vectors, of which two are in each row of words
+        def load_pair(pair: Index) -> Value:  # 16 vectors, of which two are in each row of words
             entries = source[aligned_ds(base + pair * i32(2 * LANES), 16 * LANES, 2 * LANES)]
             return pltpu.bitcast(entries.reshape(16, LANES), jnp.int32)
 
-        one, two = load(q >> i32(1)), load((q >> i32(1)) + i32(1))
+        one, two = load_pair(q >> i32(1)), load_pair((q >> i32(1)) + i32(1))
         between = lax.shift_right_logical(one, i32(16)) | (two << i32(16))
         odd = (q & i32(1)) == i32(1)
         here, after = jnp.where(odd, between, one), jnp.where(odd, two, between)

@@ -6,6 +6,7 @@ What follows the last multiple of 1024, the tail, is an array of its own, which 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +37,11 @@ class FlatCopy:
     multiples of 1024.
     """
 
-    def __init__(self, length: int, first: Index, count: Index, copy: Callable[[Ref, Ref, Index, Index], object],
+    def __init__(self, length: int, first: Index, count: Index, copy: Callable[[Ref, Index, Index], Any],
                  flat: Ref, tail: Ref) -> None:  # fmt: skip
         self.length, self.first, self.copy, self.flat, self.tail = length, first, copy, flat, tail
-        self.count = count
-        self.main = jnp.clip(i32(whole(length)) - first, i32(0), count)
+        self.count: Index = count
+        self.main: Index = jnp.clip(i32(whole(length)) - first, i32(0), count)
 
     def start(self) -> None:
         """Start to copy."""
@@ -54,14 +55,14 @@ class FlatCopy:
         if self.length >= TILE:
 
             @pl.when(self.main > i32(0))
-            def _() -> None:
+            def copy_main() -> None:
                 part = self.flat.at[aligned_ds(self.first, self.main, TILE)]
                 getattr(self.copy(part, i32(0), self.main), what)()
 
         if self.length % TILE:
 
             @pl.when(self.main < self.count)
-            def _() -> None:
+            def copy_tail() -> None:
                 getattr(self.copy(self.tail, self.main, TILE), what)()
 
 

@@ -12,6 +12,7 @@ fits into what is left, of sizes that are powers of two; each combination of the
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -185,9 +186,8 @@ class Multiplier:
         def compute(here: Neighbours, cursors: dict[str, Cursor]) -> None:
             step = here.tile
             for each in (self.lhs, self.rhs):
-                pl.when(cursors[each.name].is_new)(
-                    lambda each=each: self._arrived(steps, each, vmem, step, cursors[each.name].slot).wait()
-                )
+                arrived = self._arrived(steps, each, vmem, step, cursors[each.name].slot)
+                pl.when(cursors[each.name].is_new)(arrived.wait)
             pl.when(step.k == i32(0))(lambda: (ring.acquire(), None)[1])
             slots = cursors[self.lhs.name].slot, cursors[self.rhs.name].slot, ring.state[2 * ring.buffers]
             self._products(steps, step, slots, vmem)
@@ -268,7 +268,7 @@ class Multiplier:
                 wide = largest(self.parts.n, n - j)
                 for sizes in ((a, b, c) for a in self.parts.m for b in self.parts.n for c in self.parts.k):
                     here = (high == i32(sizes[0])) & (wide == i32(sizes[1])) & (k == i32(sizes[2]))
-                    pl.when(here)(lambda sizes=sizes: self._product(sizes, (i, j), step.k == i32(0), slots, vmem))
+                    pl.when(here)(functools.partial(self._product, sizes, (i, j), step.k == i32(0), slots, vmem))
                 return j + wide
 
             lax.while_loop(lambda j: j < n, column, i32(0) + jnp.int32(0))
