@@ -85,7 +85,7 @@ def test_equals_a_loop_over_groups_with_poison_elsewhere(case, transposes, small
 @pytest.mark.parametrize(
     ("case", "backend"),
     sweep(
-        itertools.product(SEVERAL, ("triton", "xla")),
+        itertools.product(SEVERAL, ("triton", "xla", "tpu")),
         [(SEVERAL[-1], "triton"), (SEVERAL[-2], "triton"), (SEVERAL[-1], "xla")],
     ),
     ids=str,
@@ -100,7 +100,7 @@ def test_alpha_beta_and_bias_with_all_gradients(case, backend, small):
     alpha, beta = np.array([2.0, 3.0, -1.0, 0.5], np.float32), np.array([0.0, 1.5, -2.0, 1.0], np.float32)
     bias = None if case[2] else np.random.default_rng(0).normal(size=(4, cases.UNIFORM[2])).astype(np.float32)
     held = [np.full_like(old[0], np.nan), *old[1:]]
-    how = {"backend": backend, "interpret": backend == "triton"}
+    how = {"backend": backend, "interpret": backend != "xla"}
 
     @jax.jit
     def call(x, y, old, alpha, beta, bias, ct, *sizes):

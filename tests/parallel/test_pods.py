@@ -12,7 +12,11 @@ from trencadis.parallel.network import Pod, step_times
 
 PODS = list(itertools.product(["v5e:4x4", "v5p:4x4x4", "v6e:8x8", "tpu7x:4x4x4"], parallel.STRATEGIES))
 KINDS = {"all_gather": "all-", "all_to_all": "6 all-to-all", "ragged": "6 ragged-all-to-all"}
-KERNELS = {"all_gather": 10, "all_to_all": 12, "ragged": 12}  # eight products; others gather rows, and sum them by token
+KERNELS = {
+    "all_gather": 10,
+    "all_to_all": 12,
+    "ragged": 12,
+}  # eight products; others gather rows, and sum them by token
 
 
 @pytest.mark.parametrize(("pod", "strategy"), sweep(PODS, [("v5e:4x4", "ragged")]))
