@@ -103,7 +103,9 @@ def matmuls(checks: Checks, quick: bool) -> None:
     heading(f"1. Grouped matmul, float32, m={m} k={k} n={n}")
     print("Each contender has a process of its own, and calls follow each other, as in a training loop. JAX's have")
     print("GLIBC_TUNABLES=glibc.malloc.hugetlb=1: huge pages, for which numpy asks by itself. See docs/performance.md.")
-    problems = [BenchProblem(name=f"{g} groups", m=m, k=k, n=n, g=g, sizes="random") for g in (8, 64)]
+    problems = [
+        BenchProblem(name=f"{g} groups", m=m, k=k, n=n, g=g, sizes="random") for g in ((8,) if quick else (8, 64))
+    ]
     records: list[Record] = []
     for name, title in CONTENDERS.items():
         with doing(f"{title}: compile, check, time"):

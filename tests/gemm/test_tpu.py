@@ -83,7 +83,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "transposes", "epilogue"), sweep(KINDS, KINDS[:2]))
+@pytest.mark.parametrize(("dtype", "transposes", "epilogue"), sweep(KINDS, KINDS[:1]))
 def test_values_are_those_of_a_loop(dtype, transposes, epilogue, rng):
     """Nothing leaks: unowned entries are NaN, and uninitialized memory is too; rows that are too long go to XLA."""
     problem, operands, want = drawn(rng, jnp.dtype(dtype), transposes, **epilogue)
@@ -169,7 +169,7 @@ def call(x, m, k, n, **options):
     return tr.grouped_gemm(lhs, rhs, contracting_dims=((1,), (0,)), out=out, **options).data
 
 
-@pytest.mark.parametrize("chip", sweep(["v5e", "v5p", "v6e", "v7x"], ["v5e", "v7x"]))
+@pytest.mark.parametrize("chip", sweep(["v5e", "v5p", "v6e", "v7x"], ["v5e"]))
 def test_compiles_to_kernels_and_a_condition(chip):
     """Two copies to blocks, the products, and the results; the loops are behind a condition. There is no warning."""
     sizes = ((3,), "int32")

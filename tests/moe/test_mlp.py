@@ -375,7 +375,9 @@ def test_quantization_for_training(rng, backend):
     jax.tree.map(close, found, want)
 
 
-@pytest.mark.parametrize("lhs", ["int8", ("int8", "tensor"), "mxfp8"])
+@pytest.mark.parametrize(
+    "lhs", ["mxfp8", *(pytest.param(each, marks=pytest.mark.sweep) for each in ("int8", ("int8", "tensor")))]
+)
 def test_tokens_are_quantized_before_they_become_rows(rng, lhs):
     """The numbers are those of quantized rows, with a window and a masked NaN too; and 8-bit rows are gathered."""
     t, d, f, e = 10, 64, 32, 4

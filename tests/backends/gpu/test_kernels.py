@@ -84,10 +84,8 @@ CASES = {
     "contraction, batch": (sum_problem(75, 64, 64, 4, "bf16 bf16 bf16", local=3, batch=2), {"block_n": 64}),
 }  # fmt: skip
 DEFAULT = [
-    "rows", "rows, 256 x 192", "rows, float32", "rows, lhs hi/lo", "rows, bias",
-    "rows, existing_out", "rows, swap-AB", "rows, swap-AB, bias, two pipelines",
-    "contraction", "contraction, stored [k, m]", "contraction, rhs hi/lo", "contraction, existing_out",
-    "contraction, batch",
+    "rows", "rows, lhs hi/lo", "rows, existing_out", "rows, swap-AB, bias, two pipelines",
+    "contraction", "contraction, stored [k, m]", "contraction, rhs hi/lo", "contraction, batch",
 ]  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def compiled(chip, fn, *shapes, donate=()):
 
 def kernels(text):
     """The names of the Pallas kernels in a compiled HLO text."""
-    return re.findall(r"%(trencadis_\w+?)(?:\.\d+)? = [^\n]*custom_call_target=\"tpu_custom_call\"", text)
+    return re.findall(r"%(trencadis_\w+?)(?:\.[\w.]+)? = [^\n]*custom_call_target=\"tpu_custom_call\"", text)
 
 
 def largest(text):

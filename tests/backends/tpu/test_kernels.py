@@ -136,8 +136,8 @@ CASES = {
     ),
 }  # fmt: skip
 DEFAULT = [
-    "rows", "rows, bias", "rows, existing_out", "rows, mxfp4", "rows, int4 weights with scales along k",
-    "contraction", "contraction, stored [k, m]", "contraction, batch",
+    "rows, bias", "rows, existing_out", "rows, mxfp4", "rows, int4 weights with scales along k",
+    "contraction", "contraction, batch",
 ]  # fmt: skip
 
 
