@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from sweep import sweep
 from oracle import close
 from stand_in import qarray
+from sweep import sweep
 
 import trencadis as tr
 from trencadis.quant import Scaled, prepare, quantize
