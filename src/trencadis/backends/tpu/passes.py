@@ -50,8 +50,9 @@ def precision_of(problem: Problem) -> lax.Precision | None:
 
 
 def passes(problem: Problem) -> list[tuple[int, int]]:
-    """The parts of lhs and of rhs that each pass multiplies, the smallest products first; of an explicit precision."""
-    depth = DEPTHS.get(problem.precision, 0)  # type: ignore[arg-type]
+    """The parts of lhs and of rhs that each pass multiplies, the smallest products first."""
+    precision = precision_of(problem)
+    depth = 0 if precision is None else DEPTHS[precision]  # None is refused, or never asked
     lhs, rhs = (depth + 1 if dtype == FLOAT32 else 1 for dtype in (problem.lhs, problem.rhs))
     found = [(i, j) for i in range(lhs) for j in range(rhs) if i + j <= depth]
     return sorted(found, key=sum, reverse=True)

@@ -25,7 +25,7 @@ from trencadis.backends.tpu.indexing import LANES, Condition, Dma, Index, Ref, V
 from trencadis.backends.tpu.pipeline import Cursor, OutputRing, Prefetcher
 from trencadis.backends.tpu.ragged.blocks import BLOCK, Room, word_rows
 from trencadis.backends.tpu.ragged.flat import TILE, fetch, tail_of
-from trencadis.backends.tpu.ragged.loop import Neighbours, call, run_tiles
+from trencadis.backends.tpu.ragged.loop import GroupTable, Neighbours, call, run_tiles
 
 FIELDS = ("start", "stride", "rows", "columns", "first", "row_blocks", "lanes")  # of a group in the table
 UNROLLED = 32  # rows that are copied at a time
@@ -41,35 +41,27 @@ class Slab(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Slabs:
-    """The rows of blocks of all groups, in order; `table` is i32[fields * groups] in SMEM."""
+class Slabs(GroupTable):
+    """The rows of blocks of all groups, in order."""
 
-    table: Ref
-    groups: int
-
-    def field(self, name: str, group: Index) -> Index:
-        """A number of a group; of the last if there is no such group."""
-        return self.table[i32(FIELDS.index(name) * self.groups) + jnp.minimum(group, i32(self.groups - 1))]
+    fields = FIELDS
 
     def past_end(self, slab: Slab) -> Condition:
         """Whether a slab is past the last one."""
         return slab.group >= i32(self.groups)
 
     def first_tile(self) -> Slab:
-        """The first slab."""
+        """The first row of blocks of the first group that has any."""
         return self._enter(jnp.int32(0))
 
     def next_tile(self, slab: Slab) -> Slab:
-        """The slab after this one."""
+        """The slab after this one: of the same group, or of the next that has any."""
         following = Slab(slab.group, slab.row_block + i32(1))
         more = following.row_block < self.field("row_blocks", slab.group)
         return lax.cond(more, lambda: following, lambda: self._enter(slab.group + i32(1)))
 
     def _enter(self, group: Index) -> Slab:
-        def empty(group: Index) -> Condition:
-            return (group < i32(self.groups)) & (self.field("row_blocks", group) == i32(0))
-
-        return Slab(lax.while_loop(empty, lambda group: group + i32(1), group), jnp.int32(0))
+        return Slab(self.first_where(lambda group: self.field("row_blocks", group) > i32(0), group), jnp.int32(0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

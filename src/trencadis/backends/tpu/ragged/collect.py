@@ -25,7 +25,7 @@ from trencadis.backends.tpu.indexing import LANES, Condition, Dma, Index, Ref, V
 from trencadis.backends.tpu.pipeline import Cursor, OutputRing, Prefetcher
 from trencadis.backends.tpu.ragged.blocks import BLOCK, Room
 from trencadis.backends.tpu.ragged.flat import TILE, fetch, store, tail_of, whole
-from trencadis.backends.tpu.ragged.loop import Neighbours, call, run_tiles
+from trencadis.backends.tpu.ragged.loop import GroupTable, Neighbours, call, run_tiles
 from trencadis.core.dtypes import cast
 
 FIELDS = ("start", "stride", "rows", "columns", "first", "lanes", "owned")  # of a group in the table
@@ -46,17 +46,12 @@ class Piece(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pieces:
-    """The pieces of all windows, in order; `table` is i32[fields * groups] in SMEM."""
+class Pieces(GroupTable):
+    """The pieces of all windows, in order."""
 
-    table: Ref
-    groups: int
+    fields = FIELDS
     window: int
     length: int
-
-    def field(self, name: str, group: Index) -> Index:
-        """A number of a group; of the last if there is no such group."""
-        return self.table[i32(FIELDS.index(name) * self.groups) + jnp.minimum(group, i32(self.groups - 1))]
 
     def past_end(self, piece: Piece) -> Condition:
         """Whether a piece is past the last window."""
@@ -77,7 +72,7 @@ class Pieces:
         return (start < low + i32(self.window)) & (end > low)
 
     def first_tile(self) -> Piece:
-        """The first piece."""
+        """The first row of blocks of the first group that owns anything, in the first window."""
         return self._enter(jnp.int32(0), jnp.int32(0))
 
     def next_tile(self, piece: Piece) -> Piece:
@@ -97,10 +92,7 @@ class Pieces:
         return lax.cond(done, following, lambda: piece._replace(window=piece.window + i32(1)))
 
     def _enter(self, window: Index, group: Index) -> Piece:
-        def empty(group: Index) -> Condition:
-            return (group < i32(self.groups)) & (self.field("owned", group) == i32(0))
-
-        return Piece(window, lax.while_loop(empty, lambda group: group + i32(1), group), jnp.int32(0))
+        return Piece(window, self.first_where(lambda group: self.field("owned", group) > i32(0), group), jnp.int32(0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,11 +44,11 @@ class FlatCopy:
         self.main: Index = jnp.clip(i32(whole(length)) - first, i32(0), count)
 
     def start(self) -> None:
-        """Start to copy."""
+        """Start the copies of both parts, without waiting for them."""
         self._each("start")
 
     def wait(self) -> None:
-        """Wait for the copy."""
+        """Wait until both parts have been copied."""
         self._each("wait")
 
     def _each(self, what: str) -> None:

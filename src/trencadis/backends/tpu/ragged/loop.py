@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.tpu.indexing import Condition, Ref
+from trencadis.backends.tpu.indexing import Condition, Index, Ref, i32
 from trencadis.backends.tpu.pipeline import Cursor, Prefetcher, prologue
 
 Compute = Callable[["Neighbours", dict[str, Cursor]], None]
@@ -24,6 +25,27 @@ class Neighbours(NamedTuple):
     previous: Any
     following: Any
     is_first: Condition
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupTable:
+    """Some numbers of each group, i32[fields * groups] in SMEM: what a scheduler of tiles knows of the groups."""
+
+    table: Ref
+    groups: int
+    fields: ClassVar[tuple[str, ...]]
+
+    def field(self, name: str, group: Index) -> Index:
+        """A number of a group; of the last if there is no such group."""
+        return self.table[i32(self.fields.index(name) * self.groups) + jnp.minimum(group, i32(self.groups - 1))]
+
+    def first_where(self, holds: Callable[[Index], Condition], group: Index) -> Index:
+        """The first group from this one on for which a condition holds, or the number of groups if there is none."""
+
+        def passed_over(group: Index) -> Condition:
+            return (group < i32(self.groups)) & jnp.logical_not(holds(group))
+
+        return lax.while_loop(passed_over, lambda group: group + i32(1), group)
 
 
 def run_tiles(scheduler: Any, prefetchers: dict[str, Prefetcher], compute: Compute) -> None:

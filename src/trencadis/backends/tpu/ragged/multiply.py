@@ -26,7 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from trencadis.backends.tpu.indexing import LANES, Condition, Dma, Index, Ref, Value, aligned_ds, i32
 from trencadis.backends.tpu.pipeline import Cursor, OutputRing, Prefetcher
 from trencadis.backends.tpu.ragged.blocks import BLOCK, Room, word_rows
-from trencadis.backends.tpu.ragged.loop import Neighbours, call, run_tiles
+from trencadis.backends.tpu.ragged.loop import GroupTable, Neighbours, call, run_tiles
 
 FIELDS = ("m", "k", "n", "tile_m", "tile_n", "lhs", "rhs", "out")  # of a group: granules, and its first blocks
 OUT_BUFFERS = 2
@@ -55,16 +55,11 @@ class Parts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Steps:
-    """The steps of all groups, in order; `table` is i32[fields * groups] in SMEM."""
+class Steps(GroupTable):
+    """The steps of all groups, in order."""
 
-    table: Ref
-    groups: int
+    fields = FIELDS
     parts: Parts
-
-    def field(self, name: str, group: Index) -> Index:
-        """A number of a group; of the last if there is no such group."""
-        return self.table[i32(FIELDS.index(name) * self.groups) + jnp.minimum(group, i32(self.groups - 1))]
 
     def past_end(self, step: Step) -> Condition:
         """Whether a step is past the last one."""
@@ -84,7 +79,7 @@ class Steps:
         return step.k + self.depth(step) >= self.field("k", step.group)
 
     def first_tile(self) -> Step:
-        """The first step."""
+        """The first step of the first tile of the first group that has a product."""
         return self._enter(jnp.int32(0))
 
     def next_tile(self, step: Step) -> Step:
@@ -103,12 +98,11 @@ class Steps:
         return lax.cond(deeper | across | down, lambda: here, lambda: self._enter(group + i32(1)))
 
     def _enter(self, group: Index) -> Step:
-        def empty(group: Index) -> Condition:
-            size = self.field("m", group) * self.field("k", group) * self.field("n", group)
-            return (group < i32(self.groups)) & (size == i32(0))
+        def multiplies(group: Index) -> Condition:
+            return self.field("m", group) * self.field("k", group) * self.field("n", group) > i32(0)
 
         zero = jnp.int32(0)
-        return Step(lax.while_loop(empty, lambda group: group + i32(1), group), zero, zero, zero)
+        return Step(self.first_where(multiplies, group), zero, zero, zero)
 
 
 def largest(sizes: tuple[int, ...], left: Index) -> Index:
@@ -321,9 +315,9 @@ class Repeated:
     copy: Callable[[Index], Dma]
 
     def start(self) -> None:
-        """Start all copies."""
+        """Start the copies of all blocks, without waiting for them."""
         lax.fori_loop(i32(0), self.count, lambda i, none: self.copy(i).start(), None)
 
     def wait(self) -> None:
-        """Wait for all copies."""
+        """Wait until the copies of all blocks have arrived."""
         lax.fori_loop(i32(0), self.count, lambda i, none: self.copy(i).wait(), None)
