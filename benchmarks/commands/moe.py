@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from benchmarks import tables, timing
 from benchmarks.commands.run import failed, names
 from benchmarks.moe import cpu, gpu
-from benchmarks.moe.prepared import PRODUCTS, SEQUENCE
+from benchmarks.moe.prepared import DENSE, PRODUCTS, SEQUENCE
 from benchmarks.moe.shapes import FORWARD, select
 from benchmarks.problems import STEP, known
 from benchmarks.report import OURS, Record, Results, Writer, cells, environment
@@ -63,10 +63,10 @@ def _which(cell: tables.Cell) -> str:
 
 
 def ratios(rows: Sequence[tables.Cell]) -> tables.Table:
-    """Ours over the sum of its products and over these in sequence, and each other layer over ours."""
-    there = tables.contenders(rows)
-    pairs = [(OURS, name) for name in (PRODUCTS, SEQUENCE) if name in there]
-    pairs += [(name, OURS) for name in there if name not in (OURS, PRODUCTS, SEQUENCE)]
+    """Ours over the sum of its products, these and dense ones in sequence, and each other layer over ours."""
+    there, products = tables.contenders(rows), (PRODUCTS, SEQUENCE, DENSE)
+    pairs = [(OURS, name) for name in products if name in there]
+    pairs += [(name, OURS) for name in there if name not in (OURS, *products)]
     body = []
     for cell in rows:
         seconds = {name: record.seconds for name, record in cell.items() if record.seconds}

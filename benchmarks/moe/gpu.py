@@ -16,7 +16,7 @@ from benchmarks import processes
 from benchmarks.moe import torch_layer
 from benchmarks.moe.layers import Operands
 from benchmarks.moe.parts import Part
-from benchmarks.moe.prepared import OTHERS, PRODUCTS, SEQUENCE, Key, Prepared
+from benchmarks.moe.prepared import OTHERS, PRODUCTS, Key, Prepared
 from benchmarks.moe.shapes import SHAPES, MoeShape
 from benchmarks.processes import SAYS, ChildFailed, Job
 from benchmarks.report import OURS, Record
@@ -93,9 +93,9 @@ def timed(prepared: Prepared, x: Operands, names: Sequence[str]) -> Iterator[Rec
     times, why = bursts(prepared, x, PRODUCTS, prepared.products)
     for which in prepared.shape.passes:
         yield prepared.products_record(which, times, "; ".join(dict.fromkeys(why.values())))
-    for which, part in prepared.sequences.items():
-        record = Record(problem=prepared.shape.name, dtype=prepared.shape.label, which=which, contender=SEQUENCE)
-        yield _with_time(record, functools.partial(_burst_of, prepared, x, (SEQUENCE, which), part))
+    for (contender, which), part in prepared.sequences.items():
+        record = Record(problem=prepared.shape.name, dtype=prepared.shape.label, which=which, contender=contender)
+        yield _with_time(record, functools.partial(_burst_of, prepared, x, (contender, which), part))
     times, why = bursts(prepared, x, OTHERS, prepared.others)
     for name, part in prepared.others.items():
         record = Record(problem=prepared.shape.name, dtype=prepared.shape.label, which=name)

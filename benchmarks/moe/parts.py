@@ -69,6 +69,21 @@ def sequence(shape: MoeShape, which: str) -> Part:
     return Part(jax.jit(run), lambda x: tuple(part.args(x) for part in each))
 
 
+def dense(shape: MoeShape, which: str) -> Part:
+    """Dense matmuls of as many FLOPs, one after the other: each product with one matrix for all rows."""
+
+    def run(rows: Any, h: Any, z: Any, gate_up: Any, down: Any) -> list[Any]:
+        found = [rows @ gate_up, h @ down]
+        return found if which == FORWARD else [*found, rows @ down.T, h.T @ rows, rows.T @ z, z @ gate_up.T]
+
+    return Part(jax.jit(run), lambda x: (x.rows, x.h, x.z, _first(x.joined.gate_up), _first(x.joined.down)))
+
+
+def _first(w: Any) -> Any:
+    """The first of some matrices, also of those that are described by a shape."""
+    return jax.ShapeDtypeStruct(w.shape[1:], w.dtype) if isinstance(w, jax.ShapeDtypeStruct) else w[0]
+
+
 def total(seconds: Mapping[str, float]) -> float:
     """The sum of the products; where gate and up are also two, the faster form counts."""
     others = sum(each for name, each in seconds.items() if name not in ("gate", "up", "gate_up"))

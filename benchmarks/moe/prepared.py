@@ -21,6 +21,7 @@ from benchmarks.timing import Stats, reason_of
 
 PRODUCTS = "products"  # the contender that is the sum of the grouped matmuls
 SEQUENCE = "products in sequence"  # the same as one program
+DENSE = "dense in sequence"  # dense matmuls of as many FLOPs as one program: what the GPU sustains
 OTHERS = "others"  # the kind of parts that are no products
 PAUSE_S = 5.0  # before a function is compiled again
 
@@ -42,7 +43,11 @@ class Prepared:
         self.layers = {(which, name): layers.call(name, shape, which) for which in shape.passes for name in names}
         self.products = parts.products(shape, shape.passes[-1])
         self.others = {} if shape.weights else parts.others(shape)
-        self.sequences = {} if shape.weights else {which: parts.sequence(shape, which) for which in shape.passes}
+        self.sequences = {
+            (name, which): part(shape, which)
+            for name, part in ((SEQUENCE, parts.sequence), (DENSE, parts.dense))
+            for which in ([] if shape.weights else shape.passes)
+        }
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             self.compiled = {key: pool.submit(job) for key, job in self._jobs().items()}
         self.right: dict[bytes, exact.Values] = {}
@@ -53,9 +58,10 @@ class Prepared:
         for key, (fn, args) in reversed(self.layers.items()):  # a step has more kernels
             jobs[key] = functools.partial(_compile, fn, args(self.given))
             jobs["samples of " + key[0], key[1]] = functools.partial(self._samples, *key)
-        for kind, group in ((PRODUCTS, self.products), (SEQUENCE, self.sequences), (OTHERS, self.others)):
-            for name, part in group.items():
-                jobs[kind, name] = functools.partial(_compile, part.fn, part.args(self.given))
+        timed = {(PRODUCTS, name): part for name, part in self.products.items()} | self.sequences
+        timed |= {(OTHERS, name): part for name, part in self.others.items()}
+        for key, part in timed.items():
+            jobs[key] = functools.partial(_compile, part.fn, part.args(self.given))
         jobs["float64", ""] = self._exact
         jobs["operands", ""] = functools.partial(_compile, self.make, ())
         return jobs

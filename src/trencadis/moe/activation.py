@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,29 @@ class SwiGLU:
     def __call__(self, gate: Array, up: Array) -> Array:
         if self.limit is not None:
             gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        value = up if self.shift == 0.0 else up + self.shift
-        return gate * jax.nn.sigmoid(gate if self.alpha == 1.0 else self.alpha * gate) * value
+        return _swish(self.alpha, gate) * (up if self.shift == 0.0 else up + self.shift)
 
     @property
     def __name__(self) -> str:
         return "swiglu"
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _swish(alpha: float, x: Array) -> Array:
+    """`x * sigmoid(alpha * x)`, whose derivative has fewer operations than that of its product."""
+    return x * _sigmoid(alpha, x)
+
+
+@_swish.defjvp
+def _(alpha: float, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (d_x,) = primals, tangents
+    sigmoid = _sigmoid(alpha, x)
+    swish = x * sigmoid
+    return swish, d_x * (sigmoid + (swish if alpha == 1.0 else alpha * swish) * (1 - sigmoid))
+
+
+def _sigmoid(alpha: float, x: Array) -> Array:
+    return jax.nn.sigmoid(x if alpha == 1.0 else alpha * x)
 
 
 def swiglu(limit: float | None = None, alpha: float = 1.0, shift: float = 0.0) -> SwiGLU:

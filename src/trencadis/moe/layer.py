@@ -295,7 +295,7 @@ def _d_experts(
     """The gradients of the parameters that are arrays: sums over the rows of each expert."""
     (x, weighted, weight), (d_z, d_y) = lhs, gradients
     d_gate, d_up = d_z[0] if layer.gated else None, d_z[-1]
-    ones = jnp.ones_like(weight)
+    ones = jnp.ones(weight.shape, d_up.dtype)  # exact in any dtype, and products of two dtypes take longer
 
     def contracted(param: Array | None, lhs: Array | None, rhs: Array | None) -> Array | None:
         if param is None or lhs is None or rhs is None:

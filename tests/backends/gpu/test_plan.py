@@ -125,6 +125,13 @@ def test_few_rows_are_tritons():
     assert plan(but(k_major, lhs="float32", rhs="float32"), H200).backend == "gpu"
 
 
+def test_thin_contractions_of_small_groups_are_tritons():
+    """Such as the gradient of a bias: they read rhs and multiply next to nothing."""
+    thin = problem_of((1, 512), (512, 256), groups=4, dtype="bfloat16")
+    assert plan(thin, H200).backend == "triton" == plan(thin.replace(k=16, m=512 * 4), H200).backend
+    assert plan(thin.replace(k=17), H200).backend == "gpu" == plan(thin.replace(m=513 * 4), H200).backend
+
+
 def test_without_triton_few_rows_are_its_own(monkeypatch):
     monkeypatch.setitem(backends.BACKENDS, "triton", types.SimpleNamespace(plan=lambda *_: Refusal("triton", "no")))
     summed = problem_of((128, 32), (32, 128), groups=4, dtype="bfloat16")

@@ -76,12 +76,21 @@ def test_bursts_of_everything(prepared, operands, monkeypatch):
     clock = HostClock("fake", iter(range(10**6)).__next__)
     monkeypatch.setattr(gpu, "device_clock", lambda platform: clock)
     found = {(r.which, r.contender): r for r in gpu.timed(prepared, operands, ("ours", "composed"))}
-    contenders = ("ours", "composed", "products", "products in sequence")
+    contenders = ("ours", "composed", "products", "products in sequence", "dense in sequence")
     layers = [(which, name) for which in TINY.passes for name in contenders]
     rows = [(name, "ours") for name in ("logits", "route", "sort", "gather", "gather_sum", "copy")]
     assert set(found) == {*layers, *rows} and not any(r.why for r in found.values())
     assert found["forward", "products"].seconds == 2 and found["step", "products"].seconds == 6
     assert found["copy", "ours"].details["bytes"] == 2 * TINY.m * TINY.d * 4
+
+
+def test_dense_products_are_those_of_one_expert(operands):
+    sizes = np.zeros(TINY.e, np.int32)
+    sizes[0] = TINY.m
+    x = operands._replace(permutation=operands.permutation._replace(sizes=sizes))
+    found, wanted = (part.fn(*part.args(x)) for part in (parts.dense(TINY, "step"), parts.sequence(TINY, "step")))
+    for got, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, want[0] if want.ndim == 3 else want, rtol=1e-4, atol=1e-4)
 
 
 def test_the_profiler_keeps_as_many_results_as_fit(prepared, monkeypatch):

@@ -65,6 +65,7 @@ UPCAST_N = 128  # columns of a tile whose weights are upcast or transposed
 SMALL_GROUP = 64  # mean rows of a group up to which the product is bound by reading weights
 TINY_GROUP = 16  # mean rows of a group up to which the smallest tiles do
 FEW_ROWS, FEW_SUMMED = 16, 8  # mean rows of a group up to which Triton's kernels were faster on an H200
+THIN, THIN_SUMMED = 16, 512  # the same of a contraction with few columns of lhs, such as the gradient of a bias
 LARGE_GROUP = 1024  # mean rows of a group from which on the padding of its last tile hardly matters
 HOT_SHARE = 2  # contraction: prepare for a group that has 1/2 of all rows, which one CTA must sum up for each tile
 DYNAMIC_FLOPS = 10**11  # from here on dynamic scheduling pays for its counter, which one small kernel clears
@@ -149,12 +150,13 @@ def reason(problem: Problem, layout: Layout, card: Card) -> str:
 def few_rows(problem: Problem, layout: Layout) -> bool:
     """Whether groups have so few rows that Triton's kernels, of which an SM holds several, move more bytes.
 
-    Both are bound by memory there: by the weights, which must be stored K-major, or by the result of a contraction.
+    Both are bound by memory there: by the weights, which must be stored K-major, or by the result of a contraction, or
+    if that is thin by its rhs.
     """
     if problem.gate is not None or layout.upcast or {problem.lhs.itemsize, problem.rhs.itemsize} != {2}:
         return False
     if problem.form is Form.CONTRACTION:
-        return problem.m <= FEW_SUMMED * problem.groups
+        return problem.m <= (THIN_SUMMED if problem.k <= THIN else FEW_SUMMED) * problem.groups
     return problem.transpose_rhs and problem.m <= FEW_ROWS * problem.groups
 
 

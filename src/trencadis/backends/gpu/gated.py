@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from trencadis.backends.gpu import tile_queue
 from trencadis.backends.gpu.layout import SLICE, SLICE_SLOTS, SWAP_AB_UNIT, WGMMA_M, Layout
 from trencadis.backends.gpu.mma_shapes import mma_shapes
-from trencadis.backends.gpu.registers import WARPS, packed, store_row_sums
+from trencadis.backends.gpu.registers import WARPS, packed, store_row_sums, widened
 from trencadis.backends.gpu.rows import RowsMainloop
 from trencadis.backends.gpu.store import Store, Subtile, Subtiles, Sums
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
@@ -38,6 +39,7 @@ ROUGH = {"tanh", "sin", "cos", "log", "log2", "sqrt"}  # operations whose approx
 ONE = np.float32(1)
 RESULTS = "d_gate", "d_up", "weighted"  # the matrices that the pullback gives
 UNITS = SLICE // SWAP_AB_UNIT  # of a slice
+MOST_HEIGHTS = 4  # of copies of two operands
 UNIT = (WGMMA_M, SWAP_AB_UNIT)  # the shape of one
 
 
@@ -104,6 +106,14 @@ def approximates(gate: Gate) -> bool:
 class PairsMainloop(RowsMainloop):
     """The mainloop of the rows form over k of lhs and rhs, and then of lhs_up and up."""
 
+    @property
+    def copy_heights(self) -> list[int]:
+        """Every second height, where there are many: each is a descriptor for both operands, and with too many of them
+        the compiler has no uniform registers left for the index of a stage.
+        """
+        heights = self.layout.heights
+        return heights if len(heights) <= MOST_HEIGHTS else heights[::-2][::-1]
+
     def load(self, refs: Refs, scheduler: TileScheduler, tile: Tile, step: Scalar, stage: Scalar) -> None:
         """Start the TMA copies of one step, of either pair."""
         half = lax.div(tile.steps, i32(2))
@@ -155,18 +165,27 @@ class GatedStore(Store):
                 acc = acc + self._spread(("bias", "bias_up")[which], subtile, row, acc.shape).astype(acc.dtype)
             return packed(acc.astype(self.problem.out), self.layout.interpreted)
 
-        def h(*z: jax.Array) -> jax.Array:
+        def h(row: int, *z: jax.Array) -> jax.Array:
             def activate() -> jax.Array:
-                return activated(gate, *(each.astype(jnp.float32) for each in z)).astype(self.problem.out)
+                wide = (widened(each, self.layout.interpreted) for each in z)
+                return activated(gate, *wide).astype(self.problem.out)
 
             # also a block of its own for the compiler, which would compute all before it stores anything
-            return lax.cond(tile.steps > 0, activate, lambda: jnp.zeros(z[0].shape, self.problem.out))
+            there = (tile.steps > 0) & (tile.units * i32(SWAP_AB_UNIT) > i32(row))
+            return lax.cond(there, activate, lambda: jnp.zeros(z[0].shape, self.problem.out))
 
         rows = [row for row, _ in sums.slices(SLICE)]
         both = [[z(which, *each) for each in sums.slices(SLICE)] for which in range(2)]
-        _store_matrix(self, tile, subtile, "out", zip(rows, map(h, *both), strict=True))
-        for name, parts in zip(("out_gate", "out_up"), both if gate.keep else (), strict=False):
+        kept = dict(zip(("out_gate", "out_up"), both, strict=True)) if gate.keep else {}
+        blocks, done = map(h, rows, *both), list[jax.Array]()
+        if self.problem.epilogue.bias is not None:  # with the biases there are too few registers for the other order
+            _store_matrix(self, tile, subtile, "out", zip(rows, blocks, strict=True))
+        for i, (name, parts) in enumerate(kept.items()):
             _store_matrix(self, tile, subtile, name, zip(rows, parts, strict=True))
+            # while the copies of a matrix are on their way, the activations of 64 rows are computed
+            done += itertools.islice(blocks, sum(row // WGMMA_M == i for row in rows))
+        if self.problem.epilogue.bias is None:
+            _store_matrix(self, tile, subtile, "out", zip(rows, itertools.chain(done, blocks), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,6 +271,10 @@ class PullbackStore(Store):
         """Some rows, from `row` on, of a part of the buffer."""
         start = pl.multiple_of(subtile.buffer * i32(SLICE), SLICE)
         return self.refs["smem_out"].at[self.warpgroup, 0, pl.ds(start + row, rows)]
+
+    def _copy_rows(self, subtile: Subtile) -> list[int]:
+        """The rows of the copies: most slices are copied whole."""
+        return [SLICE, SLICE // 4, SLICE // 16, 1]
 
     def _store_sums(self, tile: Tile, subtile: Subtile, products: jax.Array, row: Scalar) -> None:
         """Store the sums over columns of products [64, 16], which start at a row of the tile."""

@@ -1,6 +1,7 @@
 """What Pallas has no operation for, on blocks [64, n] in the registers of a warpgroup, as wgmma leaves them.
 
 packed            16-bit numbers in pairs, so that the compiler converts two at a time
+widened           the float32 numbers of pairs of bfloat16, by one instruction each
 store_row_sums    sums over the 64 columns of a block of a swap-AB tile
 
 A warp holds 16 columns of such a block. A thread has two of them, for the same pairs of rows as seven other threads:
@@ -13,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
@@ -24,6 +26,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref, vector
 from trencadis.backends.gpu.layout import WGMMA_M
 from trencadis.backends.gpu.operand_scales import ROW
 from trencadis.backends.gpu.tile_scheduler import Ref, Scalar, i32
+from trencadis.core.jax_compat import JAX
 
 Value = Any  # an MLIR value: its type is generic or not, by the version of jaxlib
 WARPS = 4  # of a warpgroup: each has 16 columns of a block
@@ -43,6 +46,29 @@ def packed(x: jax.Array, interpreted: bool) -> jax.Array:
         for at, pair in np.ndenumerate(x.registers):
             held: Value = llvm.inline_asm(word, [utils.bitcast(pair, word)], "mov.b32 $0, $1;", "=r,r")
             registers[at] = utils.bitcast(held, pair.type)
+        return FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return words(x)
+
+
+def widened(x: jax.Array, interpreted: bool) -> jax.Array:
+    """The same 16-bit numbers as float32. Bits of bfloat16 are moved in place; the compiler would extract half of them.
+
+    jax < 0.11 has another register layout here.
+    """
+    if interpreted or x.dtype != jnp.bfloat16 or JAX < (0, 11):
+        return x.astype(jnp.float32)
+    struct = mgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=mgpu.Layout.WGMMA)
+
+    @mgpu.inline_mgpu(arg_types=(mgpu.Layout.WGMMA,), return_type=struct)
+    def words(_: Any, x: FragmentedArray) -> FragmentedArray:
+        word, number = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        registers = np.empty_like(x.registers)
+        for at, pair in np.ndenumerate(x.registers):
+            held = utils.bitcast(pair, word)
+            low, high = arith.shli(held, utils.c(16, word)), arith.andi(held, utils.c(-(1 << 16), word))
+            numbers = [arith.bitcast(number, each) for each in (low, high)]
+            registers[at] = vector.from_elements(ir.VectorType.get((2,), number), numbers)
         return FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     return words(x)

@@ -175,8 +175,13 @@ class RowsMainloop:
                 mgpu.copy_gmem_to_smem(source.at[place], staged, refs["full"].at[stage])
 
         # the shape of a copy is static: one branch for each height
-        heights = self.layout.heights
+        heights = self.copy_heights
         lax.switch(fit(self.layout, tile, heights), [functools.partial(rows, height) for height in heights])
+
+    @property
+    def copy_heights(self) -> list[int]:
+        """The heights, in rows, of the copies of a tile."""
+        return self.layout.heights
 
     def scale_of(self, step: Scalar, length: int) -> Scalar:
         """The index along k of the first scale of a step, where a scale has this length."""

@@ -317,7 +317,7 @@ class Store:
         def fits(left: Scalar) -> tuple[Scalar, Scalar]:
             """The index in sizes of the largest copy that is not larger than the rows left, and its size."""
             which = sum((lax.convert_element_type(left < i32(size), jnp.int32) for size in sizes[:-1]), i32(0))
-            return which, lax.shift_left(i32(1), i32(sizes[0].bit_length() - 1) - which - which)
+            return which, lax.max(lax.shift_right_logical(i32(sizes[0]), which + which), i32(1))
 
         def copy(row: Scalar) -> Scalar:
             which, size = fits(high - row if self.layout.interpreted else rows)

@@ -130,6 +130,7 @@ class _Numpy(interpreter.InterpreterBuilder):
 _REDUCTIONS = (
     ("sum", "reduce", tl.standard._sum_combine),
     ("max", "reduce", tl.standard._elementwise_max),
+    ("min", "reduce", tl.standard._elementwise_min),
     ("cumsum", "associative_scan", tl.standard._sum_combine),
 )
 

@@ -22,6 +22,7 @@ TILE_BYTES = 4096  # of rows that a program copies
 IDS = 128  # a block of ids: each is compared with each
 MOST_SORTED, MOST_ROUTED = 4096, 1024  # experts
 COUNTS = 8192  # counts that a program reads at a time
+COLUMNS = 8  # experts whose counts a program sums
 MOST_COUNTS = 1 << 22  # bytes that all programs read of the counts; of more, `sum_counts` sums them first
 LOGITS = 512  # of a tile of tokens
 
@@ -64,10 +65,10 @@ def sort_by_expert(
         if 4 * blocks**2 * num_experts <= MOST_COUNTS:
             given |= {"counts": counts}
         else:
-            columns = min(bins, 32)
-            shape = {"BLOCKS": blocks, "EXPERTS": num_experts, "CHUNK": COUNTS // columns, "COLUMNS": columns}
+            chunk = min(_power(blocks), COUNTS // COLUMNS)
+            shape = {"BLOCKS": blocks, "EXPERTS": num_experts, "CHUNK": chunk, "COLUMNS": COLUMNS}
             before, total = _call(
-                sort_kernels.sum_counts, math.ceil(num_experts / columns), {"counts": counts},
+                sort_kernels.sum_counts, math.ceil(num_experts / COLUMNS), {"counts": counts},
                 {"before": table, "sizes": sizes}, shape, arch, interpret, warps=8,
             )  # fmt: skip
             given |= {"before": before, "total": total}

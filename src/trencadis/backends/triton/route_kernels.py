@@ -1,13 +1,15 @@
 """Kernels that choose the experts of tokens, with their weights, and that pull gradients back, in Triton.
 
 A program has whole tokens, and each round takes the best key that is left. Keys are compared as integers of the same
-order, of which NaN is the largest; the expert's number breaks ties, so that every round takes another expert.
+order, of which NaN is the largest; of equal keys the first expert is taken, so that every round takes another one. A
+GPU has an instruction for the least or largest of 32 integers, and none for floats or for integers of 64 bits.
 """
 
 import triton
 import triton.language as tl
 
-LEAST = tl.constexpr(-(2**63))  # below every key
+LEAST = tl.constexpr(-(2**31))  # below every key
+MOST = tl.constexpr(2**31 - 1)  # NaN
 
 
 @triton.jit
@@ -44,12 +46,17 @@ def scores_of(logits, inside, SCORE: tl.constexpr):
 
 
 @triton.jit
-def ordered(keys, expert, inside):
-    """Integers in the order of the keys, and of equal keys the first expert's before the others'."""
+def ordered(keys, inside):
+    """Integers in the order of the keys."""
     bits = tl.where(keys == 0.0, 0.0, keys).to(tl.int32, bitcast=True)
-    bits = tl.where(keys != keys, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    packed = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - expert).to(tl.int64)
-    return tl.where(inside, packed, LEAST)
+    bits = tl.where(keys != keys, MOST, bits ^ ((bits >> 31) & MOST))
+    return tl.where(inside, bits, LEAST)
+
+
+@triton.jit
+def key_of(bits):
+    """The key that `ordered` made an integer of."""
+    return (bits ^ ((bits >> 31) & MOST)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -72,15 +79,18 @@ def route(
         by = z
     else:
         by = scores
-    left = ordered(by, expert, expert < EXPERTS)
+    left = ordered(by, expert < EXPERTS)
     values = z if SCORE == "softmax_topk" else scores
     ids = tl.full((BLOCK_T, BLOCK_K), 0, tl.int32)
     chosen = tl.full((BLOCK_T, BLOCK_K), 0.0, tl.float32)
     for round in tl.static_range(K):
         best = tl.max(left, axis=1)[:, None]
-        found = 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
-        value = tl.sum(tl.where(expert == found, values, 0.0), axis=1)[:, None]
-        left = tl.where(left == best, LEAST, left)
+        found = tl.min(tl.where(left == best, expert, MOST), axis=1)[:, None]
+        if keys is None:
+            value = key_of(best)
+        else:
+            value = tl.sum(tl.where(expert == found, values, 0.0), axis=1)[:, None]
+        left = tl.where(expert == found, LEAST, left)
         ids = tl.where(j == round, found, ids)
         chosen = tl.where(j == round, value, chosen)
     if SCORE == "softmax_topk":
