@@ -27,6 +27,7 @@ E4M3 = "float8_e4m3fn"
 PAIRS = {
     "float8_e4m3fn per 128 of k x float8_e4m3fn": ((E4M3, (1, 128)), (E4M3, "column")),
     "float8_e4m3fn per 64 of k x float8_e4m3fn": ((E4M3, (1, 64)), (E4M3, "column")),
+    "float8_e4m3fn per 32 of k x float8_e4m3fn": ((E4M3, (1, 32)), (E4M3, "column")),
     "int8 per 128 of k x int8 per 128 of k": (("int8", (1, 128)), ("int8", (1, 128, 1))),
     "float8_e4m3fn x float8_e4m3fn per 128 x 128": ((E4M3, "row"), (E4M3, (1, 128, 128))),
     "float8_e4m3fn per 128 of k x bf16": ((E4M3, (1, 128)), None),

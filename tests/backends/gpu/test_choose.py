@@ -104,7 +104,7 @@ def test_weights_with_scales_along_k_fit(values, scales, length, rows):
     stores = layout.consumers * layout.block_m * layout.swizzle
     assert layout.stages >= 2 and layout.pipelines * (layout.stages * stage + stores) <= H200.shared
     sums, parts = layout.block_m // 2 * (1 + layout.promoted), layout.block_m >= WGMMA_M  # or whole steps
-    operand = (2 * PART if parts else layout.block_k) // 4
+    operand = (2 * PART if parts else layout.unpacked_k) // 4
     registers = REGISTERS_OF_MORE_CONSUMERS[layout.consumers] if layout.consumers > CONSUMERS else REGISTERS[""]
     registers = registers if layout.pipelines == 1 else REGISTERS_OF_PIPELINES
     assert sums + operand + 24 <= registers[0]

@@ -38,6 +38,7 @@ from trencadis.backends.gpu.scales import (
     needs_upcast,
     promoted_part,
     shared_by_tile,
+    steps_in_parts,
     unpacks,
     with_bfloat16_rows,
 )
@@ -196,7 +197,7 @@ def _along_k(problem: Problem) -> Refusal | None:
     """The refusal of scales along k that the kernel does not apply; None if it does."""
     part, (length, across) = promoted_part(problem), problem.epilogue.column_block
     if not needs_upcast(problem):
-        if part % WGMMA_M or mma_dtype(problem).itemsize > 2:
+        if (part % WGMMA_M and not steps_in_parts(problem)) or mma_dtype(problem).itemsize > 2:
             return _refusal(f"scales change along k every {part}; it takes multiples of {WGMMA_M}, and no float32")
         if shared_by_tile(problem) and problem.k > TMA_BOX * length:
             return _refusal(f"scales change along k; it takes at most {TMA_BOX} of them, and k = {problem.k} has more")
@@ -286,8 +287,10 @@ def execute(problem: Problem, layout: Layout, *operands: Array, interpret: Any =
     named["first_group"] = first_group
     out_shape = (*problem.out_shape[:-1], inner.n)
     if given.by_row is not None:  # TMA wants rows of a multiple of 16 bytes, and those of a step to be neighbours
-        by_row = given.by_row.mT if problem.epilogue.row_block else given.by_row
-        named["by_row"] = pad_to(by_row, (*by_row.shape[:-1], round_up(by_row.shape[-1], 4)))
+        length = problem.epilogue.row_block
+        by_row = given.by_row.mT if length else given.by_row
+        lead = (-(-inner.k // length),) if length else by_row.shape[:-1]
+        named["by_row"] = pad_to(by_row, (*lead, round_up(by_row.shape[-1], 4)))
     if given.by_column is not None:
         named["by_column"] = _column_scales(problem, inner, layout, given.by_column)
     if given.bias is not None:

@@ -58,8 +58,8 @@ class BlockScales:
 
     @property
     def per_step(self) -> int:
-        """The number of scales along k in one step of the mainloop."""
-        return -(-self.layout.block_k // self.length)
+        """The number of scales along k in one step of the mainloop, or in the part of it that is unpacked at once."""
+        return -(-self.layout.unpacked_k // self.length)
 
     @property
     def packed(self) -> bool:
@@ -77,8 +77,9 @@ class BlockScales:
         return of_step(words, self.chunk, self.dtype, self.length, self.problem.rhs, self.problem.interleaved)
 
     def load(self, refs: Refs, tile: Tile, top: Scalar, step: Scalar) -> list[jax.Array]:
-        """The scales of a step for the 64 columns from `top` of a tile on: bytes by lane, or float32 numbers [64].
+        """The scales of a step, or of a part that is unpacked at once, for the 64 columns from `top` of a tile on.
 
+        They are bytes by lane, or float32 numbers [64].
         Global memory answers late: they are asked for well before they are used. Past the last step they repeat.
         """
         across = self.problem.epilogue.column_block[1]
@@ -86,7 +87,7 @@ class BlockScales:
         first = lax.div(tile.column + top, i32(across))
         # the last tile may be wider than the result: what it computes there is not stored
         rows = ref.at[self._weights(tile), pl.ds(lax.min(first, i32(ref.shape[1] - height)), height)]
-        start = lax.div(step * i32(self.layout.block_k), i32(self.length))
+        start = lax.div(step * i32(self.layout.unpacked_k), i32(self.length))
         if self.packed:
             return [_load_bytes(rows, lax.div(start, i32(ref.dtype.itemsize)), self.chunk, shared=across > 1)]
         return _load(rows, start, self.per_step, shared=across > 1)
@@ -159,6 +160,24 @@ def _numbers_at(scales: Value, row: Value, first: Value, count: int) -> list[Val
     return [llvm.extractvalue(f32, found, [i]) for i in range(count)]
 
 
+def _word_at(scales: Value, row: Value, column: Value, unit: int) -> Value:
+    """An integer of some bytes of an array in global memory, as a word.
+
+    Loaded to a register of that size, it would be extended when the next step begins, and waited for before.
+    """
+    i32, i64 = (ir.IntegerType.get_signless(width) for width in (32, 64))
+    length = ir.MemRefType(scales.type).shape[-1] * unit
+    first = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(scales)), arith.muli(_wide(row), utils.c(length, i64)))
+    address = arith.addi(first, arith.muli(arith.extui(i64, column), utils.c(unit, i64)))
+    text = f"ld.global.nc.{'b32' if unit == WORD_BYTES else f'u{8 * unit}'} $0, [$1];"
+    found: Value = llvm.inline_asm(i32, [address], text, "=r,l", has_side_effects=True)  # so that it stays ahead
+    return found
+
+
+def _wide(x: Value) -> Value:
+    return arith.index_castui(ir.IntegerType.get_signless(64), x)
+
+
 def _load(ref: Ref, start: Scalar, count: int, shared: bool) -> list[jax.Array]:
     """Numbers [64] from global memory [64, all], or [1, all] if rows share them: `count` of them, from `start` on.
 
@@ -197,11 +216,11 @@ def _load_bytes(ref: Ref, start: Scalar, chunk: int, shared: bool) -> jax.Array:
         offset = arith.muli(quad_lane(), utils.c(chunk // unit, word))
 
         def of_row(row: Value, first: Value) -> list[Value]:
-            first, found = arith.addi(first, offset), utils.c(0, word)
+            first, found = arith.addi(first, offset), None
             for i in range(chunk // unit):
-                piece = _at(scales, row, arith.addi(first, utils.c(i, word)), last)
-                piece = piece if unit == WORD_BYTES else arith.extui(word, piece)
-                found = arith.ori(found, arith.shli(piece, utils.c(8 * unit * i, word)))
+                column = arith.minui(arith.addi(first, utils.c(i, word)), utils.c(last, word))
+                piece = _word_at(scales, row, column, unit)
+                found = piece if not i else arith.ori(found, arith.shli(piece, utils.c(8 * unit * i, word)))
             return [found]
 
         (found,) = _rows(start, of_row, 1, shared, signed=True)

@@ -44,6 +44,7 @@ from trencadis.backends.gpu.scales import (
     promoted_part,
     row_scales_of_step,
     shared_by_tile,
+    steps_in_parts,
     transposes,
     unpacks,
     unpacks_in_registers,
@@ -61,6 +62,7 @@ LARGE_M, LARGE_N = 256, 192  # the largest tile, exchanged in swap-AB: two consu
 MAX_N = {Form.ROWS: 256, Form.CONTRACTION: LARGE_N}  # of one wgmma; a mask warpgroup leaves fewer registers
 PULLBACK_M = 160  # rows of a tile with the pullback of a gated activation
 SHORTER_K = 192  # entries of k in a step of 4-bit weights, where that divides k and 256 does not: 2880
+PARTS_OF_STEP = 3, 2, 1  # parts of a step that are unpacked one after the other, of mxfp4 weights for the fewest rows
 UPCAST_N = 128  # columns of a tile whose weights are upcast or transposed
 SMALL_GROUP = 64  # mean rows of a group up to which the product is bound by reading weights
 TINY_GROUP = 16  # mean rows of a group up to which the smallest tiles do
@@ -310,7 +312,8 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
     in_smem = unpacks(problem) or (upcast and not (swap_ab and (problem.transpose_rhs or transpose)))
     transpose = transpose and not in_smem
     consumers, pipelines = _upcast_consumers(problem, block_m), _pipelines(problem, block_m)
-    block_k = _block_k(problem, swizzle, block_m > WGMMA_M or in_smem)
+    part_k = _block_k(problem, swizzle, block_m > WGMMA_M or in_smem)
+    block_k = part_k * (_parts_of_step(problem, part_k) if pipelines > 1 else 1)
     stage = block_k * (block_m * bits(dtype) + (1 + gated) * block_n * bits(problem.rhs if upcast else dtype)) // 8
     buffers, rows = (1, block_m) if swap_ab else (_store_buffers(problem, block_n), WGMMA_M)
     rows = 3 * SLICE_SLOTS * SLICE if pullback else rows
@@ -322,6 +325,7 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
         block_m=block_m,
         block_n=block_n,
         block_k=block_k,
+        part_k=part_k if block_k > part_k else 0,
         stages=min((card.shared - others) // (stage * pipelines), MAX_STAGES),
         raster_group=8 if block_m > 128 or (problem.transpose_rhs and dtype.itemsize == 2 and not swap_ab) else 16,
         num_ctas=card.cores,
@@ -348,7 +352,7 @@ def _block_k(problem: Problem, swizzle: int, short: bool) -> int:
     Where weights are upcast it is two swizzle rows of lhs if steps are to be short, and otherwise one of the weights.
     """
     part = promoted_part(problem)
-    if part % (2 * WGMMA_M) and part != SHORT_PART:
+    if part % (2 * WGMMA_M) and part != SHORT_PART and not steps_in_parts(problem):
         return WGMMA_M
     if needs_upcast(problem) and not unpacks_in_registers(problem):
         # beside promoted sums, registers hold scales of rows or longer steps
@@ -357,6 +361,17 @@ def _block_k(problem: Problem, swizzle: int, short: bool) -> int:
             return SHORTER_K
         return 2 * swizzle_elements(problem.lhs) if short else swizzle_elements(problem.rhs)
     return swizzle_elements(mma_dtype(problem), SWIZZLE if problem.form is Form.ROWS else swizzle)
+
+
+def _parts_of_step(problem: Problem, part_k: int) -> int:
+    """The parts of a step, of which the weights of one are unpacked at a time, where there are two pipelines.
+
+    The fewer steps, the fewer instructions that wait for stages and release them. Steps divide k. Those of nvfp4, which
+    has twice the scales, were slower on an H200.
+    """
+    if not in_operand(problem) or problem.epilogue.column_scales != jnp.float8_e8m0fnu:
+        return 1
+    return next(parts for parts in PARTS_OF_STEP if problem.k % (parts * part_k) == 0 or parts == 1)
 
 
 def _whole_steps(problem: Problem, block_k: int) -> bool:
@@ -378,7 +393,8 @@ def _swizzle(problem: Problem) -> int:
         return SWIZZLE // 2 if promoted_part(problem) == SHORT_PART else SWIZZLE
     if problem.form is Form.CONTRACTION:
         return SWIZZLE // 2 if size == 1 else SWIZZLE
-    half = problem.k * size % SWIZZLE == SWIZZLE // 2 or (size == 1 and promoted_part(problem) % SWIZZLE)
+    short = size == 1 and promoted_part(problem) % SWIZZLE and not steps_in_parts(problem)
+    half = problem.k * size % SWIZZLE == SWIZZLE // 2 or short
     return SWIZZLE // 2 if half else SWIZZLE
 
 

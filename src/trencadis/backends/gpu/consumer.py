@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
-from trencadis.backends.gpu import arrivals, tile_queue
+from trencadis.backends.gpu import arrivals, short_sums, tile_queue
 from trencadis.backends.gpu.block_scales import BlockScales
 from trencadis.backends.gpu.contraction import ContractionMainloop
 from trencadis.backends.gpu.gated import store_for
@@ -22,7 +22,13 @@ from trencadis.backends.gpu.layout import REWRITE_STAGES, WGMMA_M, Layout
 from trencadis.backends.gpu.mma_shapes import MmaShape, MmaShapes, mma_shapes
 from trencadis.backends.gpu.operand_scales import Scales
 from trencadis.backends.gpu.rows import PART, RowsMainloop
-from trencadis.backends.gpu.scales import column_scales_by_step, in_operand, promoted_part, shared_by_tile
+from trencadis.backends.gpu.scales import (
+    column_scales_by_step,
+    in_operand,
+    promoted_part,
+    shared_by_tile,
+    steps_in_parts,
+)
 from trencadis.backends.gpu.store import Store, Sums, part_of
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.backends.gpu.upcast import keep
@@ -94,6 +100,10 @@ class Consumer:
 
         def step(i: Scalar, words: list[jax.Array]) -> list[jax.Array]:
             at = self._wait(tile, done, i)
+            if source is not None and self.layout.part_k:
+                words = self._multiply_in_turn(accs[0], tile, at, top, shape, (source, words, i))
+                self._release(done, i)
+                return words
             scales = None if source is None else source.of_operand(words)
             words = [] if source is None else source.load(self.refs, tile, top, i + i32(1))
             if scales is None or self.layout.block_m < WGMMA_M:  # parts take more instructions, which limit few rows
@@ -111,6 +121,29 @@ class Consumer:
         first = [] if source is None else source.load(self.refs, tile, top, i32(0))
         lax.fori_loop(i32(0), tile.steps - i32(self.layout.epilogue_steps), step, first)
         return [acc[...] for acc in accs]
+
+    def _multiply_in_turn(
+        self, acc: Ref, tile: Tile, at: tuple[Scalar, Scalar], top: Scalar, shape: MmaShape,
+        scales: tuple[BlockScales, list[jax.Array], Scalar],
+    ) -> list[jax.Array]:  # fmt: skip
+        """Multiply a step by weights times scales, one part after the other.
+
+        Scales are a source, what was loaded of them for the first part, and the step. Returns what was loaded for the
+        first part of the next step.
+        """
+        assert isinstance(self.mainloop, RowsMainloop)
+        mainloop, length, (source, words, step) = self.mainloop, self.layout.part_k, scales
+        parts = self.layout.block_k // length
+
+        def part(i: Scalar, words: list[jax.Array]) -> list[jax.Array]:
+            factors = source.of_operand(words)
+            words = source.load(self.refs, tile, top, step * i32(parts) + i + i32(1))
+            k = pl.ds(pl.multiple_of(i * i32(length), length), length)
+            mgpu.wgmma(acc, *mainloop.part(self.refs, at, pl.ds(top, shape.blocks * WGMMA_M), shape.n, k, factors))
+            mgpu.wgmma_wait(0)
+            return words
+
+        return lax.fori_loop(i32(0), i32(parts), part, words)
 
     def _multiply_parts(
         self, acc: Ref, at: tuple[Scalar, Scalar], top: Scalar, shape: MmaShape, scales: Scales
@@ -144,6 +177,8 @@ class Consumer:
         if of_tile:
             store.wait_vectors(tile)
 
+        parts = self.layout.block_k // promoted_part(self.problem) if steps_in_parts(self.problem) else 1
+
         def product(at: tuple[Scalar, Scalar], row: int) -> jax.Array:
             def run(acc: Ref) -> jax.Array:
                 mgpu.wgmma(acc, *self._operands(at, top + i32(row), 1, shape.n))
@@ -156,7 +191,14 @@ class Consumer:
             at = self._wait(tile, done, i)
             rows = range(0, shape.blocks * WGMMA_M, WGMMA_M)
             each = self.refs["smem_by_column"][self.warpgroup, mainloop.scale_of(i, length)] if of_tile else None
-            scales = [self._row_scales(at[0], top + i32(row), each) for row in rows]
+            if parts > 1:
+                for block, row in enumerate(rows):
+                    scales = [self._row_scales(at[0], part, top + i32(row), each) for part in range(parts)]
+                    a, b = mainloop.in_smem(self.refs, at, pl.ds(top + i32(row), WGMMA_M), shape.n)
+                    sums[block] = short_sums.promoted(sums[block], a, b, scales, self.layout)
+                self._release(done, i)
+                return sums
+            scales = [self._row_scales(at[0], 0, top + i32(row), each) for row in rows]
             columns = self.refs["smem_column_scales"][at[0], pl.ds(0, shape.n)] if of_step else None
             for block, (row, scale) in enumerate(zip(rows, scales, strict=True)):
                 acc = product(at, row)
@@ -168,11 +210,11 @@ class Consumer:
         zeros = [jnp.zeros((WGMMA_M, shape.n), jnp.float32) for _ in range(shape.blocks)]
         return lax.fori_loop(i32(0), tile.steps, step, zeros)
 
-    def _row_scales(self, stage: Scalar, row: Scalar, factor: Scalar | None) -> jax.Array | None:
-        """The scales of 64 rows of a tile in a step times a factor that they share, [64]; None without either."""
+    def _row_scales(self, stage: Scalar, part: int, row: Scalar, factor: Scalar | None) -> jax.Array | None:
+        """The scales of 64 rows in a part of a step, times a factor that they share, [64]; None without either."""
         if not self.problem.epilogue.row_block:
             return None if factor is None else lax.broadcast(factor, (WGMMA_M,))
-        scales = self.refs["smem_row_scales"][stage, 0, pl.ds(row, WGMMA_M)]
+        scales = self.refs["smem_row_scales"][stage, part, pl.ds(row, WGMMA_M)]
         return scales if factor is None else scales * factor
 
     def _upcast_promoted_sums(self, tile: Tile, done: Scalar, top: Scalar, shape: MmaShape) -> jax.Array:

@@ -37,6 +37,7 @@ class Layout:
     stages: int  # steps that are in shared memory at once
     raster_group: int  # tiles of a column that run before the next column: an L2 rasterization group
     num_ctas: int  # persistent CTAs: one for each SM
+    part_k: int = 0  # entries of a step that are unpacked and multiplied at once, of weights for few rows; 0: all
     consumers: int = CONSUMERS  # consumer warpgroups of a pipeline
     pipelines: int = 1  # in a CTA, each with its own producer, stages and tiles: one stores while another multiplies
     swizzle: int = SWIZZLE  # bytes of a swizzle row of the operands in shared memory
@@ -64,6 +65,11 @@ class Layout:
     def rewrites(self) -> bool:
         """Whether a warpgroup between producer and consumers writes the weights of each step anew, in shared memory."""
         return self.upcast_in_smem or self.transpose_in_smem
+
+    @property
+    def unpacked_k(self) -> int:
+        """The entries of the sum whose weights, where they are upcast, are unpacked and scaled at once."""
+        return self.part_k or self.block_k
 
     @property
     def m_unit(self) -> int:

@@ -215,6 +215,18 @@ class RowsMainloop:
             return operand_a(rhs, rhs_at, mine, k_major), operand_b(lhs, lhs_at, n, True)
         return operand_a(lhs, lhs_at, mine, True), operand_b(rhs, rhs_at, n, k_major)
 
+    def in_smem(self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int) -> tuple[Ref, Ref]:
+        """Some rows of a tile, and the weights of its first n columns, both K-major, in shared memory."""
+        return refs["smem_lhs"].at[stages[0], mine], refs["smem_rhs"].at[stages[1], pl.ds(0, n)]
+
+    def part(
+        self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int, k: Any, scales: Scales
+    ) -> tuple[Any, Any]:
+        """Operands A and B of a part of a step: weights times scales as a register operand, and rows."""
+        held = refs["smem_rhs"].at[stages[1], mine, k]
+        weights = rs_operand(held, self.problem.lhs, self.problem.interleaved, scales)
+        return weights, self.lhs_part(refs, stages[0], n, k)
+
     def parts(
         self, refs: Refs, stages: tuple[Scalar, Scalar], mine: Any, n: int, scales: Scales
     ) -> Iterator[tuple[Any, Any]]:

@@ -15,7 +15,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.backends.gpu.layout import SCALE_BLOCK, WGMMA_M
+from trencadis.backends.gpu.layout import SCALE_BLOCK, SHORT_PART, WGMMA_M
 from trencadis.core.dtypes import bits
 from trencadis.core.interleave import FLOAT4
 from trencadis.core.problem import Form, Problem
@@ -91,6 +91,18 @@ def promoted_part(problem: Problem) -> int:
     return math.gcd(epilogue.row_block, 0 if in_operand(problem) else epilogue.column_block[0])
 
 
+def steps_in_parts(problem: Problem) -> bool:
+    """Whether float8 rows have a scale every 32 or 64 of k, so that a step has several sums to promote.
+
+    Weights may have scales that a tile shares, in blocks of 128 of k. One for each column would take another operation
+    for every sum.
+    """
+    epilogue, kinds = problem.epilogue, (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
+    if problem.lhs != problem.rhs or problem.lhs not in kinds or epilogue.row_block not in (SHORT_PART, WGMMA_M):
+        return False
+    return epilogue.column_block[0] % SCALE_BLOCK == 0 and not column_scales_by_step(problem)
+
+
 def shared_by_tile(problem: Problem) -> bool:
     """Whether all columns of a tile share the scales of weights that change along k, as in blocks of 128 x 128."""
     length, across = problem.epilogue.column_block
@@ -117,6 +129,6 @@ def with_bfloat16_rows(problem: Problem) -> Problem:
         return problem
     if unpacks(problem) or unpacks_in_registers(problem):
         return problem
-    if problem.lhs == problem.rhs and promoted_part(problem) % WGMMA_M == 0:
+    if problem.lhs == problem.rhs and (promoted_part(problem) % WGMMA_M == 0 or steps_in_parts(problem)):
         return problem
     return problem.replace(lhs=np.dtype(jnp.bfloat16))
