@@ -25,10 +25,11 @@ from trencadis.core.decision import PARTITIONED
 from trencadis.core.devices import target_of
 from trencadis.core.execute import execute
 from trencadis.core.gated import gated_p
-from trencadis.core.jax_compat import DIVIDED_BY_RULE, current_target
+from trencadis.core.jax_compat import current_target
 from trencadis.core.mesh import entries
 from trencadis.core.partition import dimensions, partition
 from trencadis.core.plan import Plan, Refusal, answers, gated_answers, gated_plan, gathered, plan
+from trencadis.core.primitive import DIVIDED_BY_RULE
 from trencadis.core.problem import Problem
 from trencadis.core.split import part_of
 from trencadis.core.target import Target

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.core
 M, K, N, G = 16, 8, 16, 8
 SIZES = np.array([3, 0, 5, 1, 0, 2, 3, 0])  # of 16 rows, two are unowned
 KINDS = (AxisType.Explicit, AxisType.Auto)
+MIXED = (KINDS, KINDS[::-1])  # of the two axes of a mesh
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
 ONE, TWO = (("e",), ((2,), (4,), (8,))), (("d", "e"), ((2, 2), (2, 4), (4, 2)))
@@ -43,9 +44,11 @@ CASES = [
 CASES += [
     (kind, layout, (2, 2), steps) for kind in KINDS for layout in ("g and k", "m and g") for steps in ("tanh", "add")
 ]
+CASES += [(kind, "m, g and g", (2, 4), "add") for kind in KINDS]
+CASES += [(kinds, layout, (2, 2), "tanh") for kinds in MIXED for layout in ("m and g", "m and n", "g and k")]
 DEFAULT = [(kind, *case) for kind in KINDS for case in (
-    ("k", (4,), "plain"), ("m, g and g", (2, 4), "plain"), ("m and g", (2, 2), "tanh"),
-)] + [(AxisType.Explicit, "g and k", (2, 2), "add"), (AxisType.Auto, "n", (8,), "plain")]  # fmt: skip
+    ("k", (4,), "plain"), ("m, g and g", (2, 4), "add"), ("m and g", (2, 2), "tanh"),
+)] + [(AxisType.Auto, "n", (8,), "plain"), (KINDS, "m and g", (2, 2), "tanh")]  # fmt: skip
 
 
 @functools.cache
@@ -80,7 +83,8 @@ def expected(steps):
 
 def mesh_of(kind, shape, names=None):
     names = names or (("e",) if len(shape) == 1 else ("d", "e"))
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=jax.devices()[: np.prod(shape)])
+    kinds = kind if isinstance(kind, tuple) else (kind,) * len(shape)
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[: np.prod(shape)])
 
 
 def put(mesh, x, spec):
@@ -109,7 +113,7 @@ def assert_lean(text):
 def test_equals_one_device(kind, layout, shape, steps):
     lhs, rhs, out = LAYOUTS[layout]
     mesh = mesh_of(kind, shape)
-    given = [put(mesh, x, spec) for x, spec in zip(arrays(), (lhs, rhs, P(), P()), strict=True)]
+    given = [put(mesh, x, spec) for x, spec in zip(arrays(), (lhs, rhs, P(), out), strict=True)]
     compiled = step(functools.partial(product, steps)).lower(*given).compile()
     value, gradients = compiled(*given)
     close((value, gradients), expected(steps))
@@ -159,11 +163,14 @@ def quantized(name, granularity):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "granularity", "spec"), sweep(
     [(name, each, spec) for name, each in (("int8", "column"), ("mxfp8", (1, 32, 1)), ("nvfp4", (1, 16, 1)))
-     for spec in (P("e"), P(None, "e"), P(None, None, "e"))],
-    [("mxfp8", (1, 32, 1), P(None, None, "e")), ("int8", "column", P("e"))],
+     for spec in (P("e"), P(None, "e"), P(None, None, "e"))] + [("int8", (1, 64, 16), P(None, None, "e"))],
+    [("mxfp8", (1, 32, 1), P("e")), ("int8", (1, 64, 16), P(None, None, "e"))],
 ))  # fmt: skip
 def test_quantized_matrices(kind, name, granularity, spec):
-    """Scales that the sharding does not divide are replicated; others are divided with the values they belong to."""
+    """Scales that the sharding does not divide are replicated; others are divided with the values they belong to.
+
+    In the last case devices have parts of blocks of k.
+    """
     x, q, want = quantized(name, granularity)
     mesh, call = mesh_of(kind, (4,)), lambda x, q: tr.grouped_matmul(x, q, SIZES)
     both = jax.jit(lambda x, q: (call(x, q), jax.grad(lambda x: jnp.sum(jnp.sin(call(x, q))))(x)))
@@ -173,11 +180,9 @@ def test_quantized_matrices(kind, name, granularity, spec):
         return jax.device_put(leaf, NamedSharding(mesh, P(*divides)))
 
     given = put(mesh, x, P()), jax.tree.map(place, q)
-    along_k = granularity != "column"  # XLA cannot divide the gradient, a loop over parts of k, by a rule
-    program = jax.jit(call) if kind == AxisType.Auto and along_k else both
-    compiled = program.lower(*given).compile()
-    run = program if name == "nvfp4" else compiled  # JAX 0.10.2 takes no arrays of 4-bit floats ahead of time
-    close(run(*given), want[0] if program is not both else want, 1e-4)
+    compiled = both.lower(*given).compile()
+    run = both if name == "nvfp4" else compiled  # JAX 0.10.2 takes no arrays of 4-bit floats ahead of time
+    close(run(*given), want, 1e-4)
     assert_lean(compiled.as_text())
 
 
@@ -207,6 +212,33 @@ def test_each_shard_of_rows_has_sizes_of_its_own(kind):
         tr.grouped_matmul(x, w, sizes[[0, 1, 0]])
     with pytest.raises(ValueError, match="must sum to at most m = 8 rows"):
         tr.grouped_matmul(x, w, sizes + 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_shard_of_the_rows_of_a_contraction_has_sizes_of_its_own(kind):
+    """The sum over blocks; each device adds up those that it has, and keeps its groups where they are to be sharded."""
+    (x, w, _, y), contract = arrays(), functools.partial(tr.transposed_grouped_matmul, transpose_lhs=True)
+    sizes = jnp.array([[1, 0, 1, 0, 2, 0, 0, 0], [0, 3, 0, 1, 0, 0, 0, 0]] * 2)
+
+    def parts(x, y, w, **options):
+        blocks = zip(jnp.split(x, 4), jnp.split(y, 4), sizes, strict=True)
+        return w + sum(contract(*block, **options) for block in blocks)
+
+    mesh = mesh_of(kind, (2, 4))
+    given = put(mesh, x, P("d")), put(mesh, y, P("d")), put(mesh, w, P("e"))
+    compiled = step(lambda x, y, w: contract(x, y, sizes, existing_out=w)).lower(*given).compile()
+    value, gradients = compiled(*given)
+    close((value, gradients), on_one_device(parts, x, y, w))
+    assert_lean(compiled.as_text())
+    assert value.sharding.is_equivalent_to(NamedSharding(mesh, P("e")), 3)
+
+
+def test_a_dimension_over_a_part_of_an_axis():
+    """XLA shards the halves of k over one half of an axis, and each half over the other."""
+    x, w, *_ = arrays()
+    mesh, factors = mesh_of(AxisType.Auto, (4,)), jnp.array([1.0, 3.0])[:, None, None]
+    call = lambda x, w: tr.grouped_matmul(x, (w.reshape(G, 2, K // 2, N) * factors).reshape(G, K, N), SIZES)
+    close(jax.jit(call)(x, put(mesh, w, P(None, "e"))), call(x, w))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -279,6 +311,11 @@ def test_sharded_makes_automatic_axes_explicit():
         close((value, gradients), (expected("plain")[0], expected("plain")[1][:2]))
         assert gradients[1].sharding.is_equivalent_to(NamedSharding(mesh, P("e")), 3)
     close(call(x, w, SIZES, preferred_element_type=jnp.float32), expected("plain")[0])
+    in_context = tr.sharded(None, P("d"), P("e"), P())(tr.grouped_matmul)
+    with jax.set_mesh(mesh):
+        close(in_context(x, w, SIZES), expected("plain")[0])
+    with pytest.raises(ValueError, match=r"mesh: want a mesh, or one that jax.set_mesh has set"):
+        in_context(x, w, SIZES)
     with pytest.raises(TypeError, match="specs: want one for each of 2 positional arguments; got 3"):
         call(x, w)
     with pytest.raises(ValueError, match="mesh: want automatic axes"):

@@ -27,7 +27,7 @@ LAYOUTS = {  # axes of tokens, experts, d and f of the weights; and the kinds of
     "data and width": ("d", None, None, "e", {"all-reduce"}),
     "one axis": (("e", "d"), "e", None, None, {"all-reduce"} | GATHER),
     "experts, width and data": ("d", "e", None, "d", {"all-reduce"} | GATHER),
-    "fully sharded": ("d", None, "d", None, {"all-reduce", "all-gather"}),  # weights are gathered
+    "fully sharded": ("d", None, "d", None, {"all-reduce"} | GATHER),  # weights are gathered, gradients scattered
 }
 
 
@@ -87,8 +87,10 @@ def test_equals_one_device(layout, recipe):
     assert [jax.typeof(x).sharding.spec for x in (value, *gradients)] == [
         jax.typeof(x).sharding.spec for x in (given[0], *given)
     ]
-    if recipe is None or axes[3] is None:  # scales of the rows between the products span the width
-        assert set(re.findall(rf" ({COLLECTIVES})\(", compiled.as_text())) <= kinds
+    text = compiled.as_text()
+    assert set(re.findall(rf" ({COLLECTIVES})\(", text)) <= kinds
+    if layout == "fully sharded":  # sums of gradients are scattered, and no device has all of them
+        assert not re.search(r"\[\d+,\d+,\d+\]\S* all-reduce\(", text)
 
 
 def test_quantized_weights_over_experts_and_width():

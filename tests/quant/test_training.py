@@ -1,6 +1,7 @@
 """Training through quantized operands: gradients of the numbers, from what they were quantized to."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import oracle
 import pytest
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
+from sweep import sweep
 
 import trencadis as tr
 from trencadis.core.autodiff import grouped_p
@@ -300,12 +302,38 @@ def test_goes_through_vmap_remat_meshes_checks_and_export(recipe, xwy):
             close(got, np.asarray(want, np.float64))
 
 
-def test_dimensions_that_a_scale_spans():
-    """Scales of rows and of columns span none but k; those of a tensor or a block span more."""
-    assert INT8.spanned == "" == Recipe("mxfp8", "mxfp8").spanned
-    assert Recipe("int8", ("int8", (1, 4, 4))).spanned == "n"
-    assert Recipe(("int8", "tensor"), ("int8", "tensor")).spanned == "mgn"
-    assert Recipe(rhs="nvfp4").spanned == "gn"
+MESHES = [("row", "column"), ("tensor", "tensor"), ((1, 4), (1, 4, 4))]
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize(("rows", "columns"), sweep(MESHES, [MESHES[1]]))
+def test_recipes_divided_along_k_and_n(axis, rows, columns):
+    """Scales that span devices are those of one device, and matrices stay where they are."""
+    recipe = Recipe(("int8", rows), ("int8", columns), ("int8", rows))
+    mesh = jax.make_mesh(
+        (2, 2), ("d", "e"), axis_types=(jax.sharding.AxisType.Explicit,) * 2, devices=jax.devices()[:4]
+    )
+    rng = np.random.default_rng(0)
+    x, w, y = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 8), (2, 8, 8), (8, 8)))
+    put = lambda z, *spec: jax.device_put(z, jax.sharding.NamedSharding(mesh, P(*spec)))
+
+    @jax.jit
+    def step(x, w, y):
+        out, pull = jax.vjp(lambda x, w: tr.grouped_dense(x, w, jnp.array([3, 4]), quantization=recipe), x, w)
+        return out, *pull(y)
+
+    given = put(x, "d"), put(w, *(None,) * axis, "e"), put(y, "d", "e" if axis == 2 else None)
+    program = step.lower(*given).compile()
+    for got, want in zip(program(*given), step(x, w, y), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert not re.search(r"\[\d+,\d+,\d+\]\S* all-gather\(", program.as_text())
+
+
+def test_parts_of_operands_are_whole_blocks():
+    """Scales that span a dimension are those of all its parts; of blocks, a part has several and none is cut in two."""
+    assert INT8.units == dict.fromkeys("mkng", 1) == Recipe(("int8", "tensor"), ("int8", "group"), "int8").units
+    assert INT8.spans("lhs", "k") and not INT8.spans("rhs", "n") and not Recipe("mxfp8").spans("lhs", "k")
+    assert Recipe("mxfp8", ("int8", (2, 12, 4)), ("int8", (1, 6))).units == {"m": 1, "k": 96, "n": 12, "g": 2}
 
 
 def test_nothing_to_multiply():

@@ -108,7 +108,7 @@ def transposed_grouped_matmul(
     Args:
       lhs: `[k, m]`. Training has it as `[m, k]`: pass that with `transpose_lhs=True`, and nothing is transposed.
       rhs: `[m, n]`.
-      group_sizes: as in `grouped_matmul`, one per group.
+      group_sizes: as in `grouped_matmul`, one per group; with `[blocks, g]` the result is the sum over blocks of rows.
       preferred_element_type: as in `grouped_matmul`.
       tiling: as in `grouped_matmul`.
       group_offset: the first group to compute.

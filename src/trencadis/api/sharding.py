@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trencadis.core.mesh import entries
 
 
-def sharded(mesh: Mesh, *specs: PartitionSpec) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def sharded(mesh: Mesh | None, *specs: PartitionSpec) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Run a function whose arguments are sharded over a mesh in a known way, although its axes are automatic.
 
     On a mesh with automatic axes XLA decides how arrays are sharded, after the program is traced. Its compiler for TPUs
@@ -21,7 +21,7 @@ def sharded(mesh: Mesh, *specs: PartitionSpec) -> Callable[[Callable[..., Any]],
     grouped product divides itself; see the guide on sharding. It is differentiable, and works on every platform.
 
     Args:
-      mesh: the mesh of the program.
+      mesh: the mesh of the program; None is that of `jax.set_mesh` where the function is called.
       *specs: one for each positional argument; for a quantized array, of its values as they are stored. Keyword
         arguments are passed on as they are, and are not arrays.
 
@@ -36,40 +36,52 @@ def sharded(mesh: Mesh, *specs: PartitionSpec) -> Callable[[Callable[..., Any]],
     >>> multiply(jnp.ones((4, 2)), jnp.ones((2, 2, 1)), jnp.array([1, 2])).ravel()
     Array([2., 2., 2., 0.], dtype=float32)
     """
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh: want a jax.sharding.Mesh; got {type(mesh).__name__}")
-    if any(kind != AxisType.Auto for kind in mesh.axis_types):
-        raise ValueError(f"mesh: want automatic axes; on explicit ones, types say how arrays are sharded; got {mesh}")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh: want a jax.sharding.Mesh, or None; got {type(mesh).__name__}")
+    if mesh is not None:
+        _check(mesh)
     for i, spec in enumerate(specs):
         if not isinstance(spec, PartitionSpec):
             raise TypeError(f"specs: want a jax.sharding.PartitionSpec for each argument; number {i} is {spec!r}")
     return functools.partial(_wrapped, mesh, specs)
 
 
-def _wrapped(mesh: Mesh, specs: Sequence[PartitionSpec], function: Callable[..., Any]) -> Callable[..., Any]:
+def _check(mesh: Mesh | AbstractMesh) -> None:
+    """The mesh has automatic axes."""
+    if mesh.empty:
+        raise ValueError("mesh: want a mesh, or one that jax.set_mesh has set; got None, and none is set")
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(f"mesh: want automatic axes; on explicit ones, types say how arrays are sharded; got {mesh}")
+
+
+def _wrapped(mesh: Mesh | None, specs: Sequence[PartitionSpec], function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
+        used = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+        _check(used)
         if len(args) != len(specs):
             raise TypeError(f"specs: want one for each of {len(args)} positional arguments; got {len(specs)}")
         leaves, tree = jax.tree.flatten(args)
         fitted = [
-            _fitted(mesh, spec, leaf) for spec, arg in zip(specs, args, strict=True) for leaf in jax.tree.leaves(arg)
-        ]
-        placed = [
-            jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
-            for leaf, spec in zip(map(jax.numpy.asarray, leaves), fitted, strict=True)
+            _fitted(used, spec, leaf) for spec, arg in zip(specs, args, strict=True) for leaf in jax.tree.leaves(arg)
         ]
 
         def inside(*leaves: Any) -> Any:
             return function(*jax.tree.unflatten(tree, leaves), **options)
 
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return jax.jit(jax.sharding.explicit_axes(inside, in_sharding=tuple(fitted)))(*placed)
+        @jax.jit
+        def program(*leaves: Any) -> Any:
+            shardings = [NamedSharding(used, spec) for spec in fitted]
+            placed = map(jax.lax.with_sharding_constraint, leaves, shardings)
+            return jax.sharding.explicit_axes(inside, in_sharding=tuple(fitted))(*placed)
+
+        with jax.sharding.use_abstract_mesh(used.abstract_mesh):
+            return program(*map(jax.numpy.asarray, leaves))
 
     return call
 
 
-def _fitted(mesh: Mesh, spec: PartitionSpec, x: Any) -> PartitionSpec:
+def _fitted(mesh: Mesh | AbstractMesh, spec: PartitionSpec, x: Any) -> PartitionSpec:
     """The spec for one array of an argument: without axes that do not divide it, as with a single scale."""
     shape = jax.numpy.shape(x)
     axes = entries(spec, len(shape))[: len(shape)]

@@ -19,6 +19,7 @@ from jax import lax
 from trencadis.backends.prepare import from_bits, to_bits
 from trencadis.core.dtypes import cast
 from trencadis.core.epilogue import add
+from trencadis.core.order import hidden_zero
 from trencadis.core.problem import Problem
 from trencadis.core.spans import Spans
 
@@ -126,17 +127,10 @@ def if_(condition: Array, body: Any, value: Array) -> Array:
 
 
 def zeros_of(shape: tuple[int, ...], dtype: Any, *operands: Array, nth: int = 0) -> Array:
-    """The nth result of zeros, made of an element of each operand in a way that XLA does not see through.
-
-    It would keep one array of zeros for all products of a program, and copy it for each.
-    """
+    """The nth zeros of a product. XLA would keep one array of zeros for all of a program, and copy it for each."""
     if not all(x.size for x in operands):
         return jnp.zeros(shape, dtype)
-    some = [x[(0,) * x.ndim] for x in operands]
-    some = [x.real if jnp.iscomplexobj(x) else x for x in some]
-    a, b = (lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) for x in some)
-    positive = lax.shift_right_logical(a ^ b, np.int32(1 + nth))
-    return jnp.broadcast_to(jnp.minimum(positive, _0).astype(dtype), shape)
+    return jnp.broadcast_to(hidden_zero(*operands, nth=nth).astype(dtype), shape)
 
 
 def between(row: Array, height: int, start: Array, end: Array) -> Array:

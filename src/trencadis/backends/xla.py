@@ -88,7 +88,7 @@ def run(plan: Plan, *operands: Array) -> Any:
     lhs, rhs = tied((lhs.astype(problem.lhs), rhs.astype(problem.rhs)))
     extras = Extras() if problem.gate is not None else problem.epilogue.split(tuple(rest))
     wanted = [(problem.out_shape, problem.out)] if problem.gate is None else problem.results
-    outs = [zeros_of(shape, dtype, lhs, rhs, nth=i) for i, (shape, dtype) in enumerate(wanted)]
+    outs = [zeros_of(shape, dtype, lhs, rhs, group_sizes, nth=i) for i, (shape, dtype) in enumerate(wanted)]
     outs = outs if extras.existing is None else [extras.existing]
     if problem.spans and problem.rows and 0 not in problem.out_shape:
         bounds, carried = spans(problem, group_sizes, first), [to_bits(x) for x in outs]

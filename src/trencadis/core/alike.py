@@ -15,8 +15,9 @@ from jax.extend.core import Effect, Primitive
 from jax.interpreters import ad
 from jaxtyping import Array
 
-from trencadis.core.jax_compat import Divided, Factors, Rules, Value, register
+from trencadis.core.jax_compat import Value
 from trencadis.core.mesh import has_automatic_axes
+from trencadis.core.primitive import Divided, Factors, Rules, register
 from trencadis.core.target import Target
 
 alike_p = Primitive("sharded_alike")

@@ -57,7 +57,7 @@ def contraction_problem(
     _rank("lhs", lhs, 2, "[k, m]" if transpose_lhs else "[m, k]")
     _rank("rhs", rhs, 2, "[m, n]")
     _numeric(lhs=lhs, rhs=rhs)
-    groups = _groups(group_sizes)
+    blocks, groups = _blocks_and_groups(group_sizes, rhs.shape[0])
     k, lhs_m = lhs.shape if transpose_lhs else lhs.shape[::-1]
     m, n = rhs.shape
     if lhs_m != m:
@@ -68,7 +68,8 @@ def contraction_problem(
             f"got {lhs.shape}{other}"
         )
     return Problem(
-        form=Form.CONTRACTION, m=m, k=k, n=n, groups=groups, local_groups=local,
+        form=Form.CONTRACTION, m=m // blocks, k=k, n=n, groups=groups, local_groups=local, batch=blocks,
+        summed=blocks > 1,
         lhs=np.dtype(lhs.dtype), rhs=np.dtype(rhs.dtype), out=result_dtype(out, lhs, rhs),
         transpose_lhs=transpose_lhs, precision=checked_precision(precision),
     )  # fmt: skip

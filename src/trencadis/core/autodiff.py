@@ -32,22 +32,14 @@ from trencadis.core.alike import sharded_like
 from trencadis.core.dtypes import accumulator, cast
 from trencadis.core.epilogue import Epilogue, Extras
 from trencadis.core.execute import execute
-from trencadis.core.jax_compat import (
-    Divided,
-    Factors,
-    Rules,
-    Value,
-    interpreter_effects,
-    register,
-    result_type,
-    vary_alike,
-)
+from trencadis.core.jax_compat import Value, interpreter_effects, result_type, vary_alike
 from trencadis.core.mesh import Spec, all_manual, explicit_axes, explicit_mesh, mapped, replicated, spec_of
 from trencadis.core.partition import compute, dimensions, partition, result_dimensions
 from trencadis.core.plan import plan, warn_if_slow
+from trencadis.core.primitive import Divided, Factors, Rules, register
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import clamped
-from trencadis.core.split import sum_of_parts
+from trencadis.core.split import sums_by_parts
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 
@@ -62,8 +54,6 @@ PRODUCTS = (grouped_p, local_p)
 
 def run(problem: Problem, overrides: Overrides, *operands: Value) -> Array:
     """The result of a problem: operands are lhs, rhs, sizes [batch, groups], first group [batch], then extras."""
-    if problem.batch > 1 and problem.epilogue:  # kernels apply the epilogue of one batch entry
-        return expand(problem, overrides, *operands)
     primitive = local_p if all_manual(*operands) else grouped_p
     return primitive.bind(*vary_alike(*map(replicated, operands)), problem=problem, overrides=overrides)
 
@@ -78,9 +68,10 @@ def expand(problem: Problem, overrides: Overrides, *operands: Value) -> Array:
             return run(part, overrides.untiled, *parts)
 
         scales = Extras(by_row=given.by_row, by_column=given.by_column).given
-        z = sum_of_parts(problem, multiply, lhs, rhs, sizes, first, *scales)
+        z = sums_by_parts(problem, multiply, lhs, rhs, sizes, first, *scales)
     else:
-        z = run(problem.replace(out=problem.acc, epilogue=Epilogue()), overrides, lhs, rhs, sizes, first)
+        products = problem.replace(out=problem.acc, epilogue=Epilogue(), summed=False)
+        z = unfused.summed(problem, run(products, overrides, lhs, rhs, sizes, first))
         z = unfused.scale(problem, z, given, sizes, first)
     bias = None if given.bias is None else _bias_rows(problem, given.bias, sizes, first, problem.sum)
     return unfused.finish(problem, z, sizes, first, bias=bias, existing=given.existing)
@@ -188,15 +179,24 @@ def _transpose(
     ct = jnp.asarray(ct) if isinstance(ct, np.ndarray) else ct
     if problem.epilogue.activation is not None:
         raise ValueError(f"cannot transpose {problem}: it is not linear")
-    if problem.epilogue.along_k:
-        return _transpose_parts(ct, operands, problem, overrides)
-    plain = problem.replace(epilogue=Epilogue())
-    known_lhs, known_rhs = typing.cast("tuple[Value, Value]", (lhs, rhs))  # where a rule reads them
+    steps, scales = problem.epilogue, problem.epilogue.split(extras)
     d_lhs, d_rhs = ADJOINTS[problem.form]
-    d_product = unfused.scale(problem, ct, problem.epilogue.split(extras), sizes, first)  # the scales are factors of ct
-    if ct.dtype == jnp.bfloat16:  # its exponents hold the scaled values; other 16-bit floats may underflow
-        d_product = d_product.astype(ct.dtype)
-    plain = plain.replace(out=np.dtype(d_product.dtype))
+    d_product = unfused.scale(problem, ct, scales, sizes, first)  # those that do not change along k are factors of ct
+    narrow = ct.dtype == jnp.bfloat16  # its exponents hold the scaled values; other 16-bit floats may underflow
+    d_product = d_product.astype(ct.dtype) if narrow else d_product
+    plain = problem.replace(epilogue=Epilogue(), out=np.dtype(d_product.dtype))
+    known_lhs, known_rhs = typing.cast("tuple[Value, Value]", (lhs, rhs))  # where a rule reads them
+    of_lhs, of_rhs = unfused.along_k(problem, scales, sizes, first)  # of each entry of lhs and rhs, where they change
+
+    def d_left() -> Array:
+        transposed = [scales.by_column.mT] if scales.by_column is not None and steps.column_block[0] else []
+        scaled = plain.replace(epilogue=steps.transposed)
+        found = d_lhs(scaled, overrides, d_product, known_rhs, sizes, first, *transposed)
+        return unfused.times(found, of_lhs, problem.lhs)
+
+    def d_right() -> Array:
+        known = unfused.times(known_lhs, of_lhs, ct.dtype if narrow else problem.sum)
+        return unfused.times(d_rhs(plain, overrides, d_product, known, sizes, first), of_rhs, problem.rhs)
 
     def d_bias() -> Array:
         ones = _ones(problem, ct)
@@ -204,8 +204,8 @@ def _transpose(
 
     d_extras = [d_bias] * (problem.epilogue.bias is not None) + [lambda: ct] * problem.epilogue.accumulate
     rules: list[Callable[[], Value | None]] = [
-        lambda: d_lhs(plain, overrides, d_product, known_rhs, sizes, first),
-        lambda: d_rhs(plain, overrides, d_product, known_lhs, sizes, first),
+        d_left,
+        d_right,
         lambda: None,
         lambda: None,
         *[lambda: None] * (problem.epilogue.by_row + problem.epilogue.by_column),
@@ -214,27 +214,11 @@ def _transpose(
     return [rule() if isinstance(x, ad.UndefinedPrimal) else None for x, rule in zip(operands, rules, strict=True)]
 
 
-def _transpose_parts(
-    ct: Array, operands: tuple[Linear, ...], problem: Problem, overrides: Overrides
-) -> list[Value | None]:
-    """The cotangents of a product whose scales change along k: those of the sum over its parts."""
-    linear = {i: x.aval for i, x in enumerate(operands) if isinstance(x, ad.UndefinedPrimal)}
-    known = {i: x for i, x in enumerate(operands) if not isinstance(x, ad.UndefinedPrimal)}
-
-    def parts(*given: Value) -> Array:
-        filled = known | dict(zip(linear, given, strict=True))
-        return expand(problem, overrides, *(filled[i] for i in range(len(operands))))
-
-    found = jax.linear_transpose(parts, *linear.values())(ct)
-    by_operand = dict(zip(linear, found, strict=True))
-    return [by_operand.get(i) for i in range(len(operands))]
-
-
-def _rows_d_lhs(problem: Problem, overrides: Overrides, ct: Value, rhs: Value, sizes: Value, first: Value) -> Array:
-    """ct [m, n] x rhs [g, k, n] -> [m, k]: rows again, with rhs transposed."""
+def _rows_d_lhs(problem: Problem, overrides: Overrides, ct: Value, *operands: Value) -> Array:
+    """ct [m, n] x rhs [g, k, n] -> [m, k]: rows again, with rhs and its scales transposed."""
     derived = problem.replace(k=problem.n, n=problem.k, lhs=problem.out, out=problem.lhs,
                               transpose_rhs=not problem.transpose_rhs)  # fmt: skip
-    return run(derived, overrides.derive(overrides.tilings.d_lhs, swap=True), ct, rhs, sizes, first)
+    return run(derived, overrides.derive(overrides.tilings.d_lhs, swap=True), ct, *operands)
 
 
 def _rows_d_rhs(problem: Problem, overrides: Overrides, ct: Value, lhs: Value, sizes: Value, first: Value) -> Array:
@@ -247,13 +231,14 @@ def _rows_d_rhs(problem: Problem, overrides: Overrides, ct: Value, lhs: Value, s
         n=problem.k if swap else problem.n,
         lhs=np.dtype(a.dtype),
         rhs=np.dtype(b.dtype),
-        out=problem.rhs if shared == 1 else problem.acc,
+        out=problem.rhs if shared == 1 or problem.rhs_batch == 1 else problem.acc,
         transpose_rhs=False,
         interleaved=False,
         rhs_batch=1,
+        summed=shared > 1 and problem.rhs_batch == 1,
     )
     out = run(derived, overrides.derive(overrides.tilings.d_rhs, swap=swap), a, b, sizes, first)
-    if shared > 1:
+    if shared > 1 and not derived.summed:
         out = cast(out.reshape(shared, problem.weights, *out.shape[1:]).sum(axis=0), problem.rhs)
     return out
 
@@ -278,10 +263,13 @@ def _contraction_d_rhs(
 
 def _rows_of(problem: Problem, **changes: Any) -> Problem:
     """The rows problem whose weights have the shape and dtype of this contraction's result."""
-    return problem.replace(form=Form.ROWS, rhs=problem.out, rhs_batch=problem.batch, transpose_lhs=False, **changes)
+    entries = 1 if problem.summed else problem.batch
+    return problem.replace(
+        form=Form.ROWS, rhs=problem.out, rhs_batch=entries, transpose_lhs=False, summed=False, **changes
+    )
 
 
-ADJOINTS = {
+ADJOINTS: dict[Form, tuple[Callable[..., Array], Callable[..., Array]]] = {
     Form.ROWS: (_rows_d_lhs, _rows_d_rhs),
     Form.CONTRACTION: (_contraction_d_lhs, _contraction_d_rhs),
 }
@@ -299,7 +287,7 @@ def _batch(
         args = tuple(map(replicated, args))  # XLA refuses a `shard_map` inside of another here
     elif mesh is not None:  # the axis itself is sharded
         return _batch_on_mesh(mesh, args, dims, problem, overrides)
-    if problem.epilogue:
+    if problem.epilogue or problem.summed:
         return jax.vmap(functools.partial(expand, problem, overrides), in_axes=tuple(dims))(*args), 0
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     lhs, rhs, sizes, first = (x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True))
@@ -435,7 +423,7 @@ def _divide(
 def _factors(*, problem: Problem, overrides: Overrides) -> Factors:
     """The dimensions of a problem by name; those of sizes and of blocks have names of their own."""
     operands = [
-        [f"{name}{i}" if name in "bhKN" else name for name in names] for i, names in enumerate(dimensions(problem))
+        [f"{name}{i}" if name in "bhRKN" else name for name in names] for i, names in enumerate(dimensions(problem))
     ]
     whole = [name for names in operands for name in names if len(name) > 1]
     return Factors(operands, list(result_dimensions(problem)), whole)

@@ -29,7 +29,8 @@ class Plan:
     """A whole decision: which backend runs a product, in what layout, split how, and for what reason.
 
     The backend computes `problem`. Where that is less than `asked`, the rest runs as XLA operations: with `split`, the
-    product is a sum over parts of k; steps of the epilogue that `problem` lacks are applied to the finished sum.
+    product is a sum over parts of k, or consists of parts of n; steps of the epilogue that `problem` lacks are applied
+    to the finished sum.
     """
 
     asked: Problem
@@ -38,7 +39,7 @@ class Plan:
     backend: str
     tiling: Tiling  # in the caller's units of m, k and n
     layout: Any = None  # the backend's own description of its kernel
-    split: int = 0  # k is multiplied in parts of this length, each with its own scales; 0: in one piece
+    split: int = 0  # parts of k, or of n, of this length are products with their own scales; 0: one product
     interpret: bool = False
     because: str
     notes: tuple[str, ...] = ()  # how operands are multiplied, where that is worth a sentence
@@ -52,14 +53,18 @@ class Plan:
         asked, kept = self.asked.epilogue, self.problem.epilogue
         gate = (str(self.asked.gate),) if self.asked.gate is not None and self.problem.gate is None else ()
         rest = Epilogue(
+            by_row=asked.by_row and not kept.by_row and not self.split,
+            by_column=asked.by_column and not kept.by_column and not self.split,
             bias=asked.bias if kept.bias is None else None,
             activation=asked.activation if kept.activation is None else None,
             accumulate=asked.accumulate and not kept.accumulate,
         )
-        return rest.steps + gate
+        entries = ("the sum over blocks of rows",) if self.asked.summed and self.asked.batch > 1 else ()
+        return entries + rest.steps + gate
 
     def __str__(self) -> str:
-        split = f", split along k into parts of {self.split}" if self.split else ""
+        axis = "n" if self.asked.epilogue.columnwise else "k"
+        split = f", split along {axis} into parts of {self.split}" if self.split else ""
         peeled = f", then {' + '.join(self.peeled)} in XLA" if self.peeled else ""
         return f"{self.backend}, tile {self.tiling}{split}{peeled}: {self.because}"
 

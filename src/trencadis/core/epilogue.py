@@ -77,6 +77,17 @@ class Epilogue:
         return math.gcd(self.row_block, self.column_block[0])
 
     @property
+    def columnwise(self) -> bool:
+        """Whether scales of columns change with every entry of k, and are constant in blocks of n."""
+        return self.row_block == 0 and self.column_block[0] == 1 < self.column_block[1]
+
+    @property
+    def transposed(self) -> Epilogue:
+        """The scales of rhs that change along k, for the product with rhs transposed: k and n change places."""
+        k, n = self.column_block
+        return Epilogue(by_column=True, column_block=(n, k), column_scales=self.column_scales) if k else Epilogue()
+
+    @property
     def scaling(self) -> Epilogue:
         """An epilogue with only the scales."""
         return dataclasses.replace(self, bias=None, activation=None, accumulate=False)

@@ -29,11 +29,12 @@ from trencadis.backends import BACKENDS, INTERPRETED
 from trencadis.core import autodiff, sharded
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Epilogue, Gate
-from trencadis.core.jax_compat import Rules, Value, interpreter_effects, register, result_type, vary_alike
+from trencadis.core.jax_compat import Value, interpreter_effects, result_type, vary_alike
 from trencadis.core.linear import jvp_of_varied
-from trencadis.core.mesh import explicit_mesh, mapped, mapped_alike, replicated
+from trencadis.core.mesh import explicit_mesh, mapped, mapped_alike, partly_explicit, replicated
 from trencadis.core.partition import Partition, dimensions
 from trencadis.core.plan import gated_plan
+from trencadis.core.primitive import Rules, register
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import owned
 from trencadis.core.target import Target
@@ -51,7 +52,7 @@ def run(problem: Problem, overrides: Overrides, *operands: Value) -> list[Array]
     mesh = explicit_mesh(*operands)
     if mesh is None:
         return _bind(problem, overrides, *operands)
-    if problem.form is Form.CONTRACTION:
+    if problem.form is Form.CONTRACTION or partly_explicit(mesh):
         return composed(problem, overrides, sharded.run, *operands)
     problem, operands = problem.of_rows, _with_rows(problem, *operands)
     plain = problem.replace(gate=None)

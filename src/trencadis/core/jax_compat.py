@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -21,12 +21,12 @@ from jax import export, lax
 from jax._src.config import _check_vma
 from jax._src.core import get_axis_env
 from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax._src.state.types import TransformedRef
 from jax.core import ShapedArray
 from jax.experimental import io_callback
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Effect, Jaxpr, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
@@ -49,10 +49,6 @@ JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 SLICES_WIDEN_NARROW_FLOATS = JAX < (0, 12)
 
 
-# The platforms on which XLA asks a rule how to divide a primitive over automatic axes of a mesh; TPU is not among them.
-DIVIDED_BY_RULE = ("cpu", "cuda", "rocm")
-
-
 def varying_axes(x: Value) -> frozenset[Hashable]:
     """The manual mesh axes over which x varies inside `jax.shard_map`; empty outside."""
     axes: frozenset[Hashable] = jax.typeof(x).manual_axis_type.varying
@@ -69,7 +65,7 @@ def vary_alike(*xs: V) -> tuple[V, ...]:
     )
 
 
-def vary_over(x: V, axes: tuple[str, ...]) -> V:
+def vary_over(x: V, axes: tuple[Hashable, ...]) -> V:
     """The array, varying over these manual mesh axes too."""
     missing = tuple(axis for axis in axes if axis not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
@@ -167,116 +163,21 @@ def interpreter_effects() -> set[Effect]:
     return set(jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects)
 
 
-class Factors(NamedTuple):
-    """The dimensions of a primitive's operands and of its result by name, as Shardy's sharding rules have them."""
-
-    operands: Sequence[Sequence[str]]
-    result: Sequence[str]
-    whole: Sequence[str] = ()  # dimensions that are never divided
+def require_devices(primitive: Primitive) -> None:
+    """Say of a primitive that its lowering needs to know the devices: without them the mesh is not known there."""
+    prim_requires_devices_during_lowering.add(primitive)
 
 
-class Divided(NamedTuple):
-    """What each device computes of a primitive: a function of its parts of the operands; how all arrays are divided."""
-
-    function: Callable[..., Any]
-    operands: Sequence[Sequence[tuple[Hashable, ...]]]
-    result: Sequence[tuple[Hashable, ...]]
+def without_vma() -> AbstractContextManager[object]:
+    """A context in which types do not say over which manual mesh axes an array varies."""
+    return _check_vma(False)
 
 
-class Rules(NamedTuple):
-    """The rules of a primitive."""
-
-    impl: Callable[..., Any]
-    abstract: Callable[..., tuple[Any, set[Effect]]]
-    jvp: Callable[..., tuple[Any, Any]]
-    transpose: Callable[..., Sequence[Any]] | None
-    batch: Callable[..., tuple[Any, Any]]
-    execute: Callable[..., Any]  # what it lowers to, from its operands, its parameters and a `target`
-    divide: Callable[..., Divided] | None = None  # over a mesh with automatic axes: see `Divided`
-    factors: Callable[..., Factors] | None = None
-
-
-def register(primitive: Primitive, rules: Rules) -> None:
-    """Give a primitive its rules, the last of them on every platform."""
-    primitive.def_impl(rules.impl)
-    primitive.def_effectful_abstract_eval(rules.abstract)
-    ad.primitive_jvps[primitive] = rules.jvp
-    if rules.transpose is not None:
-        ad.primitive_transposes[primitive] = rules.transpose
-    batching.primitive_batchers[primitive] = rules.batch
-    for platform in ("cpu", "cuda", "rocm", "tpu", None):  # None: any other
-        rule = functools.partial(_lower, primitive, rules, platform=platform or "other")
-        mlir.register_lowering(primitive, rule, platform=platform, inline=False)
-    if rules.divide is not None:
-        prim_requires_devices_during_lowering.add(primitive)  # or the mesh is not known at lowering
-
-
-def _lower(
-    primitive: Primitive, rules: Rules, context: mlir.LoweringRuleContext, *operands: IrValue,
-    platform: str, **params: Any,
-) -> Sequence[IrValue]:  # fmt: skip
-    """The program of a call, traced without meshes: what it makes is local by then.
-
-    A kernel's references, and what it returns, cannot vary over manual axes or be sharded over explicit ones.
-    """
-    several = primitive.multiple_results
-    if rules.divide is not None and divided_by_rule(context, platform):
-        call = _divided(primitive, rules, params)
-    else:
-        call = functools.partial(rules.execute, target=target(context, platform), **params)
-    avals_in: Sequence[Any] = context.avals_in  # the types of arrays
-    plain = context.replace(
-        avals_in=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in avals_in],
-        avals_out=[ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in context.avals_out],
-    )
-    kind = (target(context, platform).kind or ANY_TPU) if platform == "tpu" else None
-    with _check_vma(False), without_mesh(kind):
-        out = mlir.lower_fun(call, multiple_results=several)(plain, *operands)
-    if plain.tokens_out is not None:  # of a kernel that is interpreted
-        context.set_tokens_out(plain.tokens_out)
-    return out
-
-
-def divided_by_rule(context: mlir.LoweringRuleContext, platform: str) -> bool:
-    """Whether XLA will ask how to divide a primitive: on CPU and GPU, over the automatic axes of a mesh.
-
-    The compiler for TPUs knows no custom partitioning, nor does any inside `jax.shard_map`. A program that is exported
-    cannot call Python, and an interpreted kernel has effects, which cannot be divided.
-    """
-    module = context.module_context
-    mesh = getattr(module.axis_context, "abstract_mesh", None)
-    if platform not in DIVIDED_BY_RULE or mesh is None or not partitioned(context):
-        return False
-    return not (module.lowering_parameters.for_export or len(context.tokens_in))
-
-
-def _divided(primitive: Primitive, rules: Rules, params: dict[str, Any]) -> Callable[..., Any]:
-    """The call of a primitive that XLA divides over a mesh by the rules of the primitive."""
-    assert rules.divide is not None and rules.factors is not None
-    divide, factors = rules.divide, rules.factors(**params)
-    call = custom_partitioning(lambda *operands: primitive.bind(*operands, **params))
-
-    def parts(mesh: jax.sharding.Mesh, operands: Sequence[Any], result: Any) -> tuple[Any, ...]:
-        specs = [_axes(x) for x in operands]
-        found = divide(specs, dict(mesh.shape), _axes(result), **params)
-        sharding = [NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec))) for spec in found.operands]
-        out = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in found.result)))
-        return mesh, found.function, out, tuple(sharding)
-
-    names = dict.fromkeys(name for operand in factors.operands for name in operand)  # in order of appearance
-    summed = (name for name in names if name not in factors.result and name not in factors.whole)
-    call.def_partition(
-        partition=parts,
-        sharding_rule=f"{', '.join(map(' '.join, factors.operands))} -> {' '.join(factors.result)}",
-        reduction_factors=tuple(summed),
-        need_replication_factors=tuple(factors.whole),
-    )
-    return call
-
-
-def _axes(x: Any) -> tuple[tuple[Hashable, ...], ...]:
-    """The mesh axes of each dimension of an array or of its shape."""
-    found = [() if each is None else each if isinstance(each, tuple) else (each,) for each in x.sharding.spec]
+def axes_of(x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> tuple[tuple[Hashable, ...], ...]:
+    """The mesh axes of each dimension of an array, which XLA has sharded over them or over products of them."""
+    sharding: Any = x.sharding
+    (spec,) = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(len(x.shape)), mesh)
+    found = [() if each is None else each if isinstance(each, tuple) else (each,) for each in spec]
     return (*found, *((),) * (len(x.shape) - len(found)))
 
 

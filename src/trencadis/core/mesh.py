@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -14,6 +14,15 @@ from trencadis.core.jax_compat import Value, vmapped_axes
 V = TypeVar("V", bound=Value)
 Axes: TypeAlias = tuple[Hashable, ...]  # names of mesh axes, the slowest first
 Spec: TypeAlias = tuple[Axes, ...]  # over which axes each dimension of an array is sharded
+
+
+class Over(NamedTuple):
+    """The mesh axes over which the dimensions of a grouped product are divided."""
+
+    m: Axes = ()
+    k: Axes = ()
+    n: Axes = ()
+    g: Axes = ()
 
 
 def explicit_axes(mesh: AbstractMesh) -> dict[Hashable, int]:
@@ -32,9 +41,22 @@ def all_manual(*xs: Value) -> bool:
 
 def has_automatic_axes(x: Value) -> bool:
     """Whether an array is on several devices of a mesh with automatic axes, as far as its type says."""
-    mesh: AbstractMesh = jax.typeof(x).sharding.mesh
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return any(kind == AxisType.Auto and mesh.shape[name] > 1 for name, kind in kinds)
+    return AxisType.Auto in _kinds(jax.typeof(x).sharding.mesh)
+
+
+def partly_explicit(mesh: AbstractMesh) -> bool:
+    """Whether some axes of a mesh are explicit, others automatic, and none is manual."""
+    return _kinds(mesh) == {AxisType.Auto, AxisType.Explicit}
+
+
+def _kinds(mesh: AbstractMesh) -> set[AxisType]:
+    """The types of the axes along which a mesh has several devices."""
+    return {kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if mesh.shape[name] > 1}
+
+
+def is_local(*xs: Value) -> bool:
+    """Whether arrays are those of one device, as far as their types say: without a mesh, or inside `jax.shard_map`."""
+    return all(_kinds(jax.typeof(x).sharding.mesh) <= {AxisType.Manual} for x in xs)
 
 
 def explicit_mesh(*xs: Value) -> AbstractMesh | None:
@@ -134,6 +156,18 @@ def mapped(
         return inside(*(resharded(x, mesh, each) for x, each in zip(xs, operands, strict=True)))
 
     return call
+
+
+def with_automatic_axes(
+    function: Callable[..., Array], mesh: AbstractMesh, result: Sequence[Axes]
+) -> Callable[..., Array]:
+    """A function inside of which all axes of a mesh are automatic, so that XLA divides its products.
+
+    Its result is sharded over explicit axes as `result` says.
+    """
+    spec = PartitionSpec(*(axes or None for axes in result))
+    names: Any = tuple(explicit_axes(mesh))
+    return jax.sharding.auto_axes(function, axes=names, out_sharding=NamedSharding(mesh, spec))
 
 
 def replicated(x: V) -> V:

@@ -17,9 +17,10 @@ from jax.extend.core import Effect, Primitive
 from jaxtyping import Array
 
 from trencadis.backends.triton import card_of
-from trencadis.core.jax_compat import Rules, Value, register, result_type, vary_alike
+from trencadis.core.jax_compat import Value, result_type, vary_alike
 from trencadis.core.linear import jvp_of_varied
 from trencadis.core.mesh import mapped_alike, replicated
+from trencadis.core.primitive import Rules, register
 from trencadis.core.target import Target
 
 operation_p = Primitive("operation")

@@ -36,6 +36,7 @@ from trencadis.core.traced import Collective
 
 Named: TypeAlias = dict[str, Axes]  # the same, by the names of its dimensions
 Multiply: TypeAlias = Callable[..., Array]  # problem, operands -> the result of a product
+SHORT = 16  # entries of k: shorter parts of a block of scales are not worth a product of their own
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +61,15 @@ class Partition:
         """The axes over which a dimension is divided, by its name in `dimensions`."""
         if dimension == "b":
             return self.m if self.problem.batch > 1 else ()
-        named: Named = {"m": self.m, "k": self.k, "n": self.n, "g": self.g, "K": self.k, "N": self.n, "h": ()}
+        named: Named = {"m": self.m, "k": self.k, "n": self.n, "g": self.g, "h": ()}
+        if dimension in BLOCKS:
+            return () if self.cut(dimension) else named[BLOCKS[dimension]]
         return named[dimension]
+
+    def cut(self, dimension: str) -> bool:
+        """Whether devices have parts of blocks of k or n: then each has all scales along it, and takes its own."""
+        entries = {"k": self.local.k, "n": self.local.n}[BLOCKS[dimension]]
+        return entries % block_lengths(self.problem)[dimension] > 0
 
     def divided(self, names: str) -> Spec:
         """How an array with these dimensions is divided."""
@@ -71,10 +79,11 @@ class Partition:
     def operands(self) -> list[Spec]:
         """How each operand is divided when the devices start."""
         held = {(operand, dimension): axes for operand, dimension, axes in self.gathered}
-        return [
+        found = [
             tuple(axes + held.get((i, dimension), ()) for dimension, axes in enumerate(self.divided(names)))
             for i, names in enumerate(dimensions(self.problem))
         ]
+        return [*found[:-1], self.result] if self.problem.epilogue.accumulate else found
 
     @property
     def result(self) -> Spec:
@@ -86,12 +95,18 @@ class Partition:
     def local(self) -> Problem:
         """The problem of one device."""
         whole, blocks = self.problem, self.problem.batch > 1
+        k, n = whole.k // self.parts(self.k), whole.n // self.parts(self.n)
+        row_block, (block_k, block_n) = whole.epilogue.row_block, whole.epilogue.column_block
+        if self.k:  # of a block that devices have parts of, each has one as long as this
+            row_block, block_k = math.gcd(row_block, k) if row_block else 0, math.gcd(block_k, k) if block_k else 0
+        block_n = math.gcd(block_n, n) if self.n else block_n
         return whole.replace(
             m=whole.m if blocks else whole.m // self.parts(self.m),
             batch=whole.batch // self.parts(self.m) if blocks else 1,
-            k=whole.k // self.parts(self.k),
-            n=whole.n // self.parts(self.n),
+            k=k,
+            n=n,
             local_groups=whole.local_groups // self.parts(self.g),
+            epilogue=dataclasses.replace(whole.epilogue, row_block=row_block, column_block=(block_k, block_n)),
         )
 
     @property
@@ -109,21 +124,42 @@ class Partition:
         return found + ([Collective("all-reduce", rest, *result)] if rest else [])
 
     def windowed(self, lhs: Value, rhs: Value, sizes: Value, first: Value, *rest: Value) -> tuple[Value, ...]:
-        """Operands of one device with the sizes of its rows and the first of its groups."""
+        """Operands of one device with the sizes of its rows, the first of its groups, and its own scales."""
         local = self.local
         if self.problem.batch == 1:
             sizes = clipped(sizes, self.problem.m, self.m, local.m)
         if self.g:
             first = first + _index(self.g) * np.int32(local.local_groups)
-        return lhs, rhs, sizes, first, *rest
+        names = itertools.chain(dimensions(self.problem)[4:], itertools.repeat(""))  # other operands may follow
+        return lhs, rhs, sizes, first, *map(self._own_scales, rest, names)
+
+    def _own_scales(self, x: Value, names: str) -> Value:
+        """The scales of this device's parts of blocks, in blocks of the length of these parts."""
+        whole, mine = block_lengths(self.problem), block_lengths(self.local)
+        for axis, name in enumerate(names):
+            over = {"k": self.k, "n": self.n}.get(BLOCKS.get(name, ""), ())
+            if over and self.cut(name):
+                x = jnp.repeat(x, whole[name] // mine[name], axis=axis)
+                count = {"k": self.local.k, "n": self.local.n}[BLOCKS[name]] // mine[name]
+                x = lax.dynamic_slice_in_dim(x, _index(over) * np.int32(count), count, axis)
+        return x
+
+
+BLOCKS = {"R": "k", "K": "k", "N": "n"}  # dimensions of scales: blocks of k for rows, and of k and n for columns
+
+
+def block_lengths(problem: Problem) -> dict[str, int]:
+    """The length of a block along each dimension of scales; 1 where there are none."""
+    steps = problem.epilogue
+    return {"R": steps.row_block or 1, "K": steps.column_block[0] or 1, "N": steps.column_block[1]}
 
 
 def dimensions(problem: Problem) -> tuple[str, ...]:
-    """The dimensions of each operand, one letter each; K and N are blocks of k and n, b batch entries, h all groups."""
+    """The dimensions of each operand, one letter each; R, K and N are blocks, b batch entries, h all groups."""
     steps, rows = problem.epilogue, problem.form is Form.ROWS
     lhs = "km" if problem.transpose_lhs else "mk"
     rhs = ("gnk" if problem.transpose_rhs else "gkn") if rows else "mn"
-    by_row = ("mK" if steps.row_block else "m") if rows else "gk"
+    by_row = ("mR" if steps.row_block else "m") if rows else "gk"
     by_column = "gKN" if steps.column_block[0] else "gn"
     found = [lhs, rhs, "bh", "b"] + [by_row] * steps.by_row + [by_column] * steps.by_column
     return (*found, *["gn"] * (steps.bias is not None), *[result_dimensions(problem)] * steps.accumulate)
@@ -221,22 +257,32 @@ def _equal_parts(problem: Problem, devices: Mapping[Hashable, int], name: str, a
     if _blocked(problem, name):
         return ()
     lengths = {"m": problem.rows, "k": problem.k, "n": problem.n, "g": problem.local_groups}
-    steps = problem.epilogue
-    units = {"k": math.lcm(steps.row_block or 1, steps.column_block[0] or 1), "n": steps.column_block[1]}
+    units: dict[str, int] = {}
     if problem.interleaved:  # whole runs of the last axis of rhs
         last = "k" if problem.transpose_rhs else "n"
-        units[last] = math.lcm(units[last], run_length(problem.rhs))
+        units[last] = run_length(problem.rhs)
     if problem.batch > 1:
         units["m"] = problem.m  # whole batch entries
     parts = list(itertools.accumulate((devices[axis] for axis in axes), operator.mul))
-    fits = [lengths[name] % count == 0 and lengths[name] // count % units.get(name, 1) == 0 for count in parts]
+    fits = [
+        lengths[name] % count == 0 and lengths[name] // count % units.get(name, 1) == 0
+        and (name != "k" or _worth_multiplying(problem, lengths[name] // count))
+        for count in parts
+    ]  # fmt: skip
     return axes[: fits.index(False)] if False in fits else axes
+
+
+def _worth_multiplying(problem: Problem, k: int) -> bool:
+    """Whether so many entries of k consist of whole blocks of scales, or of parts of them that are not too short."""
+    blocks = block_lengths(problem)
+    return all(math.gcd(k, blocks[each]) in (blocks[each], k) or math.gcd(k, blocks[each]) >= SHORT for each in "RK")
 
 
 def _blocked(problem: Problem, name: str) -> bool:
     """Whether a dimension is not divided, since batch entries lie one after the other along it."""
-    entries = problem.batch if problem.form is Form.CONTRACTION else problem.rhs_batch
-    return name in "mg" and entries > 1
+    if problem.form is Form.CONTRACTION:
+        return name in "mg" and problem.batch > 1 and not problem.summed
+    return name in "mg" and problem.rhs_batch > 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ import numpy as np
 from trencadis.backends import BACKENDS, GATED, INTERLEAVED, INTERPRETED, KERNELS
 from trencadis.backends.prepare import DEINTERLEAVED, PREPARE_IN_ORDER
 from trencadis.core.decision import PerformanceWarning, Plan, Refusal
+from trencadis.core.epilogue import ALONG_K, Epilogue
 from trencadis.core.problem import Form, Problem
-from trencadis.core.split import part_of
+from trencadis.core.split import part_length, part_of
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 
@@ -47,7 +48,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides = Overrides()) -
     if problem.epilogue.along_k:
         part = _first(part_of(problem), target, overrides.untiled)
         if part is not None:
-            return dataclasses.replace(part, asked=problem, split=problem.epilogue.part)
+            return dataclasses.replace(part, asked=problem, split=part_length(problem))
     given = answers(problem, target, overrides).values()
     said = "; ".join(f"{each.backend}: {each if isinstance(each, Refusal) else 'supports it'}" for each in given)
     raise ValueError(f"backend: {_wanted(overrides)!r} cannot run {problem} on {target} ({said})")
@@ -95,12 +96,23 @@ def _first(problem: Problem, target: Target, overrides: Overrides) -> Plan | Non
 def _answer(backend: str, problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """What a backend says of a problem; one that does not read interleaved weights gets them in order."""
     if not problem.interleaved or backend in INTERLEAVED:
-        return BACKENDS[backend].plan(problem, target, overrides)
-    answer = BACKENDS[backend].plan(problem.replace(interleaved=False), target, overrides)
+        return _for_entries(backend, problem, target, overrides)
+    answer = _for_entries(backend, problem.replace(interleaved=False), target, overrides)
     if isinstance(answer, Refusal):
         return answer
     slow, advice = (DEINTERLEAVED, PREPARE_IN_ORDER) if overrides.advise else ("", "")
     return dataclasses.replace(answer, asked=problem, slow=slow, advice=advice)
+
+
+def _for_entries(backend: str, problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
+    """What a backend says of a problem; kernels compute the products of several batch entries and nothing more."""
+    if problem.batch == 1 or not (problem.epilogue or problem.summed):
+        return BACKENDS[backend].plan(problem.replace(summed=False), target, overrides)
+    if problem.epilogue.along_k:
+        return Refusal(backend, ALONG_K)
+    products = problem.replace(epilogue=Epilogue(), summed=False, out=problem.acc)
+    answer = BACKENDS[backend].plan(products, target, overrides)
+    return answer if isinstance(answer, Refusal) else dataclasses.replace(answer, asked=problem)
 
 
 def answers(problem: Problem, target: Target, overrides: Overrides = Overrides()) -> dict[str, Plan | Refusal]:
@@ -110,7 +122,7 @@ def answers(problem: Problem, target: Target, overrides: Overrides = Overrides()
 
 
 def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
-    """Issue a `PerformanceWarning` if a product on an accelerator misses its kernels, or needs one for each part of k.
+    """Issue a `PerformanceWarning` if a product on an accelerator misses its kernels, or needs many.
 
     Nothing is said of a backend that the caller asked for, nor where there is nothing to multiply.
     """
@@ -126,8 +138,8 @@ def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
                 warn_slow(f"{how}: {refusal.reason}", refusal.advice)
     elif chosen.split:
         warn_slow(
-            f"a quantized product runs one kernel for each block of {chosen.split} along k, since no kernel takes its "
-            "scales as they are",
+            f"a quantized product runs one kernel for each block of {chosen.split} along "
+            f"{'n' if chosen.asked.epilogue.columnwise else 'k'}, since no kernel takes its scales as they are",
             "quantize with a scale per row of lhs or per column of rhs",
         )
     elif chosen.slow:

@@ -35,7 +35,8 @@ class Problem:
     Rows reads lhs `[m, k]` and rhs `[g, k, n]` and gives `[m, n]`; contraction reads lhs `[m, k]` and rhs `[m, n]`
     and gives `[g, k, n]`. With `batch = b` there are b independent problems of this shape, one after the other: lhs has
     b * m rows, group sizes are `[b, groups]`, and group i of entry e meets the weights
-    `(e * local_groups + i) mod (rhs_batch * local_groups)`, so that entries may share them.
+    `(e * local_groups + i) mod (rhs_batch * local_groups)`, so that entries may share them. A contraction gives b times
+    `[g, k, n]`, or with `summed` their sum, the gradient of matrices that entries share.
     """
 
     form: Form
@@ -52,6 +53,7 @@ class Problem:
     interleaved: bool = False  # rows: the last axis of rhs, as it is stored, is interleaved (core/interleave.py)
     batch: int = 1
     rhs_batch: int = 1
+    summed: bool = False  # contraction: the results of batch entries are added up
     epilogue: Epilogue = Epilogue()
     gate: Gate | None = None  # a product of a gated layer, with operands and results of its own
     precision: PrecisionLike = None
@@ -129,7 +131,9 @@ class Problem:
     @property
     def out_shape(self) -> Shape:
         """The shape of the result, all batch entries together."""
-        return (self.rows, self.n) if self.form is Form.ROWS else (self.spans, self.k, self.n)
+        if self.form is Form.ROWS:
+            return (self.rows, self.n)
+        return (self.local_groups if self.summed else self.spans, self.k, self.n)
 
     @property
     def operands(self) -> list[tuple[Shape, DTypeLike]]:
@@ -179,6 +183,7 @@ class Problem:
             groups += f" (window of {self.local_groups})"
         lhs = f"{self.lhs.name}{'ᵀ' if self.transpose_lhs else ''}"
         rhs = f"{self.rhs.name}{'ᵀ' if self.transpose_rhs else ''}{' interleaved' if self.interleaved else ''}"
+        rhs += ", summed" * self.summed
         tail = "".join(f", {step}" for step in (self.epilogue, self.gate) if step)
         return f"{self.form.value} {m} k={self.k} n={self.n} {groups}: {lhs} x {rhs} -> {self.out.name}{tail}"
 

@@ -15,7 +15,16 @@ from jaxtyping import Array
 
 from trencadis.core import autodiff
 from trencadis.core.jax_compat import Value
-from trencadis.core.mesh import Spec, explicit_axes, explicit_mesh, mapped, resharded, spec_of
+from trencadis.core.mesh import (
+    Spec,
+    explicit_axes,
+    explicit_mesh,
+    mapped,
+    partly_explicit,
+    resharded,
+    spec_of,
+    with_automatic_axes,
+)
 from trencadis.core.partition import Partition, compute, partition
 from trencadis.core.problem import Problem
 from trencadis.core.tiling import Overrides
@@ -29,7 +38,8 @@ def run(problem: Problem, overrides: Overrides, *operands: Value, out_sharding: 
     if mesh is None:
         return autodiff.run(problem, overrides, *operands)
     part = partition_of(problem, mesh, operands, out_sharding)
-    out = _on_mesh(*operands, part=part, overrides=overrides, mesh=mesh)
+    call = _by_rule if partly_explicit(mesh) else _on_mesh
+    out = call(*operands, part=part, overrides=overrides, mesh=mesh)
     return out if out_sharding is None else resharded(out, mesh, spec_of(out_sharding, mesh, out.ndim))
 
 
@@ -42,6 +52,12 @@ def partition_of(
     if out_sharding is not None:
         wanted = spec_of(out_sharding, mesh, len(problem.out_shape))
     return partition(problem, specs, explicit_axes(mesh), wanted)
+
+
+@functools.partial(jax.jit, static_argnames=("part", "overrides", "mesh"))
+def _by_rule(*operands: Value, part: Partition, overrides: Overrides, mesh: AbstractMesh) -> Array:
+    """The result on a mesh some of whose axes are automatic: XLA divides the product over all of them."""
+    return with_automatic_axes(functools.partial(autodiff.run, part.problem, overrides), mesh, part.result)(*operands)
 
 
 @functools.partial(jax.jit, static_argnames=("part", "overrides", "mesh"))

@@ -1,4 +1,9 @@
-"""A product whose scales change along k, as a sum of products over parts of k with constant scales."""
+"""A product whose scales change along k, as products with constant scales: a sum over parts of k, or parts of n.
+
+The gradient of rows beside weights with scales `[g, k / block, n]` is a product with scales `[g, n, k / block]`, which
+change with every entry of its k. It is computed in parts of its n, which are these blocks, with scales multiplied into
+the rows.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +19,48 @@ from trencadis.core.epilogue import Epilogue
 from trencadis.core.interleave import deinterleave
 from trencadis.core.jax_compat import Value, vary_alike
 from trencadis.core.problem import Problem
+from trencadis.core.spans import local_group, owned
 
 Array = jax.Array
 Multiply = Callable[..., Array]  # of the problem of a part, and its operands
 
 
 def part_of(problem: Problem) -> Problem:
-    """The problem of one part of k: its scales are constant, and its result is a float32 sum or wider."""
-    epilogue = Epilogue(by_row=problem.epilogue.by_row, by_column=problem.epilogue.by_column)
-    out, lhs, rhs = accumulator(problem.acc, np.float32), whole(problem.lhs), whole(problem.rhs)
-    return problem.replace(k=problem.epilogue.part, lhs=lhs, rhs=rhs, out=out, epilogue=epilogue, interleaved=False)
+    """The problem of one part: its scales are constant along k, and its result is a float32 sum or wider."""
+    steps, wide = problem.epilogue, accumulator(problem.acc, np.float32)
+    lhs, rhs = whole(problem.lhs), whole(problem.rhs)
+    inner = problem.replace(rhs=rhs, out=wide, epilogue=Epilogue(by_row=steps.by_row), interleaved=False)
+    if steps.columnwise:  # lhs times scales; the exponents of bfloat16 hold them
+        return inner.replace(n=steps.column_block[1], lhs=lhs if lhs == jnp.bfloat16 else wide)
+    return inner.replace(k=steps.part, lhs=lhs, epilogue=Epilogue(by_row=steps.by_row, by_column=steps.by_column))
 
 
-def sum_of_parts(problem: Problem, multiply: Multiply, *operands: Value) -> Array:
-    """The scaled sums [rows, n] of a problem: `multiply(part_of(problem), ...)` for each part of k, added up in order.
+def part_length(problem: Problem) -> int:
+    """The length of a part of k or n."""
+    return problem.epilogue.column_block[1] if problem.epilogue.columnwise else problem.epilogue.part
+
+
+def sums_by_parts(problem: Problem, multiply: Multiply, *operands: Value) -> Array:
+    """The scaled sums [rows, n] of a problem: `multiply(part_of(problem), ...)` for each part of k or of n.
 
     Operands are lhs, rhs, group sizes, first group, then the scales of rows `[m, k / block]` or `[m]` and of columns
     `[g, k / block, n / block]` or `[g, n]` where the problem has them.
     """
+    if not problem.spans:
+        return jnp.zeros((problem.rows, problem.n), part_of(problem).out)
+    lhs, rhs, *rest = operands
+    rhs = (deinterleave(rhs) if problem.interleaved else rhs).astype(part_of(problem).rhs)
+    return (_by_columns if problem.epilogue.columnwise else _by_parts_of_k)(problem, multiply, lhs, rhs, *rest)
+
+
+def _by_parts_of_k(problem: Problem, multiply: Multiply, *operands: Value) -> Array:
+    """Products of parts of k, added up in order."""
     lhs, rhs, sizes, first, *scales = operands
-    rhs = deinterleave(rhs) if problem.interleaved else rhs
-    inner, length = part_of(problem), problem.epilogue.part
+    inner, length = part_of(problem), part_length(problem)
     axes = 1, 2 if problem.transpose_rhs else 1  # k
     count = -(-problem.k // length)
-    short = count * length - problem.k
-    lhs, rhs = (_padded(x, axis, short) for x, axis in zip((lhs, rhs), axes, strict=True))
-    lhs, rhs = lhs.astype(inner.lhs), rhs.astype(inner.rhs)
+    lhs, rhs = (_padded(x, axis, count * length) for x, axis in zip((lhs, rhs), axes, strict=True))
+    lhs = lhs.astype(inner.lhs)
 
     def part(i: int | Array) -> Array:
         x, y = (lax.dynamic_slice_in_dim(v, i * length, length, axis) for v, axis in zip((lhs, rhs), axes, strict=True))
@@ -51,6 +72,27 @@ def sum_of_parts(problem: Problem, multiply: Multiply, *operands: Value) -> Arra
     sums = jnp.zeros((problem.rows, problem.n), inner.out)
     total, *_ = vary_alike(sums, lhs, rhs, sizes, first, *scales)
     return lax.scan(lambda sums, i: (sums + part(i), None), jnp.asarray(total), jnp.arange(count))[0]
+
+
+def _by_columns(problem: Problem, multiply: Multiply, *operands: Value) -> Array:
+    """Products of lhs times scales with parts of n, side by side."""
+    lhs, rhs, sizes, first, *by_row, by_column = operands
+    inner, length = part_of(problem), part_length(problem)
+    count = -(-problem.n // length)
+    axis = 1 if problem.transpose_rhs else 2  # n
+    rhs = _padded(rhs, axis, count * length)
+    group, mine = local_group(problem, sizes, first), owned(problem, sizes, first)[:, None]
+
+    def part(i: Array, out: Array) -> Array:
+        scale = jnp.take(lax.dynamic_index_in_dim(by_column, i, 2, keepdims=False), group, axis=0)  # [m, k]
+        x = jnp.where(mine, lhs.astype(inner.out) * scale.astype(inner.out), 0).astype(inner.lhs)
+        w = lax.dynamic_slice_in_dim(rhs, i * length, length, axis)
+        columns = multiply(inner, x, w, sizes, first, *by_row)
+        return lax.dynamic_update_slice_in_dim(out, columns, i * length, 1)
+
+    sums = jnp.zeros((problem.rows, count * length), inner.out)
+    total, *_ = vary_alike(sums, lhs, rhs, sizes, first, *by_row, by_column)
+    return lax.scan(lambda out, i: (part(i, out), None), jnp.asarray(total), jnp.arange(count))[0][:, : problem.n]
 
 
 def _scales_at(problem: Problem, at: int | Array, scales: list[Value]) -> list[Value]:
@@ -73,5 +115,7 @@ def _at(x: Value, i: int | Array) -> Array:
     return lax.dynamic_index_in_dim(x, i, 1, keepdims=False)
 
 
-def _padded(x: Value, axis: int, short: int) -> Value:
+def _padded(x: Value, axis: int, length: int) -> Value:
+    """The array with zeros behind it along an axis, up to a length."""
+    short = length - x.shape[axis]
     return jnp.pad(x, [(0, short if i == axis else 0) for i in range(x.ndim)]) if short else x

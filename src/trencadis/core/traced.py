@@ -85,9 +85,12 @@ def collectives(jaxpr: Any) -> Iterator[Collective]:
 
 
 def _resharding(equation: Any) -> Iterator[Collective]:
-    """The exchange of a change of types: a gather, or an all-to-all if what one dimension loses another gets."""
+    """The exchange of a change of types: a gather, or an all-to-all if what one dimension loses another gets.
+
+    There is none where the axes of the mesh become explicit or automatic, and arrays stay where they are.
+    """
     given, made = (x.aval for x in (equation.invars[0], equation.outvars[0]))
-    if given.sharding.mesh.empty:
+    if given.sharding.mesh.empty or given.sharding.mesh.axis_types != made.sharding.mesh.axis_types:
         return
     before, after = (entries(x.sharding.spec, x.ndim) for x in (given, made))
     lost = tuple(axis for old, new in zip(before, after, strict=True) for axis in old if axis not in new)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
 from trencadis.core.dtypes import accumulator, cast
@@ -18,23 +19,54 @@ from trencadis.core.spans import First, Sizes, local_group, owned, spans
 
 
 def scale(problem: Problem, z: Array, extras: Extras, sizes: Sizes, first: First) -> Array:
-    """Sums z, or their cotangents, times the scales of rows and columns; unowned rows are 0 whatever their scales."""
-    by_row, by_column = extras.by_row, extras.by_column
+    """Sums z, or their cotangents, times scales that are constant along k; unowned rows are 0 whatever their scales."""
+    steps = problem.epilogue
+    by_row, by_column = None if steps.row_block else extras.by_row, None if steps.column_block[0] else extras.by_column
     if by_row is None and by_column is None:
         return z
     z = z.astype(accumulator(z.dtype, np.float32))
     if problem.spans == 0:
         return jnp.zeros_like(z)
     if problem.form is Form.CONTRACTION:
-        z = z if by_row is None else z * by_row[:, :, None]
-        z = z if by_column is None else z * by_column[:, None, :]
+        entries = z.shape[0] // problem.local_groups
+        z = z if by_row is None else z * jnp.tile(by_row[:, :, None], (entries, 1, 1))
+        z = z if by_column is None else z * jnp.tile(by_column[:, None, :], (entries, 1, 1))
         starts, ends = spans(problem, sizes, first)
-        return jnp.where((ends > starts)[:, None, None], z, 0)
+        return jnp.where((ends > starts).reshape(-1, z.shape[0]).any(axis=0)[:, None, None], z, 0)
     if by_row is not None:
         z = z * by_row[:, None]
     if by_column is not None:
         z = z * jnp.take(by_column, local_group(problem, sizes, first), axis=0)
     return jnp.where(owned(problem, sizes, first)[:, None], z, 0)
+
+
+def summed(problem: Problem, z: Num[Array, spans * shape]) -> Num[Array, g * shape]:
+    """The results of a contraction, those of all batch entries added up if the problem says so."""
+    return z.reshape(problem.batch, -1, *z.shape[1:]).sum(axis=0) if problem.summed else z
+
+
+def along_k(problem: Problem, extras: Extras, sizes: Sizes, first: First) -> tuple[Array | None, Array | None]:
+    """The scales that change along k, one for each entry of lhs [rows, k] and of rhs; None where they do not change.
+
+    Those of unowned rows and of empty groups, which may be anything, are 1.
+    """
+    by_row, by_column, (k, n) = extras.by_row, extras.by_column, problem.epilogue.column_block
+    of_lhs = of_rhs = None
+    if problem.epilogue.row_block and by_row is not None:
+        spread = jnp.repeat(by_row, problem.epilogue.row_block, axis=1)[:, : problem.k]
+        of_lhs = jnp.where(owned(problem, sizes, first)[:, None], spread, 1)
+    if k and by_column is not None:
+        starts, ends = (x.reshape(problem.batch, -1) for x in spans(problem, sizes, first))
+        spread = jnp.repeat(jnp.repeat(by_column, k, axis=1), n, axis=2)[:, : problem.k, : problem.n]
+        of_rhs = jnp.where((ends > starts).any(axis=0)[:, None, None], spread.astype(np.float32), 1)
+        of_rhs = of_rhs.mT if problem.transpose_rhs else of_rhs
+    return of_lhs, of_rhs
+
+
+def times(x: Value, scales: Array | None, dtype: DTypeLike) -> Array:
+    """An array times a scale for each of its entries, in a dtype; the array as it is if there are none."""
+    x = jnp.asarray(x)
+    return x if scales is None else cast(x.astype(accumulator(x.dtype, np.float32)) * scales, dtype)
 
 
 def finish(

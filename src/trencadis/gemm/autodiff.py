@@ -18,8 +18,9 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from trencadis.core.jax_compat import Rules, interpreter_effects, register, result_type, vary_alike
+from trencadis.core.jax_compat import interpreter_effects, result_type, vary_alike
 from trencadis.core.mesh import replicated
+from trencadis.core.primitive import Rules, register
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 from trencadis.gemm import plan as planning

@@ -33,6 +33,7 @@ from trencadis.core.alike import sharded_like
 from trencadis.core.epilogue import Activation, Epilogue, Gate, Gather
 from trencadis.core.linear import with_backward
 from trencadis.core.mesh import explicit_mesh, sharding_of
+from trencadis.core.order import after
 from trencadis.core.spans import clamp_first, offsets
 from trencadis.moe.permutation import (
     Permutation,
@@ -135,15 +136,17 @@ def quantized(layer: Layer, recipe: Recipe, indices: Indices, inputs: Inputs) ->
     sizes, first = indices.permutation.sizes, indices.first
     multiply = functools.partial(trained, recipe, options=layer.options, group_offset=first)
     rows = permute(inputs.x, indices.permutation)  # where they are quantized before, only their gradient is of use
-    narrow = _quantized_rows(recipe, indices, inputs)
+    narrow = _quantized_rows(layer, recipe, indices, inputs)
     first_two = [(experts.gate, experts.bias_gate)] * layer.gated + [(experts.up, experts.bias_up)]
     z = tuple(multiply(rows, w, sizes, layer.dtype, steps=Steps(bias=bias), rows=narrow) for w, bias in first_two)
     h = layer.apply(z).astype(layer.dtype)
-    y = multiply(h, experts.down, sizes, layer.dtype, steps=Steps(bias=experts.bias_down))
+    over = layer.options.over
+    down = dataclasses.replace(layer.options, over=over._replace(k=over.n, n=()))
+    y = multiply(h, experts.down, sizes, layer.dtype, options=down, steps=Steps(bias=experts.bias_down))
     return weighted_sum(y, inputs.weights, indices.permutation)
 
 
-def _quantized_rows(recipe: Recipe, indices: Indices, inputs: Inputs) -> Scaled | None:
+def _quantized_rows(layer: Layer, recipe: Recipe, indices: Indices, inputs: Inputs) -> Scaled | None:
     """The rows, quantized before they are gathered: there are k times fewer tokens, and narrower rows to move.
 
     None where a recipe has no format for rows, or scales that some of the rows share.
@@ -155,7 +158,7 @@ def _quantized_rows(recipe: Recipe, indices: Indices, inputs: Inputs) -> Scaled 
     low, high = _owned_rows(indices, inputs.experts, m)
     rows = permutation.inverse.reshape(tokens, -1)
     here = jnp.any((rows >= low) & (rows < high), axis=1, keepdims=True)  # other tokens have no part in scales
-    q = recipe.rows(jnp.where(here, x, 0))
+    q = recipe.rows(jnp.where(here, x, 0), layer.options.over)
     assert isinstance(q, Scaled)
     if q.block[0] not in (1, tokens):
         return None
@@ -186,10 +189,13 @@ def _backward(layer: Layer, indices: Indices, inputs: Inputs, kept: Kept, ct: Ar
     d_z, weighted, d_weight = _pullback(layer, indices, experts, d_y, z, weight)
     if experts.bias_down is not None:  # d y by the bias of its expert: a product with [e, d, 1]
         d_weight = d_weight + _product(layer, indices, _rows(indices, d_y), experts.bias_down[:, :, None])[:, 0]
+    d_experts = _d_experts(layer, indices, inputs.experts, (x, weighted, weight[:, None]), (d_z, d_y), gathers=gathers)
+    # on CPUs d rows take the memory of arrays that only d experts need
+    late = permutation._replace(sizes=after(permutation.sizes, *jax.tree.leaves(d_experts)))
     return Inputs(
-        x=sum_rows(_d_rows(layer, indices, experts, d_z), permutation, ct.shape[0]),
+        x=sum_rows(_d_rows(layer, indices._replace(permutation=late), experts, d_z), permutation, ct.shape[0]),
         weights=assignments_of(d_weight, permutation, ct.shape[0]).astype(inputs.weights.dtype),
-        experts=_d_experts(layer, indices, inputs.experts, (x, weighted, weight[:, None]), (d_z, d_y), gathers=gathers),
+        experts=d_experts,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float
 from trencadis.core import arguments
 from trencadis.core.alike import sharded_like
 from trencadis.core.epilogue import Activation, static_activation
-from trencadis.core.mesh import replicated, resharded_like
+from trencadis.core.mesh import Over, replicated, resharded_like
 from trencadis.core.plan import check_backend
 from trencadis.moe import layer as layers
 from trencadis.moe import sharded
@@ -95,12 +96,13 @@ def moe_mlp(
     if quantization is not None and any(isinstance(w, Scaled) for w in experts):
         raise ValueError("quantization: want weights that are arrays; got weights that are quantized already")
     division = None if layer.traced else sharded.division_of(x, routing.experts.shape[1], experts)
-    if division is None or (quantization is not None and not _scales_fit(quantization, division)):
+    if division is None or (quantization is not None and not _scales_fit(quantization, division, experts)):
         apply = _OneDevice(layer, quantization, routing.sizes.shape[0])
         alike = sharded_like(x, x)  # on automatic axes its gradient is sharded like it
         tokens, chosen, weights = map(replicated, (alike, routing.experts, routing.weights))
         return resharded_like(apply(tokens, chosen, weights, experts, first), x)
-    options = dataclasses.replace(layer.options, row_axes=division.local)
+    over = Over(m=division.local, n=division.width, g=division.experts)  # of gate and up; k of down is n of these
+    options = dataclasses.replace(layer.options, over=over)
     apply = _OneDevice(dataclasses.replace(layer, options=options), quantization, routing.sizes.shape[0])
     out = sharded.run(
         x, routing.experts, routing.weights, experts, jnp.asarray(first, jnp.int32), apply=apply, division=division
@@ -108,9 +110,12 @@ def moe_mlp(
     return resharded_like(out, x)
 
 
-def _scales_fit(recipe: Recipe, division: sharded.Division) -> bool:
-    """Whether no scale of a quantized operand spans several devices."""
-    return not division.width and "m" not in recipe.spanned and not (division.experts and "g" in recipe.spanned)
+def _scales_fit(recipe: Recipe, division: sharded.Division, experts: Experts) -> bool:
+    """Whether no block of scales is cut in two, of rows in the order of experts or of weights."""
+    units = recipe.units
+    f, e = (math.prod(division.mesh.shape[axis] for axis in axes) for axes in (division.width, division.experts))
+    width = experts.up.shape[2] // f % math.lcm(units["k"], units["n"]) == 0 or f == 1
+    return units["m"] == 1 and width and experts.up.shape[0] // e % units["g"] == 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
     tokens over an axis            each device sorts and multiplies its own; nothing is exchanged forward
     experts, or their width f      each device has a part of the sum of every token; the parts are added up
     both over the same axis        tokens are gathered over it, and the sums are scattered as the tokens were
+    tokens and d of the weights    weights are gathered, and sums of their gradients are scattered as they were
 
 The exchange is `[t, d]` once, forward and backward, whatever the number of experts of a token.
 """
@@ -22,7 +23,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array
 
-from trencadis.core.mesh import Axes, Spec, explicit_axes, explicit_mesh, placed, spec_of
+from trencadis.core.mesh import Axes, Spec, explicit_axes, explicit_mesh, partly_explicit, placed, spec_of
+from trencadis.core.spread import spread
 from trencadis.moe.layer import Experts
 from trencadis.quant.operand import operand_specs
 from trencadis.quant.scaled import Scaled
@@ -33,12 +35,13 @@ Apply: TypeAlias = Callable[[Array, Array, Array, Experts, Array], Array]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """The mesh axes over which the tokens, the experts and the width of experts are divided."""
+    """The mesh axes over which the tokens, the experts, the width of experts and d of the weights are divided."""
 
     mesh: AbstractMesh
     tokens: Axes
     experts: Axes
     width: Axes
+    along_d: Axes
 
     @property
     def gathered(self) -> Axes:
@@ -59,11 +62,12 @@ class Division:
 def division_of(x: Array, k: int, experts: Experts) -> Division | None:
     """How a layer is divided over explicit axes, from the types of its operands; None if its products do it better.
 
-    That is so for weights that are not divided alike, or along d, unless tokens are divided over the same axes, as in
-    FSDP, and there are so many of them that gathering the weights moves fewer numbers than sums of products.
+    That is so on a mesh with automatic axes, too, and for weights that are not divided alike, or along d, unless tokens
+    are divided over the same axes, as in FSDP, and there are so many of them that gathering the weights moves fewer
+    numbers than sums of products.
     """
     mesh = explicit_mesh(x, *jax.tree.leaves(experts))
-    if mesh is None:
+    if mesh is None or partly_explicit(mesh):
         return None
     over = _weight_spec(mesh, experts.up)
     tokens, (of_experts, along_d, width) = spec_of(jax.typeof(x).sharding, mesh, 2)[0], over
@@ -73,7 +77,7 @@ def division_of(x: Array, k: int, experts: Experts) -> Division | None:
     fully_sharded = (
         set(along_d) <= set(tokens) and sum(math.prod(w.shape) for w in experts[:3] if w is not None) <= sums
     )
-    divided = Division(mesh=mesh, tokens=tokens, experts=of_experts, width=width)
+    divided = Division(mesh=mesh, tokens=tokens, experts=of_experts, width=width, along_d=along_d)
     fits = not width or all(_divides(divided, w) for w in experts[:3])
     whole = not along_d or fully_sharded
     return divided if alike and fits and whole and (tokens or of_experts or width) else None
@@ -101,7 +105,8 @@ def run(
 ) -> Array:
     """The result [t, d] of a layer, divided over the tokens as they are; `apply` is the layer of one device."""
     tokens, e, f = (axes or None for axes in (division.tokens, division.experts, division.width))
-    by_name = Experts((e, None, f), (e, None, f), (e, f, None), (e, f), (e, f), (e, None))
+    d = [None if isinstance(w, Scaled) else division.along_d or None for w in experts[:3]]  # these are moved as bytes
+    by_name = Experts((e, d[0], f), (e, d[1], f), (e, f, d[2]), (e, f), (e, f), (e, None))
     params = Experts(*(None if w is None else operand_specs(w, s) for w, s in zip(experts, by_name, strict=True)))
     rows = PartitionSpec(tokens, None)
     specs = (rows, rows, rows, params, PartitionSpec())
@@ -109,6 +114,7 @@ def run(
     def part(x: Array, chosen: Array, weights: Array, experts: Experts, first: Array) -> Array:
         if division.gathered:
             x, chosen, weights = (lax.all_gather(a, division.gathered, tiled=True) for a in (x, chosen, weights))
+        experts = Experts(*(_shared(division, w, d) for w, d in zip(experts, (1, 1, 2, None, None, None), strict=True)))
         if division.experts:
             first = first + lax.axis_index(division.experts).astype(np.int32) * np.int32(experts.up.shape[0])
         if division.width and experts.bias_down is not None:  # it is added once
@@ -122,3 +128,11 @@ def run(
         part, mesh=division.mesh, in_specs=specs, out_specs=rows, axis_names=set(explicit_axes(division.mesh))
     )
     return mapped(*placed(division.mesh, (x, chosen, weights, experts, first), specs))
+
+
+def _shared(division: Division, w: Any, d: int | None) -> Any:
+    """A parameter for the tokens of this device: all of its dimension d, and with gradients of all tokens."""
+    if w is None or isinstance(w, Scaled):
+        return w
+    w = spread(w, tuple(axis for axis in division.tokens if axis not in division.along_d))
+    return lax.all_gather(w, division.along_d, axis=d, tiled=True) if d is not None and division.along_d else w

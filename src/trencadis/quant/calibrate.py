@@ -67,12 +67,18 @@ def ordered(x: Scaled, contracting: int) -> Scaled:
     return x if x.transposed == transposed else dataclasses.replace(x, transposed=transposed)
 
 
-def calibrated(x: ArrayLike, format: FormatLike, granularity: Granularity, bound: Callable[[Array], Array]) -> Scaled:
-    """The same as `quantize`, with scales for `bound(absmax)` in place of the largest magnitude of each block."""
+def calibrated(
+    x: ArrayLike, format: FormatLike, granularity: Granularity, bound: Callable[[Array], Array],
+    of_all: Callable[[Array], Array] = lambda most: most,
+) -> Scaled:  # fmt: skip
+    """The same as `quantize`, with scales for `bound(absmax)` in place of the largest magnitude of each block.
+
+    `of_all` is that of a whole array, of which x is a part, from that of x.
+    """
     kind, x = format_of(format), checked_floats("x", x)
     block = block_shape(kind, granularity, x.shape)
     absmax = bound(block_absmax(x, block))
-    whole = jnp.max(jnp.where(jnp.isfinite(absmax), absmax, 0), initial=0) if kind.total else None
+    whole = of_all(jnp.max(jnp.where(jnp.isfinite(absmax), absmax, 0), initial=0)) if kind.total else None
     return quantize_blocks(kind, x, block, absmax, whole)
 
 

@@ -22,7 +22,7 @@ from trencadis.core import arguments, unfused
 from trencadis.core.debug import check_traced
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Activation, Epilogue, static_activation
-from trencadis.core.mesh import Axes, replicated, resharded_like
+from trencadis.core.mesh import Over, replicated, resharded_like
 from trencadis.core.plan import check_backend
 from trencadis.core.problem import Form, Problem
 from trencadis.core.sharded import OutSharding, run
@@ -47,7 +47,7 @@ class Options:
     backend: str | None = None
     out_sharding: OutSharding = None
     advise: bool = True  # whether the caller stores the operands, and can be told how
-    row_axes: Axes = ()  # manual mesh axes over which the caller has divided the rows
+    over: Over = Over()  # manual mesh axes over which the caller has divided what is multiplied
 
 
 class Steps(NamedTuple):
@@ -115,7 +115,7 @@ def contraction_product(
     problem = arguments.contraction_problem(
         x, y, sizes, dtype,
         transpose_lhs=not arguments.checked_flag("transpose_lhs", transpose_lhs),
-        local=arguments.local_groups(window[1], first, np.shape(sizes)[0] if np.ndim(sizes) else 0),
+        local=arguments.local_groups(window[1], first, np.shape(sizes)[-1] if np.ndim(sizes) else 0),
         precision=options.precision,
     ).replace(epilogue=Epilogue(accumulate=existing_out is not None))  # fmt: skip
     arguments.check_existing_out(problem, existing_out)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
+from trencadis.core.mesh import Axes, Over
 from trencadis.quant.calibrate import Granularity, block_shape, calibrated
 from trencadis.quant.formats import Format, FormatLike, format_name, format_of
 from trencadis.quant.scaled import Scaled
@@ -16,7 +19,8 @@ Array = jax.Array
 Choice = FormatLike | tuple[FormatLike, Any] | None  # a format, or a format and a granularity
 
 _USUAL = {"lhs": "row", "rhs": "column", "grad": "row"}
-_NDIM = {"lhs": 2, "rhs": 3, "grad": 2}
+_DIMENSIONS = {"lhs": "mk", "rhs": "gkn", "grad": "mn"}
+_WHOLE = 2**30  # the length of a block that spans a dimension
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class Recipe:
     grad: Choice = None
 
     def __post_init__(self) -> None:
-        for name in _NDIM:
+        for name in _DIMENSIONS:
             object.__setattr__(self, name, _checked(name, getattr(self, name)))
 
     def bound(self, name: str, absmax: Array) -> Array:
@@ -55,17 +59,20 @@ class Recipe:
         del name
         return absmax
 
-    def rows(self, x: Array) -> Array | Scaled:
-        """x [m, k] as it is multiplied: quantized as the recipe says for lhs, or as it is."""
-        return self._quantized("lhs", x)
+    def rows(self, x: Array, over: Over = Over()) -> Array | Scaled:
+        """x [m, k] as it is multiplied: quantized as the recipe says for lhs, or as it is.
 
-    def weights(self, w: Array) -> Array | Scaled:
+        Where x is a part of an array that is divided over mesh axes, scales that span several parts are those of all.
+        """
+        return self._quantized("lhs", x, over)
+
+    def weights(self, w: Array, over: Over = Over()) -> Array | Scaled:
         """A kernel [g, k, n] as it is multiplied: quantized as the recipe says for rhs, or as it is."""
-        return self._quantized("rhs", w)
+        return self._quantized("rhs", w, over)
 
-    def gradient(self, y: Array) -> Array | Scaled:
+    def gradient(self, y: Array, over: Over = Over()) -> Array | Scaled:
         """A gradient [m, n] as the product for d x reads it: quantized as the recipe says for grad, or as it is."""
-        return self._quantized("grad", y)
+        return self._quantized("grad", y, over)
 
     @property
     def summed(self) -> Format:
@@ -75,22 +82,37 @@ class Recipe:
         return dataclasses.replace(kind, scales=format_of("int8").scales, block=0, total=False)
 
     @property
-    def spanned(self) -> str:
-        """The dimensions, of m, g and n, along which a scale of lhs or rhs spans several entries."""
-        found = ""
-        for name, letters in (("lhs", "mk"), ("rhs", "gkn")):
-            if getattr(self, name) is not None:
-                kind, granularity = self._granularity(name)
-                lengths = block_shape(kind, granularity, (2**30,) * len(letters))
-                found += "".join(letter for letter, length in zip(letters, lengths, strict=True) if length > 1)
-                found += letters if kind.total else ""
-        return found.replace("k", "")
+    def units(self) -> dict[str, int]:
+        """The lengths, of m, k, n and g, that parts of an operand are multiples of so that no block is cut in two."""
+        found = dict.fromkeys("mkng", 1)
+        for name, letters in _DIMENSIONS.items():
+            for letter, length in zip(letters, self._blocks(name), strict=True):
+                found[letter] = found[letter] if length == _WHOLE else math.lcm(found[letter], length)
+        return found
 
-    def _quantized(self, name: str, x: Array) -> Array | Scaled:
+    def spans(self, name: str, dimension: str) -> bool:
+        """Whether each block of lhs, rhs or grad spans a dimension, one of m, k, n and g."""
+        return self._blocks(name)[_DIMENSIONS[name].index(dimension)] == _WHOLE
+
+    def _blocks(self, name: str) -> tuple[int, ...]:
+        """The length of a block along each dimension of an operand; 1 where it is not quantized."""
+        letters = _DIMENSIONS[name]
+        if getattr(self, name) is None:
+            return (1,) * len(letters)
+        return block_shape(*self._granularity(name), (_WHOLE,) * len(letters))
+
+    def _quantized(self, name: str, x: Array, over: Over) -> Array | Scaled:
         """x as the recipe has it."""
         if getattr(self, name) is None:
             return x
-        return calibrated(x, *self._granularity(name), functools.partial(self.bound, name))
+        letters, lengths = _DIMENSIONS[name], self._blocks(name)
+        axes = [getattr(over, letter) for letter in letters]
+        groups = over.g if letters[0] == "m" and lengths[0] > 1 else ()  # a device has 0 in rows of other groups
+        spanned = tuple(a for each, length in zip(axes, lengths, strict=True) if length == _WHOLE for a in each)
+        return calibrated(
+            x, *self._granularity(name), lambda absmax: self.bound(name, _most(absmax, spanned + groups)),
+            lambda most: _most(most, (*(a for each in axes for a in each), *(over.g if letters[0] == "m" else ()))),
+        )  # fmt: skip
 
     def _granularity(self, name: str) -> tuple[Format, Granularity]:
         """The format of an operand and its granularity; by default that of `_USUAL`, or blocks along k or n."""
@@ -103,6 +125,11 @@ class Recipe:
         return kind, granularity
 
 
+def _most(absmax: Array, axes: Axes) -> Array:
+    """The largest of these magnitudes over mesh axes; Inf where one is NaN, which not every maximum passes on."""
+    return lax.pmax(jnp.where(jnp.isnan(absmax), jnp.inf, absmax), axes) if axes else absmax
+
+
 def _checked(name: str, choice: Any) -> Choice:
     """The choice for an operand, with formats by name; raises an error that names the operand if it makes no sense."""
     if choice is None:
@@ -112,7 +139,7 @@ def _checked(name: str, choice: Any) -> Choice:
     try:
         format, granularity = _pair(choice)
         kind = format_of(format)
-        block_shape(kind, granularity, (1,) * _NDIM[name])
+        block_shape(kind, granularity, (1,) * len(_DIMENSIONS[name]))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name}: {error}") from None
     given = tuple(granularity) if isinstance(granularity, list) else granularity

@@ -7,14 +7,15 @@
 The gradient of quantization is the identity (straight-through estimator). Of x and kernel, the backward pass keeps only
 the quantized q and r.
 
-On a mesh with explicit axes each device quantizes what it multiplies: some rows, groups or columns. k is gathered, and
-so is a dimension along which a scale spans several devices, as those of "tensor" do.
+On a mesh with explicit axes each device quantizes what it multiplies. Scales that span several devices are found from
+the largest magnitude on all of them. Only blocks that devices would cut in two are gathered.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +26,20 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh
 
 from trencadis.core import arguments, unfused
-from trencadis.core.epilogue import Activation, Epilogue, static_activation
+from trencadis.core.alike import sharded_like
+from trencadis.core.epilogue import Epilogue, static_activation
 from trencadis.core.jax_compat import vary_alike
-from trencadis.core.mesh import explicit_axes, explicit_mesh, mapped, replicated, spec_of
+from trencadis.core.mesh import (
+    Axes,
+    Over,
+    explicit_axes,
+    explicit_mesh,
+    mapped,
+    partly_explicit,
+    replicated,
+    spec_of,
+    with_automatic_axes,
+)
 from trencadis.core.partition import Partition, compute, dimensions, partition
 from trencadis.core.problem import Problem
 from trencadis.core.spans import local_group, owned
@@ -48,6 +60,10 @@ class Layer:
     recipe: Recipe
     options: Options
     tilings: Tilings  # of its three products, in the m, k and n of the first
+
+    def constant_along_k(self, name: str, scales: int) -> bool:
+        """Whether scales of an operand, so many along k, do not change along k; on other devices they may differ."""
+        return scales == 1 and (not self.options.over.k or self.recipe.spans(name, "k"))
 
     def tiled(self, tiling: Any) -> Options:
         """The options of one product, with its tiling."""
@@ -84,9 +100,11 @@ def trained(
     mesh = explicit_mesh(x, w)
     if mesh is not None and rows is None and weights is None and (activation is None) == (static is None):
         operands = (x, w, *after, *(() if bias is None else (bias,)))
+        asked = asked.replace(epilogue=dataclasses.replace(asked.epilogue, activation=static))
         part = _partition_of(recipe, asked, mesh, operands)
-        options = dataclasses.replace(options, out_sharding=None, row_axes=part.m)
-        return _on_mesh(*operands, recipe=recipe, part=part, options=options, activation=static, mesh=mesh)
+        over = Over() if partly_explicit(mesh) else Over(part.m, part.k, part.n, part.g)
+        options = dataclasses.replace(options, out_sharding=None, over=over)
+        return _on_mesh(*operands, recipe=recipe, part=part, options=options, mesh=mesh)
     return _trained(recipe, (x, w, *after), asked=asked, options=options, steps=steps, given=(rows, weights))
 
 
@@ -101,17 +119,22 @@ def _trained(
     bias, _, activation = steps
     transpose_rhs = asked.transpose_rhs
     x, w, sizes, first = vary_alike(*map(replicated, operands))
+    x, w = sharded_like(x, x), sharded_like(w, w)  # on automatic axes gradients are sharded like them
     bias = None if bias is None else replicated(bias)
     if 0 in (asked.m, asked.k, asked.n, asked.local_groups):
         recipe = Recipe()  # there is nothing to take a scale from
     kept = asked.out if bias is None and activation is None else np.dtype(np.float32)
     tilings = resolve(options.tiling, asked.m, asked.k, asked.n)
     layer = Layer(asked=asked.replace(out=kept), recipe=recipe, options=options, tilings=tilings)
-    rows, (q, r) = _whose(asked, sizes, first), given
-    if q is None or recipe.lhs is None:
-        q = recipe.rows(x if recipe.lhs is None else jnp.where(rows.mine, x, 0))  # unowned rows have no part in scales
-    if r is None:
-        r = _transposed(recipe.weights(_transposed(w, transpose_rhs)), transpose_rhs)
+    rows, (q, r), over = _whose(asked, sizes, first), given, options.over
+    if recipe.lhs is None:
+        q = x
+    elif q is None:
+        q = recipe.rows(lax.stop_gradient(jnp.where(rows.mine, x, 0)), over)  # unowned rows have no part in scales
+    if recipe.rhs is None:
+        r = w
+    elif r is None:
+        r = _transposed(recipe.weights(lax.stop_gradient(_transposed(w, transpose_rhs)), over), transpose_rhs)
     q, r = _once(x, q), _once(w, r)
     multiply = _straight if recipe.grad is None else _backward_quantized
     z = multiply(layer, x, w, q, r, rows)
@@ -127,28 +150,30 @@ def _trained(
 
 
 def _partition_of(recipe: Recipe, asked: Problem, mesh: AbstractMesh, operands: tuple[Array, ...]) -> Partition:
-    """How a product is divided, from the types of its operands, so that no scale spans several devices."""
-    whole = "k" + recipe.spanned + ("n" if recipe.grad is not None else "")
-    whole += "g" if "m" in whole else ""  # a device counts the rows of its own groups alone
+    """How a product is divided, from the types of its operands, so that no block of scales is cut in two."""
+    units, lengths = recipe.units, {"m": asked.m, "k": asked.k, "n": asked.n, "g": asked.local_groups}
+
+    def fitting(name: str, axes: Axes) -> Axes:
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        return axes if lengths.get(name, 0) // parts % units.get(name, 1) == 0 else ()
+
     specs = [
-        tuple(() if name in whole else axes for name, axes in zip(names, found, strict=True))
+        tuple(map(fitting, names, spec_of(jax.typeof(x).sharding, mesh, x.ndim)))
         for x, names in zip(operands, dimensions(asked), strict=True)
-        for found in [spec_of(jax.typeof(x).sharding, mesh, x.ndim)]
     ]
     return partition(asked, specs, explicit_axes(mesh))
 
 
-@functools.partial(jax.jit, static_argnames=("recipe", "part", "options", "activation", "mesh"))
-def _on_mesh(
-    *operands: Array, recipe: Recipe, part: Partition, options: Options, activation: Activation | None,
-    mesh: AbstractMesh,
-) -> Array:  # fmt: skip
-    """The result on all devices, each of which has some rows, groups or columns."""
+@functools.partial(jax.jit, static_argnames=("recipe", "part", "options", "mesh"))
+def _on_mesh(*operands: Array, recipe: Recipe, part: Partition, options: Options, mesh: AbstractMesh) -> Array:
+    """The result on all devices, each of which has a part of the operands."""
 
     def multiply(problem: Problem, *operands: Array) -> Array:
-        steps = Steps(bias=operands[4] if operands[4:] else None, activation=activation)
+        steps = Steps(bias=operands[4] if operands[4:] else None, activation=problem.epilogue.activation)
         return _trained(recipe, operands[:4], asked=problem, options=options, steps=steps)
 
+    if partly_explicit(mesh):
+        return with_automatic_axes(functools.partial(multiply, part.problem), mesh, part.result)(*operands)
     function = functools.partial(compute, part, multiply)
     return mapped(function, mesh, part.operands, part.result, dict(part.devices))(*operands)
 
@@ -267,13 +292,13 @@ def _d_rows(layer: Layer, ct: Array, r: Operand, rows: Rows) -> Array:
     """ct [m, n] x r [g, k, n] -> [m, k]. Scales of r that do not change along k go to ct before it is quantized."""
     asked = layer.asked
     axis = 2 if asked.transpose_rhs else 1  # k
-    if isinstance(r, Scaled) and r.scale.shape[axis] == 1:
+    if isinstance(r, Scaled) and layer.constant_along_k("rhs", r.scale.shape[axis]):
         by_group = jnp.squeeze(r.scales(), axis)  # [g or 1, n]
         each = by_group if by_group.shape[0] == 1 else jnp.take(by_group, rows.group, axis=0)
         ct, r = jnp.where(rows.mine, ct * each, 0), _bare(r)
     tile = layer.tilings.d_lhs and layer.tilings.d_lhs.swapped()  # k and n change places
     return rows_product(
-        layer.recipe.gradient(ct), r, rows.sizes, asked.lhs, layer.tiled(tile),
+        layer.recipe.gradient(ct, layer.options.over), r, rows.sizes, asked.lhs, layer.tiled(tile),
         transpose_rhs=not asked.transpose_rhs, group_offset=rows.first,
     )  # fmt: skip
 
@@ -281,7 +306,7 @@ def _d_rows(layer: Layer, ct: Array, r: Operand, rows: Rows) -> Array:
 def _d_weights(layer: Layer, ct: Array, q: Operand, rows: Rows) -> Array:
     """q [m, k] x ct [m, n] -> [g, k, n]. Scales of q that do not change along k go to ct before it is quantized."""
     asked, transposed = layer.asked, layer.asked.transpose_rhs
-    if isinstance(q, Scaled) and q.scale.shape[1] == 1:
+    if isinstance(q, Scaled) and layer.constant_along_k("lhs", q.scale.shape[1]):
         ct, q = jnp.where(rows.mine, ct * q.scales(), 0), _bare(q)
     y, scale = _by_column(layer, ct, rows)
     lhs: Operand
@@ -301,7 +326,7 @@ def _by_column(layer: Layer, y: Array, rows: Rows) -> tuple[Scaled, Array]:
     Such scales are factors of the sums over a group. Groups do not share them, so that neither a large row nor a NaN in
     one group changes another.
     """
-    kind, axes = layer.recipe.summed, layer.options.row_axes
+    kind, axes = layer.recipe.summed, layer.options.over.m
     most = jax.ops.segment_max(jnp.abs(y), rows.group, layer.asked.local_groups, indices_are_sorted=True)
     most = lax.pmax(most, axes) if axes else most
     scale = kind.scale_of(layer.recipe.bound("grad", jnp.maximum(most, 0)))  # that of no rows is -inf
