@@ -70,10 +70,16 @@ PAIRS = {  # both operands quantized, in different formats or with scales along 
     "int8-int4-128": Operands(("int8", "row"), ("int4", (1, 128, 1)), interleave=False),
     "int8-int4": Operands(("int8", "row"), ("int4", "column")),
 }
+MORE_WEIGHTS = {
+    "w-int4-32": Operands(None, ("int4", (1, 32, 1))),
+    "w-int8-32": Operands(None, ("int8", (1, 32, 1))),
+    "w-e4m3-32": Operands(None, (E4M3, (1, 32, 1))),
+}
 FLOAT16 = ("w-int8", "w-int4", "w-int4-128", "w-int8-128", "w-e4m3-128x128", "w-mxfp4", "w-mxfp8", "w-nvfp4")
 AS_THEY_LIE = ("e4m3", "int8", "w-int8", "w-int8-128", "w-int4-128", "e4m3-128")
 MORE = {  # measured where they are named
     **PAIRS,
+    **MORE_WEIGHTS,
     "f16": Operands(None, None, "float16"),
     **{f"f16-{name}": dataclasses.replace(FORMATS[name], dtype="float16") for name in FLOAT16},
     **{f"{name}-kn": dataclasses.replace((FORMATS | PAIRS)[name], k_last=False) for name in AS_THEY_LIE},
@@ -83,7 +89,7 @@ BOTH = ("e4m3", "e5m2", "int8")  # formats of both operands with all three passe
 ALONG_K = ("w-int4-128", "w-int8-128", "w-e4m3-128x128", "w-mxfp4", "w-mxfp8", "w-nvfp4")
 GPU = ("bf16", "e4m3", "int8", "deepseek", "w-int8", "w-e4m3", "w-int4", *ALONG_K)
 CPU = ("bf16", "w-int8", "w-e4m3", "w-int4")
-TPU = ("bf16", "int8", "e4m3", "e5m2", "w-int8", "w-e4m3", "w-int4", *ALONG_K)
+TPU = ("bf16", "int8", "e4m3", "e5m2", "w-int8", "w-e4m3", "w-int4", *ALONG_K, *MORE_WEIGHTS)
 
 
 def has_pass(format: str, which: str) -> bool:

@@ -25,6 +25,12 @@ def test_through_arithmetic_and_functions():
     assert values(lambda x, s: inner(s, x), X, np.array([1, 2], np.int32)) == [{0: [2]}]
 
 
+def test_beside_an_array_of_a_dtype_that_older_programs_do_not_have():
+    inner = jax.jit(lambda s, x, w: first_tiles(s, x) + w.astype(jnp.float32))
+    w = jax.ShapeDtypeStruct(X.shape, jnp.float4_e2m1fn)
+    assert values(inner, np.array([1, 2], np.int32), X, w) == [{0: [1]}]
+
+
 def test_each_call_has_its_own():
     def twice(s, x):
         one = jax.jit(first_tiles)

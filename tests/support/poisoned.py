@@ -9,7 +9,7 @@ from trencadis.core.problem import Form
 
 NAMES = {
     "f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8", "s32": "int32",
-    "e4": "float8_e4m3fn", "e5": "float8_e5m2", "s4": "int4", "f4": "float4_e2m1fn",
+    "e4": "float8_e4m3fn", "b11": "float8_e4m3b11fnuz", "e5": "float8_e5m2", "s4": "int4", "f4": "float4_e2m1fn",
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class Chip:
     cores: int  # TensorCores in the device
     mxus: int  # MXUs in a TensorCore
     mxu_8bit_dtypes: tuple[str, ...] = ()  # 8-bit dtypes that the MXU multiplies, or upcasts next to a bfloat16 operand
-    no_nan_dtype: str | None = "float8_e4m3fn"  # 8-bit dtype whose NaN the MXU drops: it loads it as a format without
+    b11: bool = True  # its float8 with three bits of mantissa is float8_e4m3b11fnuz, and not float8_e4m3fn
     float4: bool = False  # the vector units convert float4_e2m1fn
     # The clock at which the fastest schedule of the compiler reaches `peak_bf16`; it agrees with published ones.
     clock: float
@@ -95,7 +95,7 @@ CHIPS: dict[str, Chip] = {
     "v7x": Chip(
         name="v7x", kind="TPU7x", aliases=("TPU v7x", "TPU v7"), topology="tpu7x:2x2x1",
         hbm=7380e9 / 2, peak_bf16=2307e12 / 2, vmem=64 * MIB, cores=1, mxus=2, clock=2.2e9,
-        mxu_8bit_dtypes=("float8_e4m3fn", "float8_e5m2"), no_nan_dtype=None, float4=True,
+        mxu_8bit_dtypes=("float8_e4m3fn", "float8_e5m2"), b11=False, float4=True,
         vmatmul_cycles=_vmatmul_cycles(8, 4, 8), vpop_latency=211, vpop_interval=1, vpops=4,
         dma_in=700, dma_out=600, delay_slots=6,
     ),

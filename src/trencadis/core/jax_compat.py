@@ -228,7 +228,7 @@ def host_program(
         ordered_effects=(),
         unordered_effects=(),
         module_kept_var_idx=tuple(range(len(inputs))),
-        mlir_module_serialized=stablehlo.serialize_portable_artifact(module, stablehlo.get_minimum_version()),
+        mlir_module_serialized=stablehlo.serialize_portable_artifact(module, stablehlo.get_current_version()),
         **flat,
     ).call
 

@@ -10,6 +10,7 @@ from sweep import marked
 
 import trencadis as tr
 from trencadis.backends import tpu
+from trencadis.backends.prepare import round_up
 from trencadis.backends.tpu.choose import choose, choose_for_tile, padded, vmem
 from trencadis.core.arguments import problem_of
 from trencadis.core.decision import Refusal
@@ -74,6 +75,8 @@ def test_a_layout_fits_or_the_refusal_says_why(form, m, k, n, g, dtype):
         assert layout.num_blocks(inner) >= layout.cores
         if inner.form is Form.CONTRACTION:
             assert layout.block_m % (2 * layout.step_m) == 0 == layout.step_m % layout.sublane_tile
+        else:  # zeros are written a row tile at a time
+            assert layout.block_m <= round_up(m, layout.sublane_tile)
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,8 @@ def test_int4_weights_are_read_as_they_are_stored():
             ("nvfp4", (1, 16, 1), "v6e"), ("nvfp4", (1, 16, 1), "v7x"), ("mxfp8", (1, 32, 1), "v5e"),
             ("mxfp8", (1, 32, 1), "v7x"), ("int4", (1, 128, 1), "v5e"), ("int4", (1, 32, 1), "v6e"),
             ("int8", (1, 128, 1), "v5p"), ("float8_e4m3fn", (1, 128, 1), "v5e"), ("float8_e4m3fn", (1, 32, 1), "v6e"),
+            ("int4", (1, 32, 1), "v5e"), ("float8_e4m3fn", (1, 32, 1), "v5p"), ("int8", (1, 32, 1), "v7x"),
+            *(("float8_e4m3fn", (1, 128, 128), chip) for chip in CHIP),
         ]),
     ],
 )  # fmt: skip

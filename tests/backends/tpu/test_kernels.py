@@ -35,6 +35,7 @@ def along_k(k, n=1, scales="float32", **steps):
 
 BIAS, ACCUMULATE = Epilogue(bias=np.dtype("float32"), activation=relu), Epilogue(accumulate=True)
 BITS16, BITS8 = dict(sublane_tile=16, heights=(32, 64)), dict(sublane_tile=32, dma_align=32, heights=(32, 64))
+MOVED = dict(sublane_tile=16, dma_align=32, heights=(32, 48))  # 8-bit rows start between the rows at which copies can
 
 CASES = {
     # a window; the last column block has one chunk less; m and k are not aligned
@@ -66,6 +67,14 @@ CASES = {
         rows_problem(200, 130, 384, 6, "s8 s8 f32", local=4, epilogue=scaled(BIAS)),
         rows_layout(block_n=128, cores=2, sublane_tile=32, dma_align=32, heights=(32, 160)),
     ),
+    # a row tile is taller than the tile of the dtype, and the last one is read to the end of the operand
+    "rows, float8 that is moved": (
+        rows_problem(93, 130, 256, 5, "e4 e4 f32", local=4, epilogue=scaled(BIAS)),
+        rows_layout(block_n=128, cores=2, lhs_buffers=3, **MOVED),
+    ),
+    "rows, int8 that is moved": (
+        rows_problem(93, 130, 384, 6, "s8 s8 s32"), rows_layout(**(MOVED | dict(sublane_tile=8))),
+    ),
     "rows, float8 weights": (
         rows_problem(61, 128, 256, 5, "bf16 e4 f32", transpose_rhs=True, epilogue=scaled(ACCUMULATE, by_row=False)),
         rows_layout(block_n=128, **BITS16),
@@ -77,15 +86,15 @@ CASES = {
     # the last block of scales and the last native tile of weights are not whole; the last chunk is smaller
     "rows, mxfp4": (
         rows_problem(61, 592, 384, 5, "bf16 f4 f32", local=4, epilogue=along_k(32, scales="float8_e8m0fnu")),
-        rows_layout(block_n=256, chunk=256, cores=2, **BITS16),
+        rows_layout(block_n=256, chunk=256, cores=2, weight_parts=1, **BITS16),
     ),
     "rows, nvfp4 on a chip that multiplies no bfloat16 vectors": (
         rows_problem(61, 160, 200, 5, "bf16 f4 bf16", epilogue=along_k(16, scales="float8_e4m3fn", by_row=True)),
-        rows_layout(block_n=200, chunk=200, chip=CHIPS["v5e"], **BITS16),
+        rows_layout(block_n=200, chunk=200, chip=CHIPS["v5e"], weight_parts=1, **BITS16),
     ),
     "rows, mxfp8": (
         rows_problem(61, 128, 256, 5, "bf16 e4 f32", epilogue=along_k(32, scales="float8_e8m0fnu", accumulate=True)),
-        rows_layout(block_n=128, **BITS16),
+        rows_layout(block_n=128, weight_parts=1, **BITS16),
     ),
     "rows, int4 weights with scales along k": (
         rows_problem(61, 320, 256, 5, "bf16 s4 f32", transpose_rhs=True, epilogue=along_k(128)),
@@ -102,6 +111,35 @@ CASES = {
     "rows, float8 with square blocks of scales": (
         rows_problem(61, 256, 384, 5, "e4 e4 f32", epilogue=along_k(128, 128, by_row=True)),
         rows_layout(block_n=256, **BITS8),
+    ),
+    # the last chunk has fewer scales than the others; two chunks of a column block
+    "rows, float8 with square blocks of scales that the kernel repeats": (
+        rows_problem(61, 256, 640, 5, "bf16 e4 f32", epilogue=along_k(128, 128)),
+        rows_layout(block_n=512, chunk=256, **BITS16),
+    ),
+    "rows, square blocks of scales that reach over chunks": (
+        rows_problem(61, 128, 384, 5, "bf16 s8 f32", epilogue=along_k(64, 96)),
+        rows_layout(block_n=256, **BITS16),
+    ),
+    "rows, scaled weights in two parts": (
+        rows_problem(61, 592, 256, 5, "bf16 s4 f32", local=4, epilogue=along_k(32, bias=np.dtype("float32"))),
+        rows_layout(block_n=128, weight_parts=2, **BITS16),
+    ),
+    "rows, scaled weights that are rounded": (
+        rows_problem(61, 592, 256, 5, "bf16 s4 bf16", local=4, epilogue=along_k(32)),
+        rows_layout(block_n=128, weight_parts=1, **BITS16),
+    ),
+    "rows, scaled weights that are rounded, on a chip that multiplies no bfloat16 vectors": (
+        rows_problem(61, 192, 256, 5, "bf16 s8 bf16", epilogue=along_k(64, 64)),
+        rows_layout(block_n=128, chip=CHIPS["v5e"], weight_parts=1, **BITS16),
+    ),
+    "rows, scaled float8 weights that are rounded": (
+        rows_problem(61, 192, 256, 5, "bf16 e4 bf16", epilogue=along_k(128, 128)),
+        rows_layout(block_n=128, chip=CHIPS["v7x"], weight_parts=1, **BITS16),
+    ),
+    "rows, scaled float8 weights in two parts": (
+        rows_problem(61, 192, 256, 5, "e4 e4 f32", epilogue=along_k(64, 64, by_row=True)),
+        rows_layout(block_n=128, weight_parts=2, **MOVED),
     ),
     # a window; the last block of k, the last block of n and its last chunk are smaller than the others; a step has more
     # rows than a sublane tile, so that the last step of a span is padded with rows that were never copied
@@ -130,6 +168,21 @@ CASES = {
             sublane_tile=32, dma_align=32, step_m=64, heights=(128,), block_k=256, block_n=512, chunk=256, cores=2
         ),
     ),
+    # rows are moved to multiples of a sublane, of four; the operands are of one width, and of different ones
+    "contraction, int8 that is moved": (
+        sum_problem(110, 128, 256, 6, "s8 s8 s32", local=4, epilogue=ACCUMULATE),
+        contraction_layout(sublane_tile=4, dma_align=32, step_m=64, heights=(128,)),
+    ),
+    "contraction, float8 that is moved": (
+        sum_problem(110, 384, 640, 6, "e4 e4 f32", epilogue=scaled()),
+        contraction_layout(
+            sublane_tile=4, dma_align=32, step_m=32, heights=(64,), block_k=256, block_n=512, chunk=256, cores=2
+        ),
+    ),
+    "contraction, float8 beside wider rows": (
+        sum_problem(75, 128, 256, 5, "f32 e4 f32", local=4, batch=2),
+        contraction_layout(sublane_tile=8, dma_align=32, step_m=32, block_n=128),
+    ),
     "contraction, batch": (
         sum_problem(75, 128, 256, 5, "bf16 f32 f32", local=4, batch=2, precision=HIGHEST),
         contraction_layout(sublane_tile=16, step_m=32, block_n=128),
@@ -137,7 +190,7 @@ CASES = {
 }  # fmt: skip
 DEFAULT = [
     "rows, bias", "rows, existing_out", "rows, mxfp4", "rows, int4 weights with scales along k",
-    "contraction", "contraction, batch",
+    "rows, float8 that is moved", "contraction", "contraction, batch", "contraction, float8 that is moved",
 ]  # fmt: skip
 
 

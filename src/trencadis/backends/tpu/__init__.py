@@ -7,7 +7,8 @@ rows               the body of the rows form; contraction: that of the other for
 row_results        results of the rows form on their way to HBM; gating: gated activations and their pullback
 tile_scheduler     the order of tiles, computed from group sizes in SMEM; indexing: blocks and chunks of an axis
 pipeline           prefetched operands, and results that are written back asynchronously
-products           the product of two tiles and its dtypes; nans: NaNs of float8_e4m3fn, which some MXUs drop
+products           the product of two tiles and its dtypes; float8: float8_e4m3fn on chips that know another format
+realign            rows of 8 bits that start between the rows at which copies from HBM can
 k_parts            k that is too long for VMEM, in parts
 passes             float32 as bfloat16 parts, for precise products; float16, which XLA converts
 epilogue_vectors   scales and bias in VMEM; block_scales: scales of weights that change along k
@@ -37,7 +38,7 @@ from trencadis.backends.tpu.indexing import LANES, Ref
 from trencadis.backends.tpu.kernel import call
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.passes import notes, precision_of, without_float16
-from trencadis.backends.tpu.products import FLOAT4, conversion_note, exact_in_operand, in_operand
+from trencadis.backends.tpu.products import FLOAT4, conversion_note, exact_in_operand
 from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, unknown_dtype
 from trencadis.core.devices import CHIPS
 from trencadis.core.dtypes import accumulator
@@ -84,9 +85,9 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     if layout is None:
         fits = f"no block of k = {problem.k} columns fits into the {chip.vmem >> 20} MiB of VMEM of a {chip.name}"
         return _refusal(fits)
-    said = [*notes(problem, seen, chip.name), conversion_note(seen, chip)]
+    said = [*notes(problem, seen, chip.name), conversion_note(seen, chip, layout.weight_parts)]
     said += [] if parts is None else [k_parts.note(inner, parts)]
-    slow = overrides.advise and exact_in_operand(seen) and not in_operand(seen)
+    slow = overrides.advise and exact_in_operand(seen) and not layout.weight_parts
     return Plan(
         asked=problem, problem=inner, target=target, backend="tpu", interpret=overrides.interpret,
         tiling=Tiling(layout.block_m, layout.block_k, layout.block_n), layout=layout,
@@ -244,7 +245,7 @@ def _padded_operands(problem: Problem, inner: Problem, layout: Layout, *operands
     """The operands that the kernel copies to VMEM, by name, in the shapes that it reads."""
     lhs, rhs, _, _, *rest = operands
     extras = problem.epilogue.split(tuple(rest))
-    rows, k, n = round_up(problem.rows, layout.sublane_tile), inner.k, inner.n
+    rows, k, n = round_up(problem.rows, max(layout.sublane_tile, layout.dma_align)), inner.k, inner.n
     if problem.form is Form.CONTRACTION:
         rhs_shape: tuple[int, ...] = (rows, n)
     else:
@@ -257,7 +258,7 @@ def _padded_operands(problem: Problem, inner: Problem, layout: Layout, *operands
     if block_scales.applies(problem):
         vectors["by_column"], scales = None, extras.by_column
         assert scales is not None
-        named["block_scales"] = block_scales.in_columns(problem, inner, scales)
+        named["block_scales"] = block_scales.in_columns(problem, inner, layout, scales)
     matrices = {"existing": extras.existing}
     own = rest[len(extras.given) :]
     if gating.is_pullback(problem):
@@ -267,7 +268,9 @@ def _padded_operands(problem: Problem, inner: Problem, layout: Layout, *operands
         vectors["bias_up"] = own[1] if len(own) > 1 else None
     if by_row is not None:
         named["by_row"] = as_lane_vectors(inner, layout, by_row)
-    out_shape = (rows, n) if problem.form is Form.ROWS else (problem.spans, k, n)
+    out_shape: tuple[int, ...] = (problem.spans, k, n)
+    if problem.form is Form.ROWS:
+        out_shape = (round_up(problem.rows, layout.sublane_tile), n)
     named |= {name: pad_to(x, (problem.local_groups, n))[:, None, :] for name, x in vectors.items() if x is not None}
     return named | {name: pad_to(x, out_shape) for name, x in matrices.items() if x is not None}
 

@@ -18,7 +18,8 @@ from trencadis.backends.tpu.indexing import LANES
 from trencadis.backends.tpu.layout import Layout, cheapest_heights
 from trencadis.backends.tpu.model import MxuModel, code_cycles, longest_block_cycles, predict
 from trencadis.backends.tpu.passes import passes, precision_of
-from trencadis.backends.tpu.products import in_operand, mxu_dtypes
+from trencadis.backends.tpu.products import as_multiplied, exact_in_operand, mxu_dtypes, weight_parts
+from trencadis.backends.tpu.realign import ROWS_IN_SUBLANE, native_rows
 from trencadis.core.devices import CHIPS, Chip, chip_of
 from trencadis.core.dtypes import width
 from trencadis.core.problem import Form, Problem
@@ -54,7 +55,8 @@ def padded(problem: Problem) -> Problem:
     def pad(size: int, large: bool = False) -> int:
         return round_up(size, LANES) if size > CHUNKS[-1] or large else size
 
-    problem = problem.replace(precision=precision_of(problem))
+    if not block_scales.applies(problem):  # with scales along k it says how weights are multiplied by them
+        problem = problem.replace(precision=precision_of(problem))
     if problem.form is Form.CONTRACTION:
         return problem.replace(n=pad(problem.n), k=pad(problem.k))
     held = 2 * len(gating.weights(problem)) * problem.k * problem.n * width(problem.rhs)
@@ -77,16 +79,21 @@ def choose_for_tile(problem: Problem, chip: Chip, tiling: Tiling) -> Layout:
 
 
 def _best(problem: Problem, chip: Chip, layouts: list[Layout]) -> Layout | None:
-    model = mxu_model_for(problem, chip)
+    models = {parts: mxu_model_for(problem, chip, parts) for parts in weight_parts(problem)}
     fit = [layout for layout in layouts if vmem(problem, layout) <= chip.vmem * VMEM_SHARE]
+
+    def longest(layout: Layout) -> float:
+        return longest_block_cycles(problem, layout, models[layout.weight_parts])
+
     # long basic blocks take too long to compile; if all are too long, the shortest are better than none
-    limit = MAX_BLOCK_CYCLES[model.size]
+    limit = MAX_BLOCK_CYCLES[next(iter(models.values())).size]
     if _mostly_upcasts(problem):
         limit *= 4 / 3  # a single height has half the code
-    short = [layout for layout in fit if longest_block_cycles(problem, layout, model) <= limit]
-    fit = short or sorted(fit, key=lambda layout: longest_block_cycles(problem, layout, model))[:8]
+    short = [layout for layout in fit if longest(layout) <= limit]
+    fit = short or sorted(fit, key=longest)[:8]
 
     def score(layout: Layout) -> float:  # among layouts of equal speed, less code compiles sooner
+        model = models[layout.weight_parts]
         size = code_cycles(problem, layout, model) / limit + len(layout.heights)
         return predict(problem, layout, model) * (1 + size / 500)
 
@@ -95,20 +102,24 @@ def _best(problem: Problem, chip: Chip, layouts: list[Layout]) -> Layout | None:
 
 def reason(problem: Problem, layout: Layout, chip: Chip) -> str:
     """The figures behind a layout: the time that the model predicts, its row tiles, and its share of VMEM."""
-    time = predict(problem, layout, mxu_model_for(problem, chip))
+    time = predict(problem, layout, mxu_model_for(problem, chip, layout.weight_parts))
     heights = ", ".join(map(str, layout.heights))
     held = f"{vmem(problem, layout) / (1 << 20):.3g} of {chip.vmem >> 20} MiB of VMEM"
     return f"{time * 1e3:.3g} ms predicted for a {chip.name}, row tiles of {heights}, {held}"
 
 
-def mxu_model_for(problem: Problem, chip: Chip) -> MxuModel:
-    """The cost model of a chip for the dtypes in which it multiplies the problem's operands."""
-    stored, scaled = (problem.lhs, problem.rhs), in_operand(problem)
-    model = MxuModel.of(chip, mxu_dtypes(problem, chip), stored, transposed=problem.transpose_rhs)
-    model = dataclasses.replace(model, rate=model.rate / len(passes(problem)))
+def mxu_model_for(problem: Problem, chip: Chip, parts: int = 0) -> MxuModel:
+    """The cost model of a chip for the dtypes in which it multiplies the problem's operands.
+
+    `parts` is the number of bfloat16 parts of weights that are multiplied by their scales along k.
+    """
+    seen = as_multiplied(problem, parts)
+    model = MxuModel.of(chip, mxu_dtypes(seen, chip), (problem.lhs, problem.rhs), transposed=problem.transpose_rhs)
+    model = dataclasses.replace(model, rate=model.rate / len(passes(seen)) / max(parts, 1))
     if not block_scales.applies(problem):
         return model
-    return model.with_block_scales(block_scales.SLAB if scaled else problem.epilogue.column_block[0], scaled=scaled)
+    exact, length = exact_in_operand(problem), block_scales.SLAB if parts else problem.epilogue.column_block[0]
+    return model.with_block_scales(length, parts, exact=exact)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -121,7 +132,9 @@ def vmem(problem: Problem, layout: Layout) -> int:
     buffers = sum(_bytes(shape) for shape in form.scratch(problem, layout).values())
     if len(passes(problem)) > 1:
         return buffers + _parts_bytes(problem, layout) + (1 << 20)
-    itemsize = max(dtype.itemsize for dtype in mxu_dtypes(problem, layout.chip))
+    if layout.weight_parts > 1:  # a slab of scaled weights, and its parts
+        buffers += 8 * block_scales.SLAB * layout.chunk
+    itemsize = max(dtype.itemsize for dtype in mxu_dtypes(as_multiplied(problem, layout.weight_parts), layout.chip))
     # the compiler keeps the streamed operand of a basic block in VMEM, converted; on v7x not if it is bfloat16 already
     if problem.form is Form.CONTRACTION:
         return buffers + int(1.3 * layout.block_k * 2 * layout.step_m * itemsize) + (1 << 20)
@@ -156,20 +169,26 @@ def _bytes(shape: Any) -> int:
 
 
 def _layouts(problem: Problem, chip: Chip, tiling: Tiling | None) -> Iterator[Layout]:
-    model = mxu_model_for(problem, chip)
     sublane_tile, dma_align = alignment(problem, chip)
     form = _rows_layouts if problem.form is Form.ROWS else _contraction_layouts
-    for layout in form(problem, model, tiling, sublane_tile, dma_align):
-        yield dataclasses.replace(layout, chip=chip)
+    for parts in weight_parts(problem):
+        model = mxu_model_for(problem, chip, parts)
+        for layout in form(problem, model, tiling, sublane_tile, dma_align):
+            yield dataclasses.replace(layout, chip=chip, weight_parts=parts)
 
 
 def alignment(problem: Problem, chip: Chip) -> tuple[int, int]:
-    """The alignment of rows: of row tiles (the largest native tile of the arrays), and of copies from HBM."""
-    by_rows = [problem.lhs, problem.out if problem.form is Form.ROWS else problem.rhs]
+    """The alignment of rows: of row tiles (the largest native tile of the arrays), and of copies from HBM.
+
+    Row tiles of 8-bit operands may start at any of their sublanes: they are moved as they are loaded.
+    """
     if problem.transpose_lhs:  # rows are the lanes of lhs
         return LANES, LANES
-    sublane_tile = max(32 // dtype.itemsize for dtype in by_rows)
-    copied = by_rows if problem.form is Form.CONTRACTION else by_rows[:1]
+    copied, written = [problem.lhs], [problem.out]
+    if problem.form is Form.CONTRACTION:
+        copied, written = [problem.lhs, problem.rhs], []
+    fixed = [dtype.itemsize for dtype in copied if dtype.itemsize > 1] + [dtype.itemsize for dtype in written]
+    sublane_tile = max(map(native_rows, fixed), default=ROWS_IN_SUBLANE)
     # 16-bit arrays are tiled by 8 rows in HBM, and on all chips but v7x in VMEM too
     align = max(32 if dtype.itemsize == 1 else 8 if chip.name != "v7x" else 32 // dtype.itemsize for dtype in copied)
     return sublane_tile, align
@@ -178,16 +197,22 @@ def alignment(problem: Problem, chip: Chip) -> tuple[int, int]:
 def _rows_layouts(
     problem: Problem, model: MxuModel, tiling: Tiling | None, sublane_tile: int, dma_align: int
 ) -> Iterator[Layout]:
-    most = round_up(problem.rows, sublane_tile)
+    unit = max(sublane_tile, model.row_unit)
+    most = round_up(problem.rows, sublane_tile)  # the rows of the result, which are written a tile at a time
     tried = _height_sets(problem, model, sublane_tile)
-    sets = {tuple(sorted({min(round_up(h, sublane_tile), most) for h in heights})) for heights in tried}
+    sets = {tuple(sorted({min(round_up(h, unit), most) for h in heights})) for heights in tried}
     if tiling is not None:
-        tallest = min(round_up(tiling.m, sublane_tile), most)
+        tallest = min(round_up(tiling.m, unit), most)
         sets = {tuple(sorted({h for heights in sets for h in heights if h < tallest} | {tallest}))[-5:]}
-    for chunk, block_n in _n_blocks(problem.n, None if tiling is None else tiling.n):
+
+    @functools.cache
+    def height_table(chunk: int, heights: tuple[int, ...]) -> tuple[int, ...]:
         price = functools.partial(model.rows_cycles, k=problem.k, chunk=chunk * len(gating.weights(problem)))
+        return cheapest_heights(heights, sublane_tile, price)
+
+    for chunk, block_n in _n_blocks(problem.n, None if tiling is None else tiling.n):
         for heights in sorted(sets):
-            table = cheapest_heights(heights, sublane_tile, price)
+            table = height_table(chunk, heights)
             cores = model.chip.cores if block_n < problem.n else 1
             for lhs_buffers in (2, 3):
                 yield Layout(
@@ -199,7 +224,7 @@ def _rows_layouts(
 
 def _mostly_upcasts(problem: Problem) -> bool:
     """Whether it takes longer to upcast weights and multiply them by their scales than to multiply them by rows."""
-    return in_operand(problem) and problem.m < FEW_ROWS * problem.groups
+    return weight_parts(problem) == (1,) and problem.m < FEW_ROWS * problem.groups
 
 
 def _height_sets(problem: Problem, model: MxuModel, sublane_tile: int) -> list[tuple[int, ...]]:
@@ -210,7 +235,20 @@ def _height_sets(problem: Problem, model: MxuModel, sublane_tile: int) -> list[t
     """
     if _mostly_upcasts(problem):
         return [(round_up(problem.m // problem.groups + sublane_tile, 32),)]
-    return HEIGHTS[model.size] + (SHORT_HEIGHTS if block_scales.applies(problem) else [])
+    found = list(HEIGHTS[model.size])
+    if 1 in (problem.lhs.itemsize, problem.rhs.itemsize):  # what the MXUs do is the bound, more than for wider operands
+        found += _fitted_heights(problem.m // problem.groups, model, sublane_tile)
+    return found + (SHORT_HEIGHTS if block_scales.applies(problem) else [])
+
+
+def _fitted_heights(mean: int, model: MxuModel, sublane_tile: int) -> Iterator[tuple[int, ...]]:
+    """Sets of row tile heights for groups of the mean size, which one to four tiles of nearly equal height cover."""
+    rows = round_up(mean + sublane_tile, sublane_tile)  # wherever the group starts
+    for tiles in range(1, 5):
+        height = round_up(-(-rows // tiles), sublane_tile)
+        if 64 <= height <= HEIGHTS[model.size][-1][-1]:
+            yield model.size // 2, height - sublane_tile, height
+            yield model.size // 2, height, height + sublane_tile
 
 
 def _n_blocks(n: int, asked: int | None) -> Iterator[tuple[int, int]]:

@@ -23,7 +23,8 @@ from trencadis.backends.tpu.epilogue_vectors import EpilogueVectors, column_vect
 from trencadis.backends.tpu.indexing import LANES, BlockedAxis, Dma, Index, Ref, Slice, Value, aligned_ds, i32
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.pipeline import Cursor, OutputRing, Prefetcher
-from trencadis.backends.tpu.products import multiply
+from trencadis.backends.tpu.products import multiply, rescaled
+from trencadis.backends.tpu.realign import load_rows, native_rows
 from trencadis.backends.tpu.tile_scheduler import Tile, TileScheduler
 from trencadis.core.dtypes import cast
 from trencadis.core.epilogue import Extras, add
@@ -32,7 +33,7 @@ from trencadis.core.problem import Problem
 
 def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
     """The scratch shapes of the kernel, by name."""
-    chunks, chunk, rows, block_k = layout.chunks, layout.chunk, layout.block_m, layout.block_k
+    chunks, chunk, rows, block_k = layout.chunks, layout.chunk, layout.buffer_rows, layout.block_k
     lhs_tile = (block_k, rows) if problem.transpose_lhs else (rows, block_k)
     buffers = {
         "lhs": pltpu.VMEM((layout.lhs_buffers, *lhs_tile), problem.lhs),
@@ -232,7 +233,8 @@ class ContractionBody:
 
     def _mask(self, tile: Tile, buffer: Ref, axis: int) -> None:
         """Set the rows in the steps of a tile that are not in its span to zero; they lie along `axis`."""
-        scheduler, unit = self.scheduler, self.layout.sublane_tile
+        lead = self.scheduler.lead(tile)
+        unit = max(self.layout.sublane_tile, native_rows(buffer.dtype.itemsize))
 
         def at(row: Index) -> tuple[Slice, Slice]:
             rows = aligned_ds(row, unit, unit)
@@ -245,28 +247,34 @@ class ContractionBody:
 
         @pl.when(tile.row < tile.start)
         def _() -> None:
-            keep(0, tile.start - tile.row, i32(unit))
+            first = lead & i32(-unit)
+            keep(first, lead + tile.start - tile.row - first, i32(unit))
 
-        @pl.when(scheduler.is_last(tile))
+        @pl.when(self.scheduler.is_last(tile))
         def _() -> None:
-            end = scheduler.align_down(tile.end) - tile.row
-            bottom = self._step_counts(tile)[0] * i32(self.layout.step_m)
+            rows = lead + tile.end - tile.row
+            end = rows & i32(-unit)
+            bottom = lead + self._step_counts(tile)[0] * i32(self.layout.step_m)
 
-            @pl.when(scheduler.align_down(tile.end) < tile.end)
+            @pl.when(end < rows)
             def _() -> None:
-                keep(end, i32(0), tile.end - tile.row - end)
+                keep(end, i32(0), rows - end)
 
             def clear(row: Index) -> Index:
                 buffer[at(row)] = jnp.zeros_like(buffer[at(row)])
                 return row + i32(unit)
 
-            lax.while_loop(lambda row: row < bottom, clear, scheduler.align_up(tile.end) - tile.row)
+            lax.while_loop(lambda row: row < bottom, clear, (rows + i32(unit - 1)) & i32(-unit))
 
-    def _product(self, x: Ref, y: Ref, row: Index, size: int, *, finished: bool = False) -> Value:
-        """The product [block_k, chunk] of `size` rows of both buffers, from `row` on; `finished` if it is the sum."""
+    def _product(self, tile: Tile, x: Ref, y: Ref, row: Index, size: int, *, finished: bool = False) -> Value:
+        """The product [block_k, chunk] of `size` rows of a tile, from `row` on; `finished` if it is the sum."""
         rows = aligned_ds(row, size, self.layout.step_m)
-        left, axis = (x[:, rows], 1) if self.problem.transpose_lhs else (x[rows, :], 0)
-        return multiply(self.problem, self.layout.chip, left, y[rows, :], (axis, 0), finished=finished)
+        if self.layout.moves_rows:
+            left, right = (load_rows(each, row, size, self.scheduler.lead(tile)) for each in (x, y))
+        else:
+            left, right = x[:, rows] if self.problem.transpose_lhs else x[rows, :], y[rows, :]
+        axes = (1 if self.problem.transpose_lhs else 0, 0)
+        return multiply(self.problem, self.layout.chip, left, right, axes, finished=finished)
 
     def _accumulate(self, tile: Tile, chunk: Index, x: Ref, y: Ref) -> None:
         """Take the long steps of a tile that come before the last step of its span."""
@@ -276,10 +284,10 @@ class ContractionBody:
 
         @pl.when(first)
         def _() -> None:
-            acc[...] = self._product(x, y, 0, size)
+            acc[...] = self._product(tile, x, y, 0, size)
 
         def step(i: Index, none: None) -> None:
-            acc[...] += self._product(x, y, i * i32(size), size)
+            acc[...] += self._product(tile, x, y, i * i32(size), size)
 
         lax.fori_loop(first.astype(jnp.int32), count, step, None)
 
@@ -290,13 +298,15 @@ class ContractionBody:
         left = steps - i32(2) * before
         only = (tile.row == self.scheduler.align_down(tile.start)) & (before == 0)
 
-        if "by_row" in self.vmem:
-            pl.when((chunk == i32(0)) & (left > 0))(lambda: self.vectors.transpose_rows(cursors["by_row"].slot))
+        def transpose_scales() -> None:  # in the basic block of the product, which hides it
+            if "by_row" in self.vmem:
+                self.vectors.transpose_rows(cursors["by_row"].slot)
 
         def scaled(total: Value) -> Value:
             by_row = self.vectors.rows(0, self.layout.block_k, LANES)
             slot = cursors["by_column"].slot if "by_column" in cursors else None
             by_column = self.vectors.columns("by_column", slot, chunk)
+            total = rescaled(problem, self.layout.chip, total)
             return problem.epilogue.finish(total, Extras(by_row, by_column), problem.out)
 
         def store(result: Value) -> None:
@@ -309,11 +319,13 @@ class ContractionBody:
 
             @pl.when((left == i32(short)) & only)
             def _(short: int = short) -> None:
-                store(scaled(self._product(x, y, 0, short * step_m, finished=True)))
+                transpose_scales()
+                store(scaled(self._product(tile, x, y, 0, short * step_m, finished=True)))
 
             @pl.when((left == i32(short)) & jnp.logical_not(only))
             def _(short: int = short) -> None:
-                store(scaled(acc[...] + self._product(x, y, before * i32(2 * step_m), short * step_m)))
+                transpose_scales()
+                store(scaled(acc[...] + self._product(tile, x, y, before * i32(2 * step_m), short * step_m)))
 
         @pl.when(left == i32(0))  # an empty span; its scales may hold anything
         def _() -> None:

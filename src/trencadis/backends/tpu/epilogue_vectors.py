@@ -87,16 +87,17 @@ class EpilogueVectors:
         )  # fmt: skip
 
     def transpose_rows(self, slot: Index) -> None:
-        """Transpose the row scales that have arrived in a buffer, so that `rows` reads them along sublanes."""
+        """Transpose the row scales that have arrived in a buffer to sublanes; they are the same in all lanes."""
         for i in range(self.lane_vectors):
             square = jnp.broadcast_to(self.vmem["by_row"][slot, i], (LANES, LANES))
             self.vmem["by_row_transposed"][i * LANES : (i + 1) * LANES, :] = square.T
 
     def rows(self, first: Index, size: int, unit: int) -> Value | None:
-        """The transposed scales of `size` rows, `[size, 1]`; None if the epilogue has no row scales."""
+        """The transposed scales of `size` rows, `[size, chunk]` or `[size, 1]`; None if there are no row scales."""
         if "by_row_transposed" not in self.vmem:
             return None
-        return self.vmem["by_row_transposed"][aligned_ds(first, size, unit), :1]
+        column = self.vmem["by_row_transposed"][aligned_ds(first, size, unit), :]
+        return column[:, :1] if self.n.chunk % LANES else jnp.concatenate([column] * (self.n.chunk // LANES), axis=1)
 
     def columns(self, name: str, slot: Index, chunk: Index) -> Value | None:
         """A chunk of a column vector in a buffer, `[1, chunk]`; None if the epilogue has no such vector."""

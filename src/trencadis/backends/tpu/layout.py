@@ -13,7 +13,7 @@ from trencadis.core.problem import Form, Problem
 class Layout:
     """The static parameters of a kernel beside its problem; k and n are those of the problem, padded if need be."""
 
-    sublane_tile: int  # rows of a native (sublane, lane) tile, 8 to 32 by dtype: row tiles start at multiples of it
+    sublane_tile: int  # row tiles start at multiples of it: rows of a native (sublane, lane) tile, or less (`realign`)
     dma_align: int  # rows: a copy between HBM and VMEM starts and ends at a multiple of this
     heights: tuple[int, ...]  # rows of a row tile, ascending; each height is a branch of its own in the kernel
     height_table: tuple[int, ...]  # the height to take, by the sublane tiles left in the span; the last one beyond
@@ -26,12 +26,25 @@ class Layout:
     out_buffers: int = 4  # VMEM buffers for chunks of the result, which are written back asynchronously
     chip: Chip = CHIPS["v6e"]  # decides in which dtypes tiles are multiplied
     cores: int = 1  # TensorCores over which the column blocks are split
+    weight_parts: int = 0  # bfloat16 parts of weights multiplied by their scales along k; 0: sums are (promotion)
     columns: int = 0  # columns of n that are not padding; 0: all of them
 
     @property
     def block_m(self) -> int:
         """The rows of the tallest row tile, for which buffers are allocated."""
         return self.heights[-1]
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether row tiles start between the rows at which copies can, and are moved to their place when loaded."""
+        return self.dma_align > self.sublane_tile
+
+    @property
+    def buffer_rows(self) -> int:
+        """The rows of a VMEM buffer for row tiles."""
+        if not self.moves_rows:
+            return self.block_m
+        return (-(-self.block_m // self.dma_align) + 1) * self.dma_align
 
     @property
     def chunks(self) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from trencadis.backends.prepare import round_up
 from trencadis.backends.tpu import block_scales, gating
 from trencadis.backends.tpu.layout import Layout
+from trencadis.backends.tpu.realign import native_rows
 from trencadis.core.devices import Chip
 from trencadis.core.dtypes import width
 from trencadis.core.problem import Form, Problem
@@ -27,10 +28,18 @@ CHUNK_OVERHEAD = 260  # cycles around each chunk: waits, and the copy of its res
 TILE_OVERHEAD = 420  # cycles around each row tile: its scalar code, and the copies of its operands
 ACTIVATION = 1.5 / 1024  # cycles to apply a gated activation to a number; SwiGLU stands for all
 PULLBACK = 4 / 1024  # cycles for the pullback of one
-CONVERT_E4M3 = 1 / 480  # cycles to convert a float8_e4m3fn to bfloat16 so that its NaN is kept
 
-# cycles to upcast a weight and to multiply it by its scale; of 4-bit floats, but for v7x by way of float8_e5m2
-SCALE_WEIGHT = {"v5e": 2.7 / 2048, "v5p": 2.7 / 2048, "v6e": 1.6 / 2048, "v7x": 1 / 2048}
+# Vector operations for 4096 numbers, as the compiler counts them; a bundle has four. By the dtype in which numbers are
+# stored and the one in which they are multiplied, on v5e and older chips, on v6e, and on v7x.
+SLOTS = 3.9  # operations in a cycle, where they are the bound: not all four slots can be filled
+CONVERT = {
+    ("int8", "bfloat16"): (10, 4, 4), ("int4", "bfloat16"): (11, 4, 4), ("int4", "int8"): (1, 1, 1),
+    ("float4_e2m1fn", "bfloat16"): (9, 9, 4), ("float8_e5m2", "bfloat16"): (6, 6, 4),
+    ("float8_e4m3fn", "float8_e4m3b11fnuz"): (7, 7, 7), ("float8_e4m3fn", "bfloat16"): (13, 13, 4),
+}  # fmt: skip
+SCALE = (5, 3, 3)  # operations to multiply 4096 weights by their scales
+SCALE_FLOAT32 = (7, 10, 10)  # by float32 scales, rounded to bfloat16
+SPLIT = (15, 24, 24)  # by float32 scales, in two parts
 ADD_PARTS = 0.5 / 1024  # cycles to multiply a number of the sums of a part of k by its scale, and to add it
 
 DtypePair = tuple[np.dtype[Any], np.dtype[Any]]
@@ -46,6 +55,7 @@ class MxuModel:
     fill_drain: int  # cycles to fill and drain the MXUs around a basic block
     convert: tuple[float, float]  # cycles to convert an element of lhs and one of rhs, in parallel to the products
     min_rows: int  # a tile of fewer rows takes as long as this many, since its weights have to be loaded
+    row_unit: int  # rows of lhs that an MXU takes at a time
     part: int = 0  # entries of k that are multiplied at a time where weights have scales along k; 0: all of k
 
     @classmethod
@@ -61,11 +71,12 @@ class MxuModel:
         if itemsize == 4:
             rate /= 2 if large else 1.5
         lhs, rhs = (
-            CONVERT_E4M3 if dtype != held and held.name == chip.no_nan_dtype else 0.0
+            _operations(CONVERT.get((held.name, dtype.name), (0, 0, 0)), chip)
             for dtype, held in zip(dtypes, stored or dtypes, strict=True)
         )
         min_rows = (125 if large else 34) * (2 if transposed else 1)
-        return cls(chip, 256 if large else 128, rate, 300 if large else 220, (lhs, rhs), min_rows)
+        size, fill_drain, row_unit = 256 if large else 128, 300 if large else 220, native_rows(dtypes[0].itemsize)
+        return cls(chip, size, rate, fill_drain, (lhs, rhs), min_rows, row_unit)
 
     def rows_cycles(self, height: int, k: int, chunk: int) -> float:
         """The cycles of a product `[height, k] x [k, chunk]`, whose weights are loaded for it."""
@@ -78,15 +89,14 @@ class MxuModel:
         vectors = k * (height * self.convert[0] + chunk * self.convert[1]) + height * chunk * parts * ADD_PARTS
         return self.fill_drain + max(product, vectors)
 
-    def with_block_scales(self, part: int, *, scaled: bool) -> MxuModel:
+    def with_block_scales(self, part: int, parts: int, *, exact: bool) -> MxuModel:
         """The same model for weights whose scales change along k, multiplied a part of k at a time.
 
-        With `scaled` the weights are multiplied by their scales, otherwise the sums of each part are.
+        The weights are multiplied by their scales, and are so many bfloat16 parts; 0: the sums of each part of k are.
         """
         lhs, rhs = self.convert
-        return dataclasses.replace(
-            self, part=part, convert=(lhs, rhs + scaled * SCALE_WEIGHT.get(self.chip.name, 2.7 / 2048))
-        )
+        scale = ((0, 0, 0), SCALE if exact else SCALE_FLOAT32, SPLIT)[parts]
+        return dataclasses.replace(self, part=part, convert=(lhs, rhs + _operations(scale, self.chip)))
 
     def step_cycles(self, block_k: int, rows: int, chunk: int) -> float:
         """The cycles of a product `[rows, block_k]ᵀ x [rows, chunk]` that is added to an accumulator."""
@@ -97,6 +107,11 @@ class MxuModel:
         """The time of arithmetic with copies in parallel; with several tiles per group, copies delay each other."""
         compute, copy = cycles / self.chip.clock, moved / (self.chip.hbm * HBM_EFFICIENCY)
         return max(compute, copy) + ((0.03 if buffers > 2 else 0.08) * min(compute, copy) if tiles > 1 else 0)
+
+
+def _operations(counts: tuple[int, int, int], chip: Chip) -> float:
+    """The cycles for one number, given operations for 4096 on v5e and older chips, on v6e, and on v7x."""
+    return counts[{"v6e": 1, "v7x": 2}.get(chip.name, 0)] / SLOTS / 4096
 
 
 def likely_sizes(problem: Problem) -> list[tuple[float, float]]:

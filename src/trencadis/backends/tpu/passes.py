@@ -44,6 +44,11 @@ def precision_of(problem: Problem) -> lax.Precision | None:
     """
     if not {problem.lhs, problem.rhs} & {FLOAT16, FLOAT32}:
         return lax.Precision.DEFAULT
+    return asked_precision(problem)
+
+
+def asked_precision(problem: Problem) -> lax.Precision | None:
+    """The precision that was asked for, whatever the dtypes; None if no kernel has it."""
     if problem.asked in ALGORITHMS:
         return ALGORITHMS[problem.asked]
     return max(problem.precisions, key=DEPTHS.__getitem__, default=None)

@@ -20,7 +20,8 @@ from trencadis.backends.tpu.epilogue_vectors import EpilogueVectors, column_vect
 from trencadis.backends.tpu.indexing import LANES, BlockedAxis, Dma, Index, Ref, Slice, Value, aligned_ds, i32
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.pipeline import Cursor, Prefetcher
-from trencadis.backends.tpu.products import multiply
+from trencadis.backends.tpu.products import multiply, rescaled
+from trencadis.backends.tpu.realign import load_rows
 from trencadis.backends.tpu.row_results import RowResults, results
 from trencadis.backends.tpu.tile_scheduler import Tile, TileScheduler
 from trencadis.core.dtypes import cast
@@ -35,7 +36,7 @@ def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:
     chunks, chunk, rows = layout.chunks, layout.chunk, layout.block_m
     weights = (chunk, problem.k) if problem.transpose_rhs else (problem.k, chunk)
     buffers: dict[str, Any] = {
-        "lhs": pltpu.VMEM((layout.lhs_buffers, rows, problem.k), problem.lhs),
+        "lhs": pltpu.VMEM((layout.lhs_buffers, layout.buffer_rows, problem.k), problem.lhs),
         "lhs_sem": pltpu.SemaphoreType.DMA((layout.lhs_buffers,)),
         **row_results.scratch(problem, layout),
         **epilogue_vectors.scratch(problem, layout),
@@ -153,8 +154,6 @@ class RowsBody:
         """Multiply one row tile by one column block of weights; `prev_end` is where the rows of the last span ended."""
         scheduler = self.scheduler
         prefetchers["lhs"].wait(tile, cursors["lhs"])
-        if "by_row" in self.vmem:
-            pl.when(cursors["lhs"].is_new)(lambda: self.vectors.transpose_rows(cursors["lhs"].slot))
         height, chunks = scheduler.height(tile), self.n.chunks_in(tile.block)
 
         def compute_chunk(chunk: Index, none: None) -> None:
@@ -183,7 +182,10 @@ class RowsBody:
     def _multiply(self, h: int, tile: Tile, chunk: Index, slot: Index, cursors: dict[str, Cursor]) -> None:
         """Compute one chunk of the results of a row tile of height h into a buffer of the ring."""
         gate, vmem, slots = self.problem.gate, self.vmem, (cursors["rhs"].slot, chunk)
-        x = vmem["lhs"][cursors["lhs"].slot, :h, :]  # [h, k]
+        x = vmem["lhs"].at[cursors["lhs"].slot]
+        x = load_rows(x, 0, h, self.scheduler.lead(tile)) if self.layout.moves_rows else x[:h, :]  # [h, k]
+        if "by_row" in vmem:  # in the basic block of the product, which hides it
+            self.vectors.transpose_rows(cursors["lhs"].slot)
         by_row = self.vectors.rows(tile.row & i32(LANES - 1), h, self.layout.sublane_tile)
         rows = [vmem[name][cursors["matrices"].slot, chunk, :h, :] for name in gating.matrices(self.problem)]
         if gate is None:
@@ -207,6 +209,7 @@ class RowsBody:
             acc = self.block_scales.product(x, w, at)  # [h, chunk]
         else:
             acc = multiply(problem, self.layout.chip, x, w[...], (1, 1 if problem.transpose_rhs else 0))
+            acc = rescaled(problem, self.layout.chip, acc)
         by_column = (self.vectors.columns(name, *at) for name in ("by_column", bias))
         return problem.epilogue.finish(acc, Extras(by_row, *by_column), problem.out)
 

@@ -84,9 +84,17 @@ class TileScheduler:
     def dma_rows(self, tile: Tile) -> tuple[Slice, Slice]:
         """The rows of a tile that are copied: their slice of the operand in HBM, and that of the buffer in VMEM."""
         align = self.layout.dma_align
-        top = jnp.maximum(self.align_down(tile.start, align), tile.row)
-        size = jnp.minimum(self.align_up(tile.end, align), tile.row + self.height(tile)) - top
-        return aligned_ds(top, size, align), aligned_ds(top - tile.row, size, align)
+        base = tile.row - self.lead(tile)
+        top = jnp.maximum(self.align_down(tile.start, align), base)
+        bottom = tile.row + self.height(tile)
+        if self.layout.moves_rows:
+            bottom = self.align_up(bottom, align)
+        size = jnp.minimum(self.align_up(tile.end, align), bottom) - top
+        return aligned_ds(top, size, align), aligned_ds(top - base, size, align)
+
+    def lead(self, tile: Tile) -> Scalar:
+        """The rows above a tile that are copied with it, since a copy cannot start at the tile's first."""
+        return tile.row & i32(self.layout.dma_align - 1) if self.layout.moves_rows else i32(0)
 
     # -- from tile to tile ---------------------------------------------------------------------------------------------
 
