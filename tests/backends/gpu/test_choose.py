@@ -88,6 +88,21 @@ def check(problem, layout):
     assert layout.raster_group >= 1 and layout.num_ctas == H200.cores
 
 
+@pytest.mark.parametrize(
+    ("scales", "length", "k", "steps"),
+    [
+        ("float8_e8m0fnu", 32, 2880, (576, 192)),
+        ("float8_e8m0fnu", 32, 2048, (512, 256)),
+        ("float8_e4m3fn", 16, 2880, (192, 0)),
+    ],
+)
+def test_steps_of_mxfp4_for_few_rows_have_several_parts_that_divide_k(scales, length, k, steps):
+    along_k = Epilogue(by_column=True, column_block=(length, 1), column_scales=np.dtype(jnp.dtype(scales)))
+    changes = {"rhs": np.dtype(jnp.float4_e2m1fn), "transpose_rhs": True, "epilogue": along_k}
+    layout = choose(question("rows", 32, k, 1536, 8, **changes), H200)
+    assert (layout.block_k, layout.part_k) == steps and k % layout.block_k == 0
+
+
 @pytest.mark.parametrize("rows", [4, 40, 256, 4096])
 @pytest.mark.parametrize(
     ("values", "scales", "length"),

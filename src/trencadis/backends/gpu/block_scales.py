@@ -12,6 +12,7 @@ Either way nothing is rounded but the result.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -167,15 +168,12 @@ def _word_at(scales: Value, row: Value, column: Value, unit: int) -> Value:
     """
     i32, i64 = (ir.IntegerType.get_signless(width) for width in (32, 64))
     length = ir.MemRefType(scales.type).shape[-1] * unit
-    first = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(scales)), arith.muli(_wide(row), utils.c(length, i64)))
-    address = arith.addi(first, arith.muli(arith.extui(i64, column), utils.c(unit, i64)))
+    above = arith.muli(arith.index_castui(i64, row), utils.c(length, i64))
+    before = arith.addi(above, arith.muli(arith.extui(i64, column), utils.c(unit, i64)))
+    address = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(scales)), before)
     text = f"ld.global.nc.{'b32' if unit == WORD_BYTES else f'u{8 * unit}'} $0, [$1];"
     found: Value = llvm.inline_asm(i32, [address], text, "=r,l", has_side_effects=True)  # so that it stays ahead
     return found
-
-
-def _wide(x: Value) -> Value:
-    return arith.index_castui(ir.IntegerType.get_signless(64), x)
 
 
 def _load(ref: Ref, start: Scalar, count: int, shared: bool) -> list[jax.Array]:
@@ -216,12 +214,11 @@ def _load_bytes(ref: Ref, start: Scalar, chunk: int, shared: bool) -> jax.Array:
         offset = arith.muli(quad_lane(), utils.c(chunk // unit, word))
 
         def of_row(row: Value, first: Value) -> list[Value]:
-            first, found = arith.addi(first, offset), None
+            first, pieces = arith.addi(first, offset), []
             for i in range(chunk // unit):
                 column = arith.minui(arith.addi(first, utils.c(i, word)), utils.c(last, word))
-                piece = _word_at(scales, row, column, unit)
-                found = piece if not i else arith.ori(found, arith.shli(piece, utils.c(8 * unit * i, word)))
-            return [found]
+                pieces.append(arith.shli(_word_at(scales, row, column, unit), utils.c(8 * unit * i, word)))
+            return [functools.reduce(arith.ori, pieces)]
 
         (found,) = _rows(start, of_row, 1, shared, signed=True)
         return found

@@ -193,9 +193,9 @@ class Consumer:
             each = self.refs["smem_by_column"][self.warpgroup, mainloop.scale_of(i, length)] if of_tile else None
             if parts > 1:
                 for block, row in enumerate(rows):
-                    scales = [self._row_scales(at[0], part, top + i32(row), each) for part in range(parts)]
+                    own: list[Any] = [self._row_scales(at[0], part, top + i32(row), each) for part in range(parts)]
                     a, b = mainloop.in_smem(self.refs, at, pl.ds(top + i32(row), WGMMA_M), shape.n)
-                    sums[block] = short_sums.promoted(sums[block], a, b, scales, self.layout)
+                    sums[block] = short_sums.promoted(sums[block], a, b, own, self.layout)
                 self._release(done, i)
                 return sums
             scales = [self._row_scales(at[0], 0, top + i32(row), each) for row in rows]

@@ -115,12 +115,11 @@ def _promote(registers: np.ndarray, sums: list[Value], scales: FragmentedArray) 
     A thread has pairs of neighbours in two rows, eight apart, of every eight columns.
     """
     rows = [vector.extract(x, [], [0]) for x in scales.registers.flat]
-    places = list(np.ndindex(registers.shape))
-    assert 2 * len(places) == len(sums) and len(rows) == 2
-    for i, place in enumerate(places):
-        held = (vector.extract(registers[place], [], [j]) for j in (0, 1))
-        pair = [math.fma(sums[2 * i + j], rows[i % 2], each) for j, each in enumerate(held)]
-        registers[place] = vector.from_elements(registers[place].type, pair)
+    assert 2 * registers.size == len(sums) and len(rows) == 2
+    for i in range(registers.size):
+        held: Value = registers.flat[i]
+        pair = [math.fma(sums[2 * i + j], rows[i % 2], vector.extract(held, [], [j])) for j in (0, 1)]
+        registers.flat[i] = vector.from_elements(held.type, pair)
 
 
 def _descriptor(operand: Value, swizzle: int) -> Value:
