@@ -34,7 +34,7 @@ CASES = {
     "far more rows than owned": dict(group_sizes=[100, 150, 50], m=60_000, **F32),
     "many": dict(group_sizes=random_sizes(128, 32768), k=4096, **F32),
     "many, window": dict(group_sizes=random_sizes(128, 32768), m=40_000, group_offset=10, num_groups=50, **F32),
-    "thousand": dict(group_sizes=random_sizes(1000, 160_000), **F32),
+    "thousand": dict(group_sizes=random_sizes(1000, 20_000), **F32),
     "h200": dict(group_sizes=[100, 150, 50, 0, 212], m=600, target="h200"),
     "h200, swap-AB": dict(group_sizes=[100, 150, 50, 0, 212], preferred_element_type="bfloat16", target="h200"),
     "h200, contraction": dict(group_sizes=[100, 150, 50, 0, 212], form="contraction", target="h200"),
@@ -48,8 +48,8 @@ def test_small_text():
     assert show([3, 0, 5], m=12, **F32).text().splitlines() == [
         "rows     0  1  2 │  3  4  5  6 │  7 │  8  9 10 11",
         "group    0  0  0 │  2  2  2  2 │  2 │  ·  ·  ·  ·",
-        "tiles   group 0: 0-3; group 2: 3-6, 7",
-        "total   3 tiles of 1 to 4 rows, 8 of 12 rows owned, 1 empty group, 11% waste",
+        "tiles   group 0: 0-3; group 2: 3-6, 7-10",
+        "total   3 tiles of 4 rows, 8 of 12 rows owned, 1 empty group, 33% waste",
         "backend xla on cpu: rows m=12 k=1024 n=1024 g=3: float32 x float32 -> float32",
     ]
 

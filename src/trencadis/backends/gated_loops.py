@@ -102,7 +102,7 @@ def _cleared(x: Array, low: Array, high: Array) -> Array:
         def step(state: tuple[Array, Array]) -> tuple[Array, Array]:
             top, x = state
             row = jnp.minimum(top, np.int32(m - height))
-            tile = Tile(row, row, height, between(row, height, top, end)[:, 0])
+            tile = Tile(row, row, height, between(row, height, top, end))
             return top + height, tile.stored(x, jnp.zeros((height, *x.shape[1:]), x.dtype), x.dtype)
 
         return while_below(end, step, (start, x))[1]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from trencadis.backends.prepare import from_bits, to_bits
 from trencadis.core.dtypes import cast
@@ -33,20 +35,21 @@ _0 = np.int32(0)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The heights of row tiles, each with a loop of its own, and the dtype in which tiles are multiplied."""
+    """The heights of row tiles, each with a loop of its own, and how tiles are multiplied."""
 
     operand: np.dtype[Any]  # dtype that tiles are converted to before the dot
     heights: tuple[int, ...]  # rows of a tile, ascending
-    min_rows: tuple[int, ...] = ()  # rows form: rows that must be left of the group for a tile of that height
+    min_rows: tuple[int, ...]  # rows that must be left of the group for a tile of that height
+    flipped: int = 0  # rows form: the tallest tile that is multiplied as (weights @ rowsᵀ)ᵀ
 
 
 class Tile(NamedTuple):
     """Consecutive rows, some of which belong to one group."""
 
     group: Array
-    row: Array  # the first
+    row: Array  # the first, unless less than `height` rows follow: then the last ones of the array are meant
     height: int
-    mine: Array  # bool[height]
+    mine: Array | None  # bool[height, 1]; None: all of them
 
     def of(self, x: Array, token: Array | None = None) -> Array:
         """These rows of an array, or those of the tokens that `token` has for them."""
@@ -54,12 +57,33 @@ class Tile(NamedTuple):
             return slice_of(x, (self.row, *[_0] * (x.ndim - 1)), (self.height, *x.shape[1:]))
         return x.at[self.of(token)].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
+    def masked(self, new: Array, old: ArrayLike) -> Array:
+        """New rows where they belong to the group, and old ones elsewhere."""
+        if self.mine is None:
+            return new
+        return jnp.where(self.mine if new.ndim == 2 else self.mine[:, 0], new, old)
+
     def stored(self, out: Array, new: Array, dtype: Any, *, accumulate: bool = False) -> Array:
         """The array `out`, or its bits, with new rows of this dtype where they belong to the group."""
         old = from_bits(self.of(out), dtype)
         new = cast(add(old, new) if accumulate else new, dtype)
-        mine = self.mine.reshape(-1, *[1] * (out.ndim - 1))
-        return updated(out, to_bits(jnp.where(mine, new, old)), (self.row, *[_0] * (out.ndim - 1)))
+        return updated(out, to_bits(self.masked(new, old)), (self.row, *[_0] * (out.ndim - 1)))
+
+
+class GroupRows(NamedTuple):
+    """The rows [start, end) of a group."""
+
+    group: Array
+    start: Array
+    end: Array
+
+
+def tile_at(problem: Problem, rows: GroupRows, height: int, *, whole: bool = False) -> Tile:
+    """The tile at the start of these rows; `whole`: there are enough of them for all of it."""
+    if whole:
+        return Tile(rows.group, rows.start, height, None)
+    first = jnp.minimum(rows.start, np.int32(problem.rows - height))  # slices stay inside the array: it starts earlier
+    return Tile(rows.group, rows.start, height, between(first, height, rows.start, rows.end))
 
 
 def each_tile(
@@ -76,41 +100,55 @@ def each_tile(
     The weights of a group are sliced once and serve all its tiles.
     """
 
-    def tile(height: int, i: Array, weights: list[Array], end: Array, state: tuple[Array, Any]) -> tuple[Array, Any]:
-        top, carry = state
-        given, weights, top = tied((sources, weights, top))
-        row = jnp.minimum(top, np.int32(problem.rows - height))  # a tile stays inside the array: it may start earlier
-        found = Tile(i, row, height, between(row, height, top, end)[:, 0])
-        return top + height, compute(found, given, weights, carry)
-
-    def group(i: Array, end: Array, state: tuple[Array, Any]) -> tuple[Array, Any]:
-        top, carry = state
-        given, which, top = tied((weights, lax.rem(i, np.int32(problem.weights)), top))
+    def group(rows: GroupRows, carry: Any) -> Any:
+        which = rows.group
+        if problem.weights < problem.spans:
+            which = lax.rem(which, np.int32(problem.weights))
+        given, which = unconverted(weights, which)
         mine = [slice_of(w, (which, _0, _0), (1, *w.shape[1:]))[0].astype(layout.operand) for w in given]
-        for height, min_rows in zip(layout.heights[::-1], layout.min_rows[::-1], strict=True):  # tallest first
-            step = functools.partial(tile, height, i, mine, end)
-            top, carry = while_below(end - (min_rows - 1), step, (top, carry))
-        return top, carry
+
+        def step(tile: Tile, carry: Any) -> Any:
+            given, row = unconverted(sources, tile.row)
+            return compute(tile._replace(row=row), given, mine, carry)
+
+        return tiles_of_group(problem, layout, rows, step, carry)
 
     return each_group(problem, bounds, group, carry)
 
 
-def multiply(problem: Problem, layout: Layout, x: Array, weight: Array) -> Array:
-    """Rows of lhs times the weights [k, n] or [n, k] of a group, in the dtype of the accumulator."""
-    contract = (((1,), (1 if problem.transpose_rhs else 0,)), ((), ()))
-    x = x.astype(layout.operand)
-    return lax.dot_general(x, weight, contract, precision=problem.precision, preferred_element_type=problem.acc)
+def tiles_of_group(problem: Problem, layout: Layout, rows: GroupRows, step: Any, carry: Any, first: Any = None) -> Any:
+    """The carry after `step(tile, carry)` for each tile of a group, the tallest first; `first` is the step of that."""
+
+    def body(height: int, min_rows: int, limit: Array, step: Any, state: tuple[Array, Any]) -> tuple[Array, Any]:
+        top, carry = state
+        tile = tile_at(problem, rows._replace(start=top, end=limit + (min_rows - 1)), height, whole=min_rows == height)
+        return top + height, step(tile, carry)
+
+    top = rows.start
+    for height, min_rows in zip(layout.heights[::-1], layout.min_rows[::-1], strict=True):
+        limit = rows.end - (min_rows - 1)
+        each = functools.partial(body, height, min_rows, limit)
+        if first is not None:  # at most once, since then the next row is another one
+            once = jnp.minimum(limit, rows.start + 1)
+            top, carry = while_below(once, functools.partial(each, first), (top, carry))
+        top, carry = while_below(limit, functools.partial(each, step), (top, carry))
+    return carry
 
 
 def each_group(problem: Problem, bounds: Spans, group: Any, carry: Any) -> Any:
-    """The carry after `group(i, end, (first row, carry))` for each group i that has rows."""
+    """The carry after `group(rows, carry)` for the rows of each group that has some."""
+    index = np.arange(problem.spans, dtype=np.int32)
+    busy = bounds.ends > bounds.starts
+    order = lax.sort(jnp.where(busy, index, np.int32(problem.spans)))  # groups with rows come first
+    table = jnp.stack([index, bounds.starts, bounds.ends], axis=1)  # [spans, 3]
+    table = table.at[order].get(mode="clip", wrap_negative_indices=False)
 
-    def visit(i: Array, carry: Any) -> Any:
-        i = i.astype(jnp.int32)  # int64 where x64 is on
-        end = _entry(bounds.ends, i)
-        return while_below(end, functools.partial(group, i, end), (_entry(bounds.starts, i), carry))[1]
+    def body(state: tuple[Array, Any]) -> tuple[Array, Any]:
+        visit, carry = state
+        rows = GroupRows(*(slice_of(table, (visit, np.int32(column)), (1, 1))[0, 0] for column in range(3)))
+        return visit + 1, group(rows, carry)
 
-    return lax.fori_loop(_0, np.int32(problem.spans), visit, carry)
+    return while_below(jnp.sum(busy, dtype=jnp.int32), body, (_0, carry))[1]
 
 
 def while_below(limit: Array, body: Any, state: Any) -> Any:
@@ -118,12 +156,31 @@ def while_below(limit: Array, body: Any, state: Any) -> Any:
     return lax.while_loop(lambda state: state[0] < limit, body, state)
 
 
-def if_(condition: Array, body: Any, value: Array) -> Array:
-    """`body(0)` if the condition holds, else `value`: a loop of one or no iteration.
+def unconverted(arrays: Sequence[Array], row: Array) -> tuple[list[Array], Array]:
+    """The arrays and a row, tied to each other where XLA would convert all of a narrow array before a loop."""
+    if all(x.dtype.itemsize >= 4 for x in arrays):
+        return list(arrays), row
+    tied_arrays, row = tied((list(arrays), row))
+    return tied_arrays, row
 
-    The body has to use the 0; otherwise XLA hoists it out of the loop, and it always runs.
-    """
-    return lax.fori_loop(_0, condition.astype(jnp.int32), lambda zero, _: body(zero), value)
+
+def multiply(problem: Problem, layout: Layout, x: Array, weight: Array) -> Array:
+    """Rows of lhs times the weights [k, n] or [n, k] of a group, in the dtype of the accumulator."""
+    x = x.astype(layout.operand)
+    if 1 < x.shape[0] <= layout.flipped:
+        return tied(dot(problem, weight, transposed(x))).T
+    return dot(problem, x, weight, 1 if problem.transpose_rhs else 0)
+
+
+def dot(problem: Problem, x: Array, y: Array, contracted: int = 0) -> Array:
+    """The product of two matrices in the dtype of the accumulator; `contracted` is the dimension of y to sum over."""
+    contract = (((1,), (contracted,)), ((), ()))
+    return lax.dot_general(x, y, contract, precision=problem.precision, preferred_element_type=problem.acc)
+
+
+def transposed(x: Array) -> Array:
+    """The matrix transposed in memory; as a batch of one behind a barrier, no dot absorbs the transposition."""
+    return tied(x)[None].transpose(0, 2, 1)[0]
 
 
 def zeros_of(shape: tuple[int, ...], dtype: Any, *operands: Array, nth: int = 0) -> Array:
@@ -147,7 +204,3 @@ def row_of(x: Array, i: Array) -> Array:
 def row_or_none(x: Array | None, i: Array) -> Array | None:
     """The same; None if there is no array."""
     return None if x is None else row_of(x, i)
-
-
-def _entry(vector: Array, i: Array) -> Array:
-    return slice_of(vector, (i,), (1,))[0]

@@ -11,30 +11,30 @@ tiles (`gated_loops.py`). `docs/performance.md` has the measurements.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from trencadis.backends.gated_loops import gated_rows
 from trencadis.backends.loops import (
+    GroupRows,
     Layout,
     Tile,
-    between,
+    dot,
     each_group,
     each_tile,
-    if_,
     multiply,
     row_of,
     row_or_none,
     slice_of,
     tied,
+    tiles_of_group,
+    transposed,
+    unconverted,
     updated,
-    while_below,
     zeros_of,
 )
 from trencadis.backends.prepare import from_bits, int4_as_int8, to_bits
@@ -49,8 +49,12 @@ from trencadis.core.tiling import Overrides, Tiling
 
 Array = jax.Array
 
-ROW_HEIGHTS = (1, 4, 16, 64, 256)
-SUM_HEIGHTS = (8, 16, 32, 64, 128, 256)
+# the heights of row tiles, by the least number of rows that a group has on average
+ROWS = {0: (1, 4, 32), 4: (4, 16), 48: (8, 128), 512: (8, 256)}
+COSTLY_ROWS = {0: (1, 8), 4: (4, 16, 64), 48: (16, 64, 256)}  # where a short tile costs much more per row
+SUMS = {0: (8, 32), 12: (16, 32), 64: (16, 64), 128: (16, 128), 256: (16, 256)}
+FLIPPED = 32  # the tallest tile of float32 rows that is transposed instead of transposed weights
+FAR = 2**23  # bytes of a matrix from which on short tiles wait for the memory
 
 _0 = np.int32(0)
 
@@ -61,10 +65,10 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
         return Refusal(backend="xla", reason=ALONG_K)
     if problem.gate is not None and target.platform != "cpu":
         return Refusal(backend="xla", reason="its products have kernels of their own, which loops have not")
-    block_m = max(min(256, problem.m), 1)
-    tiling = overrides.tilings.forward or Tiling(block_m, max(problem.k, 1), max(problem.n, 1))
-    layout = _layout(int4_as_int8(problem), target, tiling.m)
+    asked = overrides.tilings.forward
+    layout = _layout(int4_as_int8(problem), target, asked.m if asked else 256)
     low, high = layout.heights[0], layout.heights[-1]
+    tiling = asked or Tiling(high, max(problem.k, 1), max(problem.n, 1))
     because = f"loops over row tiles of {low} to {high} rows that start at each group's first row"
     because += "" if problem.gate is None else f"; {problem.gate} in each tile"
     return Plan(
@@ -75,9 +79,9 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
 def _layout(problem: Problem, target: Target, block_m: int) -> Layout:
     operand = _operand_dtype(problem, target)
     if problem.form is Form.CONTRACTION:
-        return Layout(operand=operand, heights=tuple(_sum_heights(problem, block_m)))
-    heights, min_rows = zip(*_row_heights(problem, block_m, operand)[::-1], strict=True)
-    return Layout(operand=operand, heights=heights, min_rows=min_rows)
+        return _sum_layout(problem, block_m, operand)
+    flipped = FLIPPED if problem.transpose_rhs and operand == np.float32 and target.platform == "cpu" else 0
+    return _row_layout(problem, block_m, operand, flipped)
 
 
 def run(plan: Plan, *operands: Array) -> Any:
@@ -135,116 +139,125 @@ def _contraction(
     problem: Problem, layout: Layout, lhs: Array, rhs: Array, bounds: Spans, extras: Extras, out: Array,
     token: Array | None = None,
 ) -> Array:  # fmt: skip
-    """out[i] += lhs[rows of i].T @ rhs[rows of i]: the product of the rows that full tiles leave over, plus those.
+    """out[i] += lhs[rows of i].T @ rhs[rows of i], tile by tile, in place if `out` has the dtype of the sum.
 
     Where rows of an operand are gathered, `token` says which they are.
     """
-    dtype, heights, full = layout.operand, layout.heights, layout.heights[-1]
     gathered = None if problem.gather is None else problem.gather.operand
 
-    def product(height: int, top: Array, end: Array) -> Array:  # [k, n]
-        left, right, top = tied((lhs, rhs, top))
-        row = jnp.minimum(top, np.int32(problem.rows - height))
-        mine = between(row, height, top, end)  # [height, 1]; both sides, since 0 * NaN is NaN
-        tile = Tile(row, row, height, mine[:, 0])
-        right = jnp.where(mine, tile.of(right, token if gathered == "rhs" else None).astype(dtype), 0)
+    def product(tile: Tile) -> Array:  # [k, n]; rows of others are 0 on both sides, since 0 * NaN is NaN
+        (left, right), row = unconverted((lhs, rhs), tile.row)
+        tile = tile._replace(row=row)
+        right = tile.masked(tile.of(right, token if gathered == "rhs" else None).astype(layout.operand), 0)
         if problem.transpose_lhs:
-            left = jnp.where(mine.T, slice_of(left, (_0, row), (problem.k, height)).astype(dtype), 0)
+            left = slice_of(left, (_0, row), (problem.k, tile.height)).astype(layout.operand)
+            left = left if tile.mine is None else jnp.where(tile.mine.T, left, 0)
         else:
-            left = jnp.where(mine, tile.of(left, token if gathered == "lhs" else None).astype(dtype), 0)
-            left = tied(left[None].transpose(0, 2, 1))[0]  # a batch of one reaches the dot in row-major order
-        return lax.dot_general(
-            left, right, (((1,), (0,)), ((), ())), precision=problem.precision, preferred_element_type=problem.acc
+            left = tile.of(left, token if gathered == "lhs" else None).astype(layout.operand)
+            left = transposed(tile.masked(left, 0))
+        return dot(problem, left, right)
+
+    def added(tile: Tile, out: Array) -> Array:
+        old = slice_of(out, (tile.group, _0, _0), (1, problem.k, problem.n))
+        return updated(out, old + product(tile)[None], (tile.group, _0, _0))
+
+    def in_place(rows: GroupRows, out: Array) -> Array:
+        return tiles_of_group(problem, layout, rows, added, out)
+
+    def apart(rows: GroupRows, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        out, acc = state
+        acc = tiles_of_group(
+            problem, layout, rows, lambda tile, acc: acc + product(tile), acc, lambda tile, acc: product(tile)
         )
-
-    def group(i: Array, end: Array, state: tuple[Array, Any]) -> tuple[Array, Any]:
-        top, (out, acc) = state
-        tail = lax.rem(end - top - 1, np.int32(full)) + 1  # rows that full tiles leave over: 1 to full
-        for shorter, height in zip((0, *heights), heights, strict=False):
-            fits = (tail > shorter) & (tail <= height)
-            acc = if_(fits, functools.partial(lambda h, zero: product(h, end - tail + zero, end), height), acc)
-        if problem.rows > full:
-            last = end - tail
-            top, acc = while_below(last, lambda s: (s[0] + full, s[1] + product(full, s[0], last)), (top, acc))
-        by_row = None if extras.by_row is None else row_of(extras.by_row, i).T
-        result = problem.epilogue.finish(acc, Extras(by_row, row_or_none(extras.by_column, i)), problem.out)[None]
+        by_row = None if extras.by_row is None else row_of(extras.by_row, rows.group).T
+        vectors = Extras(by_row, row_or_none(extras.by_column, rows.group))
+        result = problem.epilogue.finish(acc, vectors, problem.out)[None]
         if problem.epilogue.accumulate:
-            result = add(from_bits(slice_of(out, (i, _0, _0), result.shape), problem.out), result)
-        return end, (updated(out, to_bits(cast(result, problem.out)), (i, _0, _0)), acc)
+            result = add(from_bits(slice_of(out, (rows.group, _0, _0), result.shape), problem.out), result)
+        return updated(out, to_bits(cast(result, problem.out)), (rows.group, _0, _0)), acc
 
-    acc = jnp.zeros((problem.k, problem.n), problem.acc)
-    return each_group(problem, bounds, group, (out, acc))[0]
+    if problem.out == problem.acc and not problem.epilogue.scaled:
+        return each_group(problem, bounds, in_place, out)
+    return each_group(problem, bounds, apart, (out, jnp.zeros((problem.k, problem.n), problem.acc)))[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tiles
 
 
-def _row_heights(problem: Problem, block_m: int, dtype: np.dtype[Any]) -> list[tuple[int, int]]:
-    """The tile heights, tallest first, each with the least number of remaining rows for which it is the cheapest.
+def _row_layout(problem: Problem, block_m: int, operand: np.dtype[Any], flipped: int) -> Layout:
+    """The tile heights of the rows form, those for the rows that a group has on average.
 
     Prices are in rows of arithmetic: h for the rows of a tile, and its overhead as measured on XLA:CPU. A single row is
     a matrix-vector product, which does not pack the weights; in bfloat16 XLA:CPU has none.
     """
-    narrow = dtype == jnp.bfloat16
-    overhead = 7 if narrow else 10 if problem.transpose_rhs else 1
-    fixed = _fixed_rows(problem, narrow)
-    heights = [max(h, 2) if narrow else h for h in ROW_HEIGHTS]
-    heights = [h for h in heights if h <= min(block_m, problem.rows) and h < 4 * problem.m] or [
-        min(block_m, problem.rows)
-    ]
-    heights, prices = _worth_a_loop({h: (h + overhead if h > 1 else 2.5) + fixed for h in heights})
-    most = 2 * heights[-1]
-    cost = [prices[0] * -(-rows // heights[0]) for rows in range(most)]
-    steps = [(heights[0], 1)]
-    for height, price in zip(heights[1:], prices[1:], strict=True):
-        min_rows = next((rows for rows in range(most) if price <= cost[rows]), most)
-        for rows in range(min_rows, most):
-            cost[rows] = price + cost[max(0, rows - height)]
-        steps.append((height, min_rows))
-    return steps[::-1]
+    narrow = operand == jnp.bfloat16
+    far = problem.k * problem.n * operand.itemsize > FAR and not flipped
+    costly = narrow or far or (problem.transpose_rhs and not flipped)
+    heights = _by_mean(problem, COSTLY_ROWS if costly else ROWS)
+    if costly:
+        overhead = 7.0 if narrow else 10.0
+    else:
+        overhead = 0.5 if heights[-1] < 128 else 3.0  # the threads of a dot wait for each other at the end of each tile
+    fixed = (2**18 if narrow else 2**17 if flipped else 2**14) / max(problem.k * problem.n, 1)
+
+    def price(height: int) -> float:
+        return fixed + (2.5 if height == 1 else height + (10.0 if 0 < flipped < height else overhead))
+
+    heights = tuple(max(height, 2) if narrow else height for height in heights)
+    heights, min_rows = _worth_a_loop({height: price(height) for height in _within(problem, block_m, heights)})
+    return Layout(operand=operand, heights=heights, min_rows=min_rows, flipped=flipped)
 
 
-def _sum_heights(problem: Problem, block_m: int) -> list[int]:
-    """The tile heights of a contraction, ascending; the rows left over by full tiles take the shortest that fits."""
-    longest = min(problem.m, block_m)
-    fixed = 16 + _fixed_rows(problem, narrow=False)  # the sum is written once, whatever the height
-    return _worth_a_loop({h: h + fixed for h in (*SUM_HEIGHTS, longest) if h <= longest})[0]
+def _sum_layout(problem: Problem, block_m: int, operand: np.dtype[Any]) -> Layout:
+    """The tile heights of a contraction, those for the rows that a group has on average; tiles are added to a sum."""
+    fixed = 7 + 2**15 / max(problem.k * problem.n, 1)
+    heights, min_rows = _worth_a_loop({h: h + fixed for h in _within(problem, block_m, _by_mean(problem, SUMS))})
+    return Layout(operand=operand, heights=heights, min_rows=min_rows)
 
 
-def _fixed_rows(problem: Problem, narrow: bool) -> float:
-    """What a tile costs before its first row, in rows of arithmetic: it weighs more if the weights are small."""
-    return (2**18 if narrow else 2**17) / max(problem.k * problem.n, 1)
+def _by_mean(problem: Problem, table: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
+    """The entry of a table for the number of rows that a group has on average."""
+    mean = problem.m // max(problem.groups, 1)
+    return table[max(least for least in table if least <= mean)]
 
 
-def _worth_a_loop(prices: dict[int, float]) -> tuple[list[int], list[float]]:
-    """The heights, ascending, that save a quarter of the price of the next taller one, and their prices.
+def _within(problem: Problem, block_m: int, heights: Sequence[int]) -> list[int]:
+    """The heights, ascending, with the tallest that a tile may have in place of taller ones."""
+    return sorted({min(height, block_m, max(problem.m, 1)) for height in heights})
 
-    Each height is a loop that XLA compiles. The tallest is always there.
+
+def _worth_a_loop(prices: dict[int, float]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The heights, ascending, that save a quarter of the price of the next taller one, and from how many rows on.
+
+    Each height is a loop that XLA compiles. The tallest is always there. A tile that saves little unless the group
+    fills it is only used where it does: then its rows need no mask.
     """
     kept: list[int] = []
     for height in sorted(prices, reverse=True):
         if not kept or prices[height] <= 0.75 * prices[kept[-1]]:
             kept.append(height)
-    return kept[::-1], [prices[height] for height in kept[::-1]]
+    heights = [h for h in kept[::-1] if h == kept[-1] or prices[h] <= prices[kept[-1]] * h / kept[-1]]
+    rows = np.arange(2 * heights[-1])
+    cost = prices[heights[0]] * -(-rows // heights[0])  # of so many rows in tiles of the heights so far
+    min_rows = [1]
+    for height in heights[1:]:
+        least = int(np.argmax(cost >= prices[height]))
+        min_rows.append(height if least > 0.85 * height else least)
+        full, rest = np.divmod(rows, height)
+        cost = prices[height] * (full + (rest >= min_rows[-1])) + np.where(rest < min_rows[-1], cost[rest], 0)
+    return tuple(heights), tuple(min_rows)
 
 
 def row_tiles(problem: Problem, layout: Layout, start: int, end: int) -> list[RowTile]:
     """The row tiles of a group that owns the rows [start, end), as the loops of this backend compute them."""
-    taken: list[tuple[int, int]] = []  # first row and height
-    if 0 in problem.out_shape:
+    if 0 in problem.out_shape or start >= end:
         return []
-    if problem.form is Form.ROWS:
-        top = start
-        for height, min_rows in zip(layout.heights[::-1], layout.min_rows[::-1], strict=True):
-            while end - top >= min_rows:
-                taken.append((top, height))
-                top += height
-    elif start < end:
-        heights = layout.heights
-        last = end - (end - start - 1) % heights[-1] - 1
-        taken = [(top, heights[-1]) for top in range(start, last, heights[-1])]
-        taken.append((last, next(height for height in heights if height >= end - last)))
+    top, taken = start, []  # first row and height of each tile
+    for height, min_rows in zip(layout.heights[::-1], layout.min_rows[::-1], strict=True):
+        while end - top >= min_rows:
+            taken.append((top, height))
+            top += height
     tiles = []
     for top, height in taken:
         row = min(top, problem.rows - height)  # a tile stays inside the array: it may start earlier

@@ -79,14 +79,18 @@ def spans(problem: Problem, group_sizes: Sizes, first: First) -> Spans:
         nothing = jnp.zeros((problem.spans,), jnp.int32)
         return Spans(nothing, nothing)
     bounds = offsets(group_sizes, problem.m)  # [batch, groups + 1]
-    first = clamp_first(first, problem.groups, problem.local_groups)
-    group = first[:, None] + np.arange(problem.local_groups, dtype=np.int32)[None]  # [batch, local_groups]
-    known = (group >= 0) & (group < problem.groups)
-    at = jnp.clip(group, 0, problem.groups - 1)
-    starts = jnp.take_along_axis(bounds, at, axis=1, mode="promise_in_bounds")
-    ends = jnp.take_along_axis(bounds, at + 1, axis=1, mode="promise_in_bounds")
-    entry = np.arange(problem.batch, dtype=np.int32)[:, None] * np.int32(problem.m)
-    return Spans((starts + entry).reshape(-1), (jnp.where(known, ends, starts) + entry).reshape(-1))
+    first = clamp_first(first, problem.groups, problem.local_groups) + np.int32(problem.local_groups)
+    bounds = jnp.pad(bounds, ((0, 0), (problem.local_groups,) * 2), mode="edge")  # groups before and after are empty
+
+    def window(bounds: Array, first: Array) -> Array:
+        return lax.dynamic_slice(bounds, (first,), (problem.local_groups + 1,), allow_negative_indices=False)
+
+    if problem.batch == 1:
+        at = window(bounds[0], first[0])[None]
+    else:
+        at = jax.vmap(window)(bounds, first)
+    at = at + np.arange(problem.batch, dtype=np.int32)[:, None] * np.int32(problem.m)
+    return Spans(at[:, :-1].reshape(-1), at[:, 1:].reshape(-1))
 
 
 def owned(problem: Problem, group_sizes: Sizes, first: First) -> Bool[Array, " {problem.rows}"]:

@@ -62,8 +62,8 @@ def show(
     >>> show([3, 0, 5], m=12, dtype="float32", target="cpu")
     rows     0  1  2 │  3  4  5  6 │  7 │  8  9 10 11
     group    0  0  0 │  2  2  2  2 │  2 │  ·  ·  ·  ·
-    tiles   group 0: 0-3; group 2: 3-6, 7
-    total   3 tiles of 1 to 4 rows, 8 of 12 rows owned, 1 empty group, 11% waste
+    tiles   group 0: 0-3; group 2: 3-6, 7-10
+    total   3 tiles of 4 rows, 8 of 12 rows owned, 1 empty group, 33% waste
     backend xla on cpu: rows m=12 k=1024 n=1024 g=3: float32 x float32 -> float32
     >>> show([3, 0, 5], tile=4)
     rows    0 1 2 3 │ 4 5 6 7
