@@ -244,7 +244,7 @@ PAIRS = {  # lhs, rhs, and the dtype in which rows are multiplied
     "e4m3 x nvfp4": ((E4M3, "row"), ("nvfp4", (1, 16, 1)), "bfloat16"),
     "int8 x int4 by 128": (("int8", "row"), ("int4", (1, 128, 1)), "int8"),
     "int8 x int4": (("int8", "row"), ("int4", "column"), "int8"),
-    "e4m3 by 32 x e4m3": ((E4M3, (1, 32)), (E4M3, "column"), "bfloat16"),
+    "e4m3 by 32 x e4m3": ((E4M3, (1, 32)), (E4M3, "column"), E4M3),
     "e5m2 x e4m3": (("float8_e5m2", "row"), (E4M3, "column"), "bfloat16"),
     "int8 x int8 by 128": (("int8", "row"), ("int8", (1, 128, 1)), "int8"),
     "e4m3 by 128 x e4m3": ((E4M3, (1, 128)), (E4M3, "column"), E4M3),
