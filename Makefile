@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CORES ?= 2
+NATIVE_TESTS := tests/backends/cpu tests/core/test_laws.py tests/gemm/test_laws.py
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
+NATIVE_STAMP := $(VENV)/.installed-native
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test test-core test-sweep lint docs bench clean
+.PHONY: setup demo native test test-core test-native test-sweep lint docs bench clean
 
 setup: $(STAMP)
 
@@ -26,11 +28,23 @@ $(DEMO_STAMP): pyproject.toml
 demo: $(DEMO_STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python examples/demo.py
 
+# native CPU kernels, compiled against the jaxlib that is installed; the tests, the demo and trencadis do without
+native: $(NATIVE_STAMP)
+
+$(NATIVE_STAMP): $(STAMP) $(wildcard native/*.toml native/*.py native/src/* native/trencadis_cpu/*.py)
+	$(PIP) 'setuptools>=65' wheel
+	$(PIP) --no-build-isolation ./native
+	touch $@
+
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -q
 
 test-core: $(STAMP)
 	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -q -m "core and not sweep"
+
+# tests of native kernels, and the laws of products with them
+test-native: $(NATIVE_STAMP)
+	TRENCADIS_TEST_NATIVE=1 $(BIN)/python -m pytest -n $(CORES) --dist worksteal -q $(NATIVE_TESTS)
 
 # the cases that `make test` leaves out
 test-sweep: $(STAMP)

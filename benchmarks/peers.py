@@ -160,6 +160,17 @@ def _triton_absent(x: Operands) -> str | None:
     return None if importlib.util.find_spec("triton") else "is not installed"
 
 
+def _xla(x: Operands, which: str) -> Call:
+    return _ours(x, which, "xla")
+
+
+def _xla_absent(x: Operands) -> str | None:
+    del x
+    if jax.default_backend() != "cpu":
+        return f"stands beside native kernels of CPUs only, and this is {jax.default_backend()}"
+    return None if importlib.util.find_spec("trencadis_cpu") else "is ours, without native kernels"
+
+
 # the three passes as lax's own derivative of ragged_dot has them
 LAX_DIMS = {
     "forward": lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0]),
@@ -361,6 +372,7 @@ PEERS = {
     for peer in (
         Peer(name="ours", what="trencadis, default settings", prepare=_ours, passes=ALL),
         Peer(name="triton", what='trencadis, backend="triton"', prepare=_triton, absent=_triton_absent),
+        Peer(name="xla", what='trencadis, backend="xla"', prepare=_xla, absent=_xla_absent, passes=ALL),
         Peer(name="numpy", what="a loop over groups of numpy matmuls", prepare=_numpy, absent=_host_absent, passes=ALL),
         Peer(name="dense", what="one jnp matmul of the same FLOPs", prepare=_dense, one_group=True, passes=ALL),
         Peer(name="ragged_dot", what="jax.lax.ragged_dot", prepare=_lax, absent=_lax_absent, passes=ALL),

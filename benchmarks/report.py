@@ -6,8 +6,10 @@ the reason why it has none.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import importlib
 import json
 import math
 import os
@@ -23,7 +25,7 @@ from benchmarks.timing import Stats
 SCHEMA = 2
 OURS = "ours"
 RESULTS = pathlib.Path(__file__).parent / "results"
-PACKAGES = ("jax", "jaxlib", "numpy", "trencadis", "tokamax", "torch")
+PACKAGES = ("jax", "jaxlib", "numpy", "trencadis", "trencadis-cpu", "tokamax", "torch")
 PATHS = ("--json", "--python", "--reuse", "--page", "--out")  # options whose values are paths
 
 
@@ -187,6 +189,8 @@ def environment(words: Sequence[str], clock: str, *, pinned: bool = False) -> di
         except metadata.PackageNotFoundError:
             continue
     versions.setdefault("trencadis", trencadis.__version__)  # run from a checkout
+    with contextlib.suppress(ImportError):  # likewise
+        versions.setdefault("trencadis-cpu", importlib.import_module("trencadis_cpu").__version__)
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "command": " ".join(["python -m benchmarks", *scrubbed(words)]),

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import threading
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -14,6 +15,10 @@ if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     # These two passes take a fifth of the time in which the interpreters' programs, full of loops, are compiled.
     os.environ["XLA_FLAGS"] += " --xla_disable_hlo_passes=simplify-while-loops,while-loop-invariant-code-motion"
+
+# Native CPU kernels would be what everything runs on, where they are installed: `make test-native` tests with them.
+if "TRENCADIS_TEST_NATIVE" not in os.environ:
+    sys.modules["trencadis_cpu"] = None
 
 import hypothesis
 import jax

@@ -91,7 +91,7 @@ class Why:
 
     >>> answer = why(jnp.ones((4, 2)), jnp.ones((1, 2, 3)), jnp.array([4]), target="cpu")
     >>> answer.passes[0].plan.backend, sorted(answer.passes[0].refusals)
-    ('xla', ['gpu', 'tpu', 'triton'])
+    ('xla', ['cpu', 'gpu', 'tpu', 'triton'])
     """
 
     target: Target

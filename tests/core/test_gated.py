@@ -34,9 +34,9 @@ CASES = {
 }
 
 
-def run(problem, operands, sizes=SIZES, first=FIRST):
+def run(problem, operands, sizes=SIZES, first=FIRST, how=Overrides()):
     lhs, rhs, *rest = operands
-    return gated.run(problem, Overrides(), lhs, rhs, sizes, first, *rest)
+    return gated.run(problem, how, lhs, rhs, sizes, first, *rest)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -94,7 +94,7 @@ def test_the_plan_where_no_kernel_applies_it_is_that_of_the_products():
     (found, *_) = why(lambda *xs: gated.run(problem, Overrides(), *xs), *operands, target="a100").passes
     assert found.plan == dataclasses.replace(plan(problem.replace(gate=None), target), asked=problem)
     assert "swiglu of gate and up, both kept" in str(found)
-    assert list(found.refusals) == ["tpu", "gpu", "xla"]
+    assert list(found.refusals) == ["tpu", "gpu", "cpu", "xla"]
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,12 @@ def test_the_plan_where_no_kernel_applies_it_is_that_of_the_products():
 )
 def test_tiles_of_every_height_on_a_cpu(problem):
     """Groups that start and end within tiles, after rows that no local group owns and before others; a NaN in those."""
-    chosen = gated_plan(problem, Target(platform="cpu"), Overrides())
+    how = Overrides(backend="xla")
+    chosen = gated_plan(problem, Target(platform="cpu"), how)
     assert chosen.layout.heights[-1] == 128 and len(chosen.layout.heights) > 1 and "in each tile" in chosen.because
     sizes, first = np.array([[3, 261, 0, 85, 22, 300]], np.int32), FIRST * (problem.local_groups < 6)
     operands = spoil(problem, sizes, first, numbers(problem, 2), 3, np.nan)
-    check(problem, sizes, first, operands, run(problem, operands, sizes, first))
+    check(problem, sizes, first, operands, run(problem, operands, sizes, first, how))
 
 
 def test_rows_are_gathered_before_a_kernel_that_does_not():

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import jax
 
-from trencadis.backends import gpu, reference, tpu, triton, xla
+from trencadis.backends import cpu, gpu, reference, tpu, triton, xla
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import CARDS
 from trencadis.core.problem import Problem
@@ -27,11 +27,13 @@ class Backend(Protocol):
         """
 
 
-BACKENDS: dict[str, Backend] = {"tpu": tpu, "gpu": gpu, "triton": triton, "xla": xla, "reference": reference}
+BACKENDS: dict[str, Backend] = {
+    "tpu": tpu, "gpu": gpu, "triton": triton, "cpu": cpu, "xla": xla, "reference": reference
+}  # fmt: skip
 # the backends with kernels for a platform: a product there that reaches none of them is slow
 KERNELS: dict[str, tuple[str, ...]] = {"tpu": ("tpu",), "cuda": ("gpu", "triton"), "rocm": ("triton",)}
 # the backends that can apply a gated activation
-GATED: tuple[str, ...] = ("tpu", "gpu", "xla")
+GATED: tuple[str, ...] = ("tpu", "gpu", "cpu", "xla")
 # the backends that can read interleaved weights; for others they are put in order first
 INTERLEAVED: tuple[str, ...] = ("gpu", "triton")
 # backends whose kernels can be interpreted anywhere, and the device that the interpreter stands for

@@ -18,6 +18,7 @@ from trencadis.why import why
 
 NEEDED = ("jax", "jaxlib", "numpy", "jaxtyping")
 OPTIONAL = (
+    "trencadis-cpu",
     "libtpu",
     "jax-cuda13-plugin",
     "jax-cuda12-plugin",

@@ -118,10 +118,10 @@ def target(context: mlir.LoweringRuleContext, platform: str) -> Target:
     They are those of the named target, of the abstract device of the mesh in use, of the devices of the mesh or of the
     computation, or of the client that will compile it, all devices of which are of one kind.
     """
-    chosen = current_target()
+    chosen, module = current_target(), context.module_context
+    split, exported = partitioned(context), bool(module.lowering_parameters.for_export)
     if chosen is not None and chosen.platform == platform and chosen.kind is not None:
-        return dataclasses.replace(chosen, partitioned=partitioned(context))
-    module = context.module_context
+        return dataclasses.replace(chosen, partitioned=split, exported=exported)
     axes, client = module.axis_context, module.backend
     names = (platform, "gpu") if platform in ("cuda", "rocm") else (platform,)  # devices of both are called "gpu"
     meshes = (getattr(axes, "mesh", None), jax.sharding.get_abstract_mesh())
@@ -132,14 +132,13 @@ def target(context: mlir.LoweringRuleContext, platform: str) -> Target:
     devices += client.devices() if client is not None and client.platform in names else ()
     # an abstract device of jax < 0.11 has no platform
     devices = [device for device in devices if getattr(device, "platform", platform) in names]
-    split = partitioned(context)
     if not devices:
-        return Target(platform=platform, partitioned=split)
+        return Target(platform=platform, partitioned=split, exported=exported)
     kind, cores, arch = devices[0].device_kind, None, None
     if platform in ("cuda", "rocm"):
         cores = getattr(devices[0], "core_count", None) or getattr(devices[0], "num_cores", None)
         arch = getattr(devices[0], "compute_capability", None)
-    return Target(platform=platform, kind=kind, cores=cores, arch=arch, partitioned=split)
+    return Target(platform=platform, kind=kind, cores=cores, arch=arch, partitioned=split, exported=exported)
 
 
 def partitioned(context: mlir.LoweringRuleContext) -> bool:

@@ -20,6 +20,7 @@ class Target:
     cores: int | None = None  # streaming multiprocessors of a GPU
     arch: str | None = None  # of a GPU: its compute capability, e.g. "9.0", or "gfx942"
     partitioned: bool = False  # True if XLA partitions the program over several devices by itself
+    exported: bool = False  # True if the program is exported, and runs in other processes than this
 
     @classmethod
     def of(cls, device: jax.Device) -> Target:

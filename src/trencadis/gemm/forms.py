@@ -129,7 +129,7 @@ def _check_kernel(ragged: str, options: GemmOptions) -> None:
     """Raise if a kernel is asked for that takes neither stacks alone nor several ragged dimensions."""
     backend, interpret = check_backend(options.backend), arguments.checked_flag("interpret", options.interpret)
     kernels = ("triton", "tpu") if ragged else ()
-    known = (None, "xla", *kernels)
+    known = (None, "xla", *kernels, *(("cpu",) if ragged else ()))
     if len(ragged) == 1 or (backend in known and (backend in kernels or not interpret)):
         return
     count, asked = "more than one ragged dimension" if ragged else "stacks alone", backend not in known

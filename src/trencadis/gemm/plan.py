@@ -11,12 +11,12 @@ from trencadis.core.decision import Plan, Refusal
 from trencadis.core.plan import warn_slow
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
-from trencadis.gemm import tpu, triton, xla
+from trencadis.gemm import cpu, tpu, triton, xla
 from trencadis.gemm.problem import GemmProblem
 
 Array = jax.Array
 
-NAMES = ("tpu", "triton", "xla")  # the backends, in the order of preference
+NAMES = ("tpu", "triton", "cpu", "xla")  # the backends, in the order of preference
 
 
 def answers(problem: GemmProblem, target: Target, overrides: Overrides = Overrides()) -> dict[str, Plan | Refusal]:
@@ -27,6 +27,8 @@ def answers(problem: GemmProblem, target: Target, overrides: Overrides = Overrid
 def _answer(name: str, problem: GemmProblem, target: Target, overrides: Overrides) -> Plan | Refusal:
     if name == "xla":
         return xla.plan(problem, target)
+    if name == "cpu":
+        return cpu.plan(problem, target, overrides)
     if overrides.interpret and target.platform != INTERPRETED[name].platform:  # planned for their own device
         target = INTERPRETED[name]
     return (tpu if name == "tpu" else triton).plan(problem, target, overrides)
@@ -57,4 +59,4 @@ def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
 
 def run(plan: Plan, *operands: Array) -> Array:
     """The product of a plan's problem, from lhs, rhs and the six arrays i32[g] of `Groups`."""
-    return {"tpu": tpu, "triton": triton, "xla": xla}[plan.backend].run(plan, *operands)
+    return {"tpu": tpu, "triton": triton, "cpu": cpu, "xla": xla}[plan.backend].run(plan, *operands)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from trencadis.backends import xla
+from trencadis.backends import cpu, xla
 from trencadis.backends.gpu import tile_scheduler as gpu_scheduler
 from trencadis.backends.tpu import tile_scheduler as tpu_scheduler
 from trencadis.backends.triton import tile_scheduler as triton_scheduler
@@ -43,7 +43,7 @@ def planned_row_tiles(problem: Problem, target: Target) -> tuple[str, RowTiles]:
     chosen = plan(problem, target)
     backends: dict[str, Callable[..., list[RowTile]]]
     backends = {"tpu": tpu_scheduler.row_tiles, "gpu": gpu_scheduler.row_tiles, "xla": xla.row_tiles}
-    backends["triton"] = triton_scheduler.row_tiles
+    backends |= {"triton": triton_scheduler.row_tiles, "cpu": cpu.row_tiles}
     return chosen.backend, functools.partial(backends[chosen.backend], chosen.problem, chosen.layout)
 
 

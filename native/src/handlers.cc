@@ -1,0 +1,413 @@
+// The custom calls of XLA: from buffers and group sizes to products.
+//
+// Sizes are numbers of a program that runs, and may be anything. Every product is cut to what its arrays hold before
+// its addresses are computed; what no product writes is zero, or keeps its value where the call adds to a result.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "machines.h"
+#include "tiles.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace trencadis {
+namespace {
+
+namespace ffi = xla::ffi;
+
+ffi::Error wrong(const std::string& what) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, "trencadis_cpu: " + what); }
+
+// The buffers that follow the first ones, one after the other; those that are not there are null.
+class Rest {
+ public:
+  explicit Rest(ffi::RemainingArgs args) : args_(args) {}
+
+  // The next buffer, if it is there at all; an error is kept if its numbers are not T, or not as many.
+  template <class T>
+  T* next(bool there, Index count) {
+    if (!there) return nullptr;
+    ffi::ErrorOr<ffi::AnyBuffer> found = args_.get<ffi::AnyBuffer>(used_++);
+    if (found.has_error() || found->element_type() != ffi::DataType(ffi::internal::NativeTypeToCApiDataType<T>()) ||
+        static_cast<Index>(found->element_count()) != count) {
+      ok_ = false;
+      return nullptr;
+    }
+    return static_cast<T*>(found->untyped_data());
+  }
+
+  // The same for a buffer like another.
+  const char* next(bool there, ffi::AnyBuffer like) {
+    if (!there) return nullptr;
+    ffi::ErrorOr<ffi::AnyBuffer> found = args_.get<ffi::AnyBuffer>(used_++);
+    if (found.has_error() || found->element_type() != like.element_type() || found->size_bytes() != like.size_bytes()) {
+      ok_ = false;
+      return nullptr;
+    }
+    return static_cast<const char*>(found->untyped_data());
+  }
+
+  bool ok() const { return ok_ && used_ == args_.size(); }
+
+ private:
+  ffi::RemainingArgs args_;
+  std::size_t used_ = 0;
+  bool ok_ = true;
+};
+
+// An array by its bytes: numbers are counted here, and their size is known to few.
+struct Array {
+  char* data;
+  Index size;  // of a number in bytes
+  bool narrow;
+
+  explicit Array(ffi::AnyBuffer x)
+      : data(static_cast<char*>(x.untyped_data())),
+        size(static_cast<Index>(ffi::ByteWidth(x.element_type()))),
+        narrow(x.element_type() == ffi::DataType::BF16) {}
+
+  char* at(Index i) const { return data + i * size; }
+};
+
+// A part of a result that no group writes.
+Product zeros(const Array& c, Index start, Index m, Index n, Index stride) {
+  return Product{m, n, 0, {nullptr, 0, true}, {nullptr, 0, true}, c.at(start), stride, c.narrow};
+}
+
+// The largest tile that was asked for, as far as there is memory for it; null if there is none.
+std::optional<Limits> limits_of(ffi::Span<const std::int64_t> tile) {
+  if (tile.size() != 3 || std::min({tile[0], tile[1], tile[2]}) < 1) return std::nullopt;
+  return Limits{tile[0], std::min(tile[1], kBlock), std::min(tile[2], kColumns)};
+}
+
+// Run what computes, if all arrays are of dtypes that it knows; whatever it throws is an error of the call.
+template <class F>
+ffi::Error checked(std::initializer_list<ffi::AnyBuffer> arrays, const F& function) {
+  for (const ffi::AnyBuffer& each : arrays) {
+    if (each.element_type() != ffi::DataType::F32 && each.element_type() != ffi::DataType::BF16) {
+      return wrong("want float32 or bfloat16");
+    }
+  }
+  try {
+    return function();
+  } catch (const std::exception& error) {
+    return ffi::Error(ffi::ErrorCode::kInternal, error.what());
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// One ragged dimension: rows, or what is summed
+
+struct Span {
+  Index start, end;
+};
+
+// The rows of each local group, for all batch entries one after the other: sizes are cut to the m rows of their entry.
+std::vector<Span> spans_of(const std::int32_t* sizes, const std::int32_t* first, Index batch, Index groups, Index local,
+                           Index m) {
+  std::vector<Span> spans(static_cast<std::size_t>(batch * local), Span{0, 0});
+  for (Index entry = 0; entry < batch; entry++) {
+    Index end = 0;
+    for (Index group = 0; group < groups; group++) {
+      Index start = end;
+      end = std::min(m, end + std::max<Index>(sizes[entry * groups + group], 0));
+      Index at = group - first[entry];
+      if (at >= 0 && at < local) spans[entry * local + at] = Span{entry * m + start, entry * m + end};
+    }
+  }
+  return spans;
+}
+
+struct GroupedOptions {
+  bool contraction, transpose_lhs, transpose_rhs, bias, accumulate;
+  Index local, gather;  // gather: 0: no rows; 1: those of lhs; 2: those of rhs
+  Limits limits;
+};
+
+// Rows: out[r] = lhs[r] @ rhs[group of r]. Contraction: out[i] = the sum over the rows of group i of lhs[r]ᵀ rhs[r].
+ffi::Error grouped(ffi::ThreadPool& pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, const std::vector<Span>& spans,
+                   Rest rest, ffi::AnyBuffer out, Index rows, const GroupedOptions& o) {
+  const Array a(lhs), b(rhs), c(out);
+  Index n = out.dimensions().back(), k = lhs.dimensions()[o.transpose_lhs ? 0 : 1];
+  Index a_rows = lhs.dimensions()[o.transpose_lhs ? 1 : 0], b_rows = rhs.dimensions()[0];
+  const float* bias = rest.next<float>(o.bias, o.local * n);
+  const char* existing = rest.next(o.accumulate, out);
+  const std::int32_t* token = rest.next<std::int32_t>(o.gather != 0, rows);
+  if (!rest.ok() || (o.accumulate && existing != c.data)) return wrong("operands of the epilogue are not as announced");
+  if (o.gather != 0 && (o.gather == 1 ? a_rows : b_rows) == 0) return wrong("there are no rows to gather from");
+  // the rows of an operand from one of a group on, which are stored there or gathered
+  auto rows_of = [&](const Array& x, bool gathered, Index stored, Index width, bool k_last, Index start) {
+    if (gathered) return Operand{x.data, width, k_last, x.narrow, token + start, stored};
+    return Operand{x.at(start * width), width, k_last, x.narrow};
+  };
+
+  std::vector<Product> products;
+  Index done = 0;  // rows of the result that are written
+  for (std::size_t s = 0; s < spans.size(); s++) {
+    Index i = static_cast<Index>(s), start = spans[s].start, length = spans[s].end - start;
+    if (o.contraction) {
+      if (length == 0 && o.accumulate) continue;
+      Operand left = o.transpose_lhs ? Operand{a.at(start), a_rows, true, a.narrow}
+                                     : rows_of(a, o.gather == 1, a_rows, k, false, start);
+      Operand right = rows_of(b, o.gather == 2, b_rows, n, false, start);
+      products.push_back({k, n, length, left, right, c.at(i * k * n), n, c.narrow, o.accumulate});
+    } else if (length > 0) {
+      Operand left = rows_of(a, o.gather == 1, a_rows, k, true, start);
+      Operand right{b.at(i % b_rows * k * n), o.transpose_rhs ? k : n, o.transpose_rhs, b.narrow};
+      if (start > done && !o.accumulate) products.push_back(zeros(c, done * n, start - done, n, n));
+      products.push_back({length, n, k, left, right, c.at(start * n), n, c.narrow, o.accumulate});
+      if (bias != nullptr) products.back().bias = bias + i * n;
+      done = start + length;
+    }
+  }
+  if (!o.contraction && !o.accumulate && done < rows) products.push_back(zeros(c, done * n, rows - done, n, n));
+  if (!o.accumulate) advise_huge_pages(c.data, out.size_bytes());
+  compute_all(std::move(products), o.limits, pool);
+  return ffi::Error::Success();
+}
+
+ffi::Error grouped_handler(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi::Buffer<ffi::S32> sizes,
+                           ffi::Buffer<ffi::S32> first, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
+                           bool contraction, bool transpose_lhs, bool transpose_rhs, bool bias, bool accumulate,
+                           Index gather, Index rows, Index local, ffi::Span<const std::int64_t> tile) {
+  auto x = lhs.dimensions(), w = rhs.dimensions(), y = out->dimensions();
+  if (x.size() != 2 || w.size() != (contraction ? 2 : 3) || y.size() != (contraction ? 3 : 2)) {
+    return wrong("lhs, rhs or the result has a wrong number of dimensions");
+  }
+  Index batch = static_cast<Index>(first.element_count()), m = batch > 0 ? rows / batch : 0;
+  Index groups = batch > 0 ? static_cast<Index>(sizes.element_count()) / batch : 0;
+  Index k = x[transpose_lhs ? 0 : 1], n = y.back();
+  bool right = contraction ? y[0] == batch * local && y[1] == k && w[1] == n && (gather == 2 || w[0] == rows)
+                           : y[0] == rows && w[transpose_rhs ? 2 : 1] == k && w[transpose_rhs ? 1 : 2] == n &&
+                                 !transpose_lhs && gather != 2 && (w[0] > 0 || batch * local == 0);
+  if (!right || rows < 0 || local < 0 || rows != batch * m ||
+      (gather == 1 ? transpose_lhs : x[transpose_lhs ? 1 : 0] != rows)) {
+    return wrong("shapes do not match");
+  }
+  std::vector<Span> spans = spans_of(sizes.typed_data(), first.typed_data(), batch, groups, local, m);
+  std::optional<Limits> limits = limits_of(tile);
+  if (!limits) return wrong("want a tile of three positive numbers");
+  GroupedOptions options{contraction, transpose_lhs, transpose_rhs, bias, accumulate, local, gather, *limits};
+  return checked({lhs, rhs, *out}, [&] { return grouped(pool, lhs, rhs, spans, Rest(args), *out, rows, options); });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Several ragged dimensions
+
+// How the matrices of all groups are stored: an array of them, one beside or below the other, or in a flat buffer.
+struct Packing {
+  enum Kind { kStacked = 0, kConcatenated = 1, kFlat = 2 };
+  Index kind, axis;  // the axis on which groups follow each other
+  bool transposed;
+  ffi::AnyBuffer::Dimensions shape;
+
+  Index length() const { return shape[axis]; }
+
+  // Cut rows and columns, in the order of storage, of a matrix that starts there to what the array holds.
+  void cut(Index start, Index stride, Index& rows, Index& columns) const {
+    Index room = start >= 0 && start <= length() ? length() - start : 0;
+    if (kind == kFlat) {
+      rows = std::min(rows, stride > 0 ? room / stride : 0);
+    } else if (kind == kStacked) {
+      rows = room > 0 ? std::min<Index>(rows, shape[1]) : 0;
+      columns = std::min<Index>(columns, shape[2]);
+    } else {
+      rows = std::min<Index>(rows, axis == 0 ? room : shape[0]);
+      columns = std::min<Index>(columns, axis == 1 ? room : shape[1]);
+    }
+  }
+};
+
+// One of lhs, rhs and out of a group: its first number, and the numbers from one stored row to the next.
+struct Place {
+  Index offset, stride;
+};
+
+struct Group {
+  Index m, k, n;
+  Place lhs, rhs, out;
+  bool whole;  // nothing was cut
+};
+
+Place place(const Packing& p, Index start, Index& first, Index& second) {
+  Index &rows = p.transposed ? second : first, &columns = p.transposed ? first : second;
+  Index stride = p.kind == Packing::kFlat ? columns : p.shape.back();
+  p.cut(start, stride, rows, columns);
+  Index unit = p.kind == Packing::kStacked ? p.shape[1] * p.shape[2] : p.kind == Packing::kFlat || p.axis == 1 ? 1 : stride;
+  return {start * unit, stride};
+}
+
+// The gaps between the groups of a result, as products without a sum.
+void add_gaps(const Packing& p, const std::vector<Group>& groups, const Array& c, Index count,
+              std::vector<Product>& products) {
+  bool beside = p.kind == Packing::kConcatenated && p.axis == 1;  // a gap has a piece of each row
+  Index done = 0, end = beside ? p.length() : count;
+  auto gap = [&](Index to) {
+    if (to <= done) return;
+    products.push_back(zeros(c, done, beside ? p.shape[0] : 1, to - done, end));
+  };
+  for (const Group& g : groups) {
+    if (g.m == 0 || g.n == 0) continue;
+    gap(g.out.offset);
+    Index rows = p.transposed ? g.n : g.m, columns = p.transposed ? g.m : g.n;
+    done = std::max(done, g.out.offset + (beside ? columns : rows * g.out.stride));
+  }
+  gap(end);
+}
+
+ffi::Error ragged(ffi::ThreadPool& pool, const Array& a, const Array& b, const std::vector<Group>& groups,
+                  const Packing (&packings)[3], Rest rest, ffi::AnyBuffer out, bool accumulate,
+                  ffi::Span<const std::int64_t> given, const Limits& limits) {
+  Index count = static_cast<Index>(out.element_count()), g_count = static_cast<Index>(groups.size());
+  const Array c(out);
+  const char* existing = rest.next(accumulate, out);
+  const float* alpha = rest.next<float>(given[0] != 0, g_count);
+  const float* bias = rest.next<float>(given[1] != 0, given[1]);
+  const float* beta = rest.next<float>(given[2] != 0, g_count);
+  Index n = g_count > 0 ? given[1] / g_count : 0;  // columns of the bias
+  if (!rest.ok() || (accumulate && existing != c.data)) return wrong("operands of the epilogue are not as announced");
+
+  std::vector<Product> products;
+  bool whole = std::all_of(groups.begin(), groups.end(), [](const Group& g) { return g.whole; });
+  if (!accumulate) {
+    advise_huge_pages(c.data, out.size_bytes());
+    if (whole) {
+      add_gaps(packings[2], groups, c, count, products);
+    } else {
+      std::memset(c.data, 0, out.size_bytes());  // sizes that do not fit leave more than gaps
+    }
+  }
+  for (std::size_t i = 0; i < groups.size(); i++) {
+    const Group& g = groups[i];
+    if (g.m == 0 || g.n == 0) continue;
+    Operand left{a.at(g.lhs.offset), g.lhs.stride, !packings[0].transposed, a.narrow};
+    Operand right{b.at(g.rhs.offset), g.rhs.stride, packings[1].transposed, b.narrow};
+    Product p{g.m, g.n, g.k, left, right, c.at(g.out.offset), g.out.stride, c.narrow, accumulate};
+    if (packings[2].transposed) {  // Cᵀ = Bᵀ Aᵀ
+      std::swap(p.m, p.n);
+      std::swap(p.a, p.b);
+    }
+    if (alpha != nullptr) p.alpha = alpha[i];
+    if (beta != nullptr) p.beta = beta[i];
+    if (bias != nullptr) {
+      if (g.n > n || packings[2].transposed) return wrong("the bias has another number of columns");
+      p.bias = bias + static_cast<Index>(i) * n;
+    }
+    products.push_back(p);
+  }
+  compute_all(std::move(products), limits, pool);
+  return ffi::Error::Success();
+}
+
+ffi::Error ragged_handler(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi::Buffer<ffi::S32> table,
+                          ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out, bool accumulate,
+                          ffi::Span<const std::int64_t> kinds, ffi::Span<const std::int64_t> axes,
+                          ffi::Span<const std::int64_t> transposed, ffi::Span<const std::int64_t> given,
+                          ffi::Span<const std::int64_t> tile) {
+  std::optional<Limits> limits = limits_of(tile);
+  if (!limits || kinds.size() != 3 || axes.size() != 3 || transposed.size() != 3 || given.size() != 3) {
+    return wrong("want three numbers for lhs, rhs and the result");
+  }
+  auto packing = [&](int i, ffi::AnyBuffer::Dimensions shape) {
+    return Packing{kinds[i], axes[i], transposed[i] != 0, shape};
+  };
+  const Packing packings[3] = {packing(0, lhs.dimensions()), packing(1, rhs.dimensions()), packing(2, out->dimensions())};
+  for (const Packing& p : packings) {
+    Index rank = static_cast<Index>(p.shape.size());
+    if (p.kind < 0 || p.kind > 2 || rank != 3 - p.kind || p.axis < 0 || p.axis > (p.kind == Packing::kConcatenated)) {
+      return wrong("lhs, rhs or the result has a wrong number of dimensions");
+    }
+  }
+  if (table.dimensions().size() != 2 || table.dimensions()[0] != 6) return wrong("want six numbers for each group");
+  Index count = table.dimensions()[1];
+  const std::int32_t* at = table.typed_data();
+  std::vector<Group> groups;
+  for (Index i = 0; i < count; i++) {
+    auto number = [&](int field) { return static_cast<Index>(at[field * count + i]); };
+    Group g{};
+    Index m = std::max<Index>(number(3), 0), k = std::max<Index>(number(4), 0), n = std::max<Index>(number(5), 0);
+    g.m = m, g.k = k, g.n = n;
+    // strides are those of the sizes as they are given; so each place is computed from these
+    Index lhs_m = m, lhs_k = k, rhs_k = k, rhs_n = n, out_m = m, out_n = n;
+    g.lhs = place(packings[0], number(0), lhs_m, lhs_k);
+    g.rhs = place(packings[1], number(1), rhs_k, rhs_n);
+    g.out = place(packings[2], number(2), out_m, out_n);
+    g.m = std::min(lhs_m, out_m), g.k = std::min(lhs_k, rhs_k), g.n = std::min(rhs_n, out_n);
+    if (k == 0) g.m = out_m, g.n = out_n;  // operands without numbers have no say
+    g.whole = g.m == m && g.k == k && g.n == n;
+    groups.push_back(g);
+  }
+  return checked({lhs, rhs, *out}, [&] {
+    return ragged(pool, Array(lhs), Array(rhs), groups, packings, Rest(args), *out, accumulate, given, *limits);
+  });
+}
+
+// A result that holds anything, for loops that write all of it: in huge pages, and not filled with zeros.
+// XLA would merge two that are the same; so they have operands, and are counted.
+ffi::Error empty_handler(ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> out, Index) {
+  advise_huge_pages(out->untyped_data(), out->size_bytes());
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(trencadis_grouped, grouped_handler,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("contraction")
+                                  .Attr<bool>("transpose_lhs")
+                                  .Attr<bool>("transpose_rhs")
+                                  .Attr<bool>("bias")
+                                  .Attr<bool>("accumulate")
+                                  .Attr<Index>("gather")
+                                  .Attr<Index>("rows")
+                                  .Attr<Index>("local")
+                                  .Attr<ffi::Span<const std::int64_t>>("tile"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(trencadis_ragged, ragged_handler,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("accumulate")
+                                  .Attr<ffi::Span<const std::int64_t>>("kinds")
+                                  .Attr<ffi::Span<const std::int64_t>>("axes")
+                                  .Attr<ffi::Span<const std::int64_t>>("transposed")
+                                  .Attr<ffi::Span<const std::int64_t>>("given")
+                                  .Attr<ffi::Span<const std::int64_t>>("tile"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(trencadis_empty, empty_handler,
+                              ffi::Ffi::Bind().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<Index>("nth"));
+
+}  // namespace trencadis
+
+// The instructions that products are computed with, by name; empty if there are none in particular for this machine.
+extern "C" const char* trencadis_instructions() {
+  switch (trencadis::instructions()) {
+    case trencadis::Instructions::kAvx2:
+      return "AVX2";
+    case trencadis::Instructions::kAvx512:
+      return "AVX-512";
+    case trencadis::Instructions::kAvx512Bf16:
+      return "AVX-512 with bfloat16";
+    case trencadis::Instructions::kNeon:
+      return "NEON";
+    case trencadis::Instructions::kPortable:
+      return "";
+  }
+  return "";
+}

@@ -1,0 +1,79 @@
+"""From JAX to the native kernels: the custom calls of the package `trencadis_cpu`, which is optional."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import trencadis_cpu
+
+from trencadis.backends.prepare import flat_sizes
+from trencadis.core.epilogue import Extras
+from trencadis.core.problem import Form, Problem
+from trencadis.core.tiling import Tiling
+
+Array = jax.Array
+
+INTERFACE = 1  # of the custom calls; a package with another one is of another time
+
+if getattr(trencadis_cpu, "INTERFACE", None) != INTERFACE:
+    raise ImportError(f"it is not of this version of trencadis, which wants interface {INTERFACE} of it")
+
+INSTRUCTIONS: str = trencadis_cpu.INSTRUCTIONS  # that the kernels use here; empty if portable
+
+try:
+    for _name, _handler in trencadis_cpu.TARGETS.items():
+        jax.ffi.register_ffi_target(_name, _handler, platform="cpu")
+except Exception as error:  # a jaxlib that does not know the interface that the package was built for
+    raise ImportError(f"jaxlib does not take its kernels: {error}") from error
+
+
+def call(
+    name: str, operands: Sequence[Array], out: jax.ShapeDtypeStruct, attributes: dict[str, Any], *,
+    alias: int | None = None,
+) -> Array:  # fmt: skip
+    """The array that a kernel writes, from its operands; it has the memory of operand `alias` if there is one."""
+    aliases = None if alias is None else {alias: 0}
+    found: Any = jax.ffi.ffi_call(f"trencadis_{name}", out, input_output_aliases=aliases)(*operands, **attributes)
+    return found
+
+
+def grouped(
+    problem: Problem, tile: Tiling, operands: Sequence[Array], extras: Extras = Extras(), *,
+    token: Array | None = None,
+) -> Array:  # fmt: skip
+    """The result of a problem without a gate, from lhs, rhs, group sizes, first group and the arrays of its epilogue.
+
+    Args:
+      problem: the problem. If its gate gathers rows, those of `token` are meant, of lhs or of rhs.
+      tile: the largest tile of a thread.
+      operands: lhs, rhs, group sizes and first group.
+      extras: a bias, and an array to add to, whose memory is that of the result.
+      token: i32[rows], the row of the operand that each row is, if they are gathered.
+    """
+    lhs, rhs, sizes, first = operands
+    bias = None if extras.bias is None else extras.bias.astype(problem.acc)
+    given = [x for x in (bias, extras.existing, token) if x is not None]
+    gather = 0 if token is None or problem.gather is None else 1 + ("lhs", "rhs").index(problem.gather.operand)
+    sides = (tile.m, tile.k, tile.n) if problem.form is Form.ROWS else (tile.k, tile.m, tile.n)  # of C
+    attributes = {
+        "contraction": problem.form is Form.CONTRACTION,
+        "transpose_lhs": problem.transpose_lhs,
+        "transpose_rhs": problem.transpose_rhs,
+        "bias": bias is not None,
+        "accumulate": extras.existing is not None,
+        "gather": np.int64(gather),
+        "rows": np.int64(problem.rows),
+        "local": np.int64(problem.local_groups),
+        "tile": np.array(sides, np.int64),
+    }
+    out = jax.ShapeDtypeStruct(problem.out_shape, problem.out)
+    alias = None if extras.existing is None else 4 + (bias is not None)
+    return call("grouped", [lhs, rhs, flat_sizes(sizes, problem.m), first, *given], out, attributes, alias=alias)
+
+
+def empty(shape: tuple[int, ...], dtype: Any, *operands: Array, nth: int = 0) -> Array:
+    """The nth result of a problem with these operands, in new memory that holds anything, for loops to write into."""
+    return call("empty", operands, jax.ShapeDtypeStruct(shape, dtype), {"nth": np.int64(nth)})

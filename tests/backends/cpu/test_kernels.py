@@ -1,0 +1,151 @@
+"""Native kernels for CPUs, by value, where panels, tiles and blocks of k begin and end.
+
+`make test-native` compiles and installs them, and then runs the laws of all backends with them too.
+"""
+
+import concurrent.futures
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from gated_cases import BIAS, check, gathered, numbers, pullback, spoil, total, weights
+
+import trencadis as tr
+from trencadis.core import gated
+from trencadis.core.tiling import Overrides
+
+pytest.importorskip("trencadis_cpu", reason="native kernels are tested by `make test-native`")
+
+SIZES = np.array([530, 3, 0, 1, 13, 70], np.int32)  # more than a tile, few rows, none, panels that are not full
+M = 640  # 23 rows are unowned
+
+
+def drawn(k, n, dtype, seed=0):
+    """Rows, weights and a cotangent, with NaN in unowned rows."""
+    rng = np.random.default_rng(seed)
+    x, w, y = (rng.normal(size=shape).astype(dtype) for shape in ((M, k), (len(SIZES), k, n), (M, n)))
+    x[SIZES.sum() :] = y[SIZES.sum() :] = np.nan
+    return x, w, y
+
+
+def step(x, w, y, sizes, **how):
+    out, pull = jax.vjp(lambda x, w: tr.grouped_matmul(x, w, sizes, preferred_element_type=x.dtype, **how), x, w)
+    return out, *pull(y)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("k, n", [(1, 1), (259, 33), (40, 531), (515, 129)])
+def test_values_and_gradients(k, n, dtype):
+    x, w, y = drawn(k, n, jnp.dtype(dtype))
+    out, dx, dw = jax.jit(step)(x, w, y, SIZES)
+    oracle.check(out, oracle.rows(x, w, SIZES))
+    oracle.check(dx, oracle.rows(y, w, SIZES, transpose_rhs=True))
+    oracle.check(dw, oracle.contraction(x, y, SIZES))
+
+
+@pytest.mark.parametrize("tiling", [(2, 7, 64), (100, 256, 40), (1, 1, 1)])
+def test_tiles_change_no_bit_of_rows_of_one_block(tiling):
+    """Few rows have a kernel of their own, which must not look beyond its tile; k of one block is summed in order."""
+    x, w, _ = drawn(24, 70, np.float32)
+    op = functools.partial(tr.grouped_matmul, backend="cpu")
+    for transpose in (False, True):
+        weights = np.ascontiguousarray(w.swapaxes(1, 2)) if transpose else w
+        got = op(x, weights, SIZES, transpose_rhs=transpose, tiling=tiling)
+        oracle.check(got, oracle.rows(x, w, SIZES))
+        want = op(x, weights, SIZES, transpose_rhs=transpose, tiling=(512, tiling[1], 512))
+        np.testing.assert_array_equal(got, want)
+
+
+GATED = {
+    "forward": gathered(700, 160, 136, 6, local=5, epilogue=BIAS),
+    "bf16": gathered(700, 160, 136, 6, "bf16 bf16 bf16", local=5),
+    "pullback": pullback(700, 160, 136, 6, local=5, k=2),
+    "sum": total(700, 160, 136, 6, local=5),
+    "weights": weights(700, 160, 136, 6, local=5, pair=True, k=2),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated_activations_in_blocks_of_rows(name, monkeypatch):
+    """Groups that start and end within blocks, after rows that no local group owns; a NaN in those."""
+    from trencadis.backends.cpu import gated as native
+
+    monkeypatch.setattr(native, "BLOCK", 1 << 14)
+    problem, sizes, first = GATED[name], np.array([[3, 261, 0, 85, 22, 300]], np.int32), np.array([1], np.int32)
+    lhs, rhs, *rest = operands = spoil(problem, sizes, first, numbers(problem, 2), 3, np.nan)
+    got = gated.run(problem, Overrides(backend="cpu"), lhs, rhs, sizes, first, *rest)
+    check(problem, sizes, first, operands, got)
+
+
+def test_a_layer_of_experts():
+    """Values and all gradients are those of the reference, whose products are loops in XLA."""
+    rng = np.random.default_rng(3)
+    shapes = ((40, 16), (4, 16, 24), (4, 16, 24), (4, 24, 16), (40, 4))
+    given = [rng.normal(size=shape, scale=0.3).astype(np.float32) for shape in shapes]
+
+    def loss(backend, x, gate, up, down, logits):
+        return jnp.sum(jnp.sin(tr.moe_mlp(x, tr.moe.route(logits, 2), gate, up, down, backend=backend)))
+
+    step = jax.jit(jax.value_and_grad(loss, range(1, 6)), static_argnums=0)
+    got, want = (step(backend, *given) for backend in ("cpu", "reference"))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_is_one_custom_call():
+    """No loops, and no temporary but what the program itself has."""
+    x, w, y = drawn(24, 70, np.float32)
+    text = jax.jit(step).lower(x, w, y, SIZES).compile().as_text()
+    assert text.count('custom_call_target="trencadis_grouped"') == 3
+    assert "while" not in text
+
+
+def test_results_do_not_depend_on_threads():
+    """Several programs at a time, each of which uses all threads of XLA, and each result is that of one alone."""
+    x, w, y = drawn(300, 200, np.float32)
+    f = jax.jit(step)
+    want = [np.asarray(each) for each in f(x, w, y, SIZES)]
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        for found in pool.map(lambda _: jax.block_until_ready(f(x, w, y, SIZES)), range(24)):
+            for got, each in zip(found, want, strict=True):
+                np.testing.assert_array_equal(got, each)
+
+
+def test_an_exported_program_has_no_native_kernels():
+    x, w, y = drawn(24, 70, np.float32)
+    exported = jax.export.export(jax.jit(step))(x, w, y, SIZES)
+    assert "trencadis_grouped" not in exported.mlir_module()
+    for got, want in zip(exported.call(x, w, y, SIZES), jax.jit(step)(x, w, y, SIZES), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_an_error_names_what_is_wrong():
+    """A custom call with buffers that do not match is refused, and touches none of them."""
+    out = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+    options = dict(contraction=False, transpose_lhs=False, transpose_rhs=False, bias=False, accumulate=False)
+    counts = dict(gather=np.int64(0), rows=np.int64(4), local=np.int64(1), tile=np.array([8, 8, 8], np.int64))
+    call = jax.ffi.ffi_call("trencadis_grouped", out)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="trencadis_cpu: shapes do not match"):
+        call(jnp.ones((4, 5)), jnp.ones((1, 6, 3)), jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32),
+             **options, **counts).block_until_ready()  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [
+    [[3, -2, 5], [4, 4, 4], [2, 3, 1]], [[9, 9, 9], [40, 1, 7], [2, 30, 1]], [[0, 2, 0], [0, 0, 5], [3, 0, 2]],
+])  # fmt: skip
+def test_sizes_that_do_not_fit_a_ragged_gemm_leave_its_buffers_alone(sizes):
+    """Traced sizes may be anything: what lies in its array is multiplied, and nothing else is read or written."""
+    m, k, n = (jnp.array(each, jnp.int32) for each in sizes)
+
+    @jax.jit
+    def f(x, y, m, k, n):
+        lhs = tr.GroupedTensor(x, m, k, x.shape)
+        rhs = tr.GroupedTensor(y, k, n, y.shape)
+        out = tr.GroupedTensor(jnp.zeros(64), m, n, (64,))
+        return tr.grouped_gemm(lhs, rhs, contracting_dims=((1,), (0,)), out=out).data
+
+    got = f(jnp.ones(64), jnp.ones(64), m, k, n)
+    assert got.shape == (64,) and np.isfinite(got).all()
