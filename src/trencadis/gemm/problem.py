@@ -154,6 +154,11 @@ class GemmProblem:
         """A general product has no gated activation, which a `Plan` asks for."""
 
     @property
+    def summed(self) -> bool:
+        """Nor are its results summed over blocks of rows, which a `Plan` asks for too."""
+        return False
+
+    @property
     def epilogue(self) -> Epilogue:
         """No steps of `core`: what follows the product is `alpha`, `bias`, `beta` and `accumulate`."""
         return Epilogue()
