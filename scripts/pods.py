@@ -4,7 +4,8 @@
 
 For each pod and strategy it prints: seconds of compilation; memory of a device in arguments, results and temporaries;
 the collectives of the compiled program; bytes that a device gets from others by the formula of docs/parallel.md,
-forward and backward; and the times of docs/scaling.md: products at the peak rate, and communication by the links.
+forward and backward; and the times of docs/scaling.md: kernels by the compiler's schedule, products at the peak rate,
+and communication by the links.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from trencadis import moe, parallel
+from trencadis import inspect, moe, parallel
 from trencadis.inspect.aot import _ENVIRONMENT
 from trencadis.inspect.collectives import collectives
+from trencadis.parallel.choice import worst_case
 from trencadis.parallel.network import Pod, step_times
 
 PODS = ("v5e:4x4", "v5p:4x4x4", "v6e:8x8", "tpu7x:4x4x4")
 AXIS = "expert"
 COLUMNS = (
-    "pod", "strategy", "capacity", "compile, s", "memory, GiB", "kernels", "collectives", "MB", "products, ms",
-    "communication, ms",
+    "pod", "strategy", "capacity", "compile, s", "memory, GiB", "kernels", "collectives", "MB", "schedule, ms",
+    "products, ms", "communication, ms",
 )  # fmt: skip
 
 
@@ -57,12 +59,19 @@ MODELS = {
 }
 
 
-def lowered(layer: Layer, mesh: Mesh, strategy: parallel.Strategy, capacity: int | None) -> Any:
+def model_on(name: str, layer: Layer) -> tuple[Layer, Mesh]:
+    """The layer with at least one expert on each device of a pod, and the mesh of these devices."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    return dataclasses.replace(layer, experts=max(layer.experts, len(devices))), Mesh(np.array(devices), (AXIS,))
+
+
+def lowered(layer: Layer, mesh: Mesh, strategy: parallel.Strategy, capacity: int | None, chunks: int = 1) -> Any:
     """The step, a loss with its gradients in tokens, router and experts, lowered for the devices of a mesh."""
 
     def loss(x: jax.Array, router: jax.Array, *experts: jax.Array) -> jax.Array:
         routing = moe.route(x.astype(jnp.float32) @ router, layer.k)
-        y, _ = parallel.expert_parallel(x, routing, *experts, axis=AXIS, strategy=strategy, capacity=capacity)
+        how: dict[str, Any] = dict(axis=AXIS, strategy=strategy, capacity=capacity, chunks=chunks)
+        y, _ = parallel.expert_parallel(x, routing, *experts, **how)
         return jax.lax.psum(jnp.sum(y.astype(jnp.float32) ** 2), AXIS)
 
     here, e, d, f = P(AXIS), layer.experts, layer.d, layer.f
@@ -73,25 +82,57 @@ def lowered(layer: Layer, mesh: Mesh, strategy: parallel.Strategy, capacity: int
     return jax.jit(jax.value_and_grad(mapped, argnums=range(5))).trace(*given).lower()
 
 
+def even(layer: Layer, shards: int, strategy: parallel.Strategy, capacity: int | None) -> np.ndarray[Any, Any]:
+    """The experts [rows, k] of the rows that a shard has room for, at an even load; `local` is no expert."""
+    local, rows = layer.experts // shards, layer.tokens * layer.k
+    room = worst_case(shards, layer.tokens, layer.k, local) if capacity is None else capacity
+    room = -(-room // shards) * shards if strategy == "all_to_all" else room
+    if strategy == "all_gather" and capacity is None:  # all tokens, of which most go to no expert of this shard
+        ids = np.arange(shards * rows).reshape(-1, layer.k) % layer.experts
+        return np.where(ids < local, ids, local).astype(np.int32)[:, : min(layer.k, local)]
+    ids = np.arange(room) % local
+    return np.where(np.arange(room) < rows, ids, local).astype(np.int32)[:, None]
+
+
+def scheduled(layer: Layer, pod: Pod, strategy: parallel.Strategy, capacity: int | None) -> inspect.Inspection:
+    """The schedule of the kernels of one shard's experts, forward and backward, at an even load."""
+
+    def step(experts: jax.Array, ct: jax.Array, *inputs: jax.Array) -> Any:
+        def local(x: jax.Array, weights: jax.Array, *params: jax.Array) -> jax.Array:
+            unused = jnp.zeros((x.shape[0], 0)), jnp.zeros(params[0].shape[0], jnp.int32)
+            return moe.moe_mlp(x, moe.Routing(experts, weights, *unused), *params)
+
+        y, pull = jax.vjp(local, *inputs)
+        return y, pull(ct)
+
+    ids = even(layer, pod.devices, strategy, capacity)
+    e, d, f = layer.experts // pod.devices, layer.d, layer.f
+    wide = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((len(ids), d), (e, d, f), (e, d, f), (e, f, d))]
+    weights = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
+    return inspect.inspect(step, ids, wide[0], wide[0], weights, *wide[1:], generation=pod.chip.name)
+
+
 def report(name: str, layer: Layer, strategy: parallel.Strategy, factor: float | None) -> str:
     """A line of the table."""
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
-    layer = dataclasses.replace(layer, experts=max(layer.experts, len(devices)))  # at least one on each device
+    layer, mesh = model_on(name, layer)
     capacity = None if factor is None else int(factor * layer.tokens * layer.k)
     began = time.perf_counter()
-    compiled = lowered(layer, Mesh(np.array(devices), (AXIS,)), strategy, capacity).compile()
+    compiled = lowered(layer, mesh, strategy, capacity).compile()
     seconds = time.perf_counter() - began
     memory, text = compiled.memory_analysis(), compiled.as_text()
     used = (memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes) / 2**30
-    kinds = collections.Counter(each.kind for each in collectives(text, len(devices)))
+    kinds = collections.Counter(each.kind for each in collectives(text, mesh.size))
     times = step_times(
         Pod.named(name), strategy, tokens=layer.tokens, k=layer.k, d=layer.d, f=layer.f,
-        local=layer.experts // len(devices), capacity=capacity,
+        local=layer.experts // mesh.size, capacity=capacity,
     )  # fmt: skip
+    schedule = scheduled(layer, Pod.named(name), strategy, capacity)
+    about = "about " * any(kernel.warnings for kernel in schedule.kernels)  # more indices than the simulator is given
     counted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     columns = (
         name, strategy, factor or "worst case", f"{seconds:.0f}", f"{used:.2f}", text.count("tpu_custom_call"), counted,
-        f"{times.bytes / 1e6:.0f}", f"{1e3 * times.products:.2f}", f"{1e3 * times.communication:.2f}",
+        f"{times.bytes / 1e6:.4g}", f"{about}{1e3 * schedule.seconds:.4g}", f"{1e3 * times.products:.4g}",
+        f"{1e3 * times.communication:.4g}",
     )  # fmt: skip
     return f"| {' | '.join(map(str, columns))} |"
 

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.parallel import cases
+from tests.support.sweep import sweep
 from trencadis import moe, parallel
 from trencadis.inspect.collectives import collectives
 from trencadis.parallel.choice import choose
@@ -19,36 +20,57 @@ SHARDS = 4
 SIZES = {"shards": SHARDS, "tokens": cases.T // SHARDS, "k": cases.K, "local": cases.E // SHARDS}
 
 
-@functools.cache
-def forward(**options):
+def mapped(**options):
     """The layer without its load."""
 
     def local(experts, x, weights, *params):
         routing = moe.Routing(experts, weights, jnp.zeros((x.shape[0], cases.E)), jnp.zeros(cases.E, jnp.int32))
         return parallel.expert_parallel(x, routing, *params, axis="e", backend="reference", **options)[0]
 
-    layer = jax.shard_map(local, mesh=cases.mesh_of(SHARDS), in_specs=P("e"), out_specs=P("e"))
-    given = cases.numbers()
-    return jax.jit(layer).trace(
-        cases.routings()["random"], *(given[name] for name in ("x", "weights", "gate", "up", "down"))
-    )
+    return jax.shard_map(local, mesh=cases.mesh_of(SHARDS), in_specs=P("e"), out_specs=P("e"))
+
+
+def given(*names):
+    numbers = cases.numbers()
+    return cases.routings()["random"], *(numbers[name] for name in names)
+
+
+@functools.cache
+def forward(**options):
+    """The layer, traced."""
+    return jax.jit(mapped(**options)).trace(*given("x", "weights", "gate", "up", "down"))
+
+
+def step(**options):
+    """The layer and its gradients in everything."""
+
+    def both(experts, ct, *inputs):
+        y, pull = jax.vjp(functools.partial(mapped(**options), experts), *inputs)
+        return y, pull(ct)
+
+    return jax.jit(both).trace(*given("ct", "x", "weights", "gate", "up", "down"))
 
 
 BYTES = [
-    ("all_gather", {}),
-    ("all_gather", {"ordered": True}),
-    ("all_to_all", {"capacity": 8}),
-    ("ragged", {"ordered": True}),
+    ("all_gather", {}, step),
+    ("all_to_all", {"capacity": 8}, step),
+    ("ragged", {"ordered": True}, step),
+    ("all_gather", {"ordered": True}, forward),
 ]
+MORE = [(strategy, options, program) for strategy, options, _ in BYTES for program in (forward, step)]
 
 
-@pytest.mark.parametrize(("strategy", "options"), BYTES)
-def test_bytes_are_those_of_the_formula(strategy, options):
+@pytest.mark.parametrize(("strategy", "options", "program"), sweep(MORE, BYTES))
+def test_bytes_are_those_of_the_formula(strategy, options, program):
     """On CPUs, "ragged" moves blocks of the worst case, and the number of rows of each pair."""
-    found = collectives(forward(strategy=strategy, **options).lower().compile().as_text(), SHARDS)
-    formula = functools.partial(parallel.bytes_moved, **SIZES, row=4 * cases.D, capacity=options.get("capacity"))
-    want = formula("all_to_all") + 4 * SHARDS * (SHARDS - 1) if strategy == "ragged" else formula(strategy)
-    assert sum(each.received for each in found) == want
+    found = collectives(program(strategy=strategy, **options).lower().compile().as_text(), SHARDS)
+    formula = functools.partial(
+        parallel.bytes_moved, "all_to_all" if strategy == "ragged" else strategy, **SIZES, row=4 * cases.D,
+        capacity=options.get("capacity"),
+    )  # fmt: skip
+    counts = 4 * SHARDS * (SHARDS - 1) if strategy == "ragged" else 0
+    backward = formula(backward=True) if program is step else 0
+    assert sum(each.received for each in found) == formula() + counts + backward
     assert {each.group for each in found} == {SHARDS}
     if options.get("ordered"):
         assert not {each.kind for each in found} & {"reduce-scatter", "all-reduce"}

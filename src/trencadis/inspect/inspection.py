@@ -85,12 +85,13 @@ def _programs(
     compiled: Compiled, chip: Chip, args: Sequence[Any], *, xla: bool
 ) -> tuple[tuple[report.Kernel, ...], tuple[report.Operation, ...] | None]:
     files = programs(compiled.folder)
+    bodies = {kernel["body"]: files.pop(kernel["name"]) for kernel in compiled.kernels if kernel["name"] in files}
     calls = list(compiled.calls)
     written: dict[str, Mapping[int, list[int]]] = {}  # integers in the results of kernels that ran
     kernels = []
     for kernel in compiled.kernels:
         name = kernel["name"]
-        if name not in files:
+        if kernel["body"] not in bodies:  # the compiler compiles equal kernels once
             raise UnknownSchedule(f"{name}: the dump has no bundles of this kernel", compiled.folder)
         call = next((c for c in calls if c["body"] == kernel["body"]), None)
         if call is not None:
@@ -99,7 +100,7 @@ def _programs(
         for i, (source, result) in enumerate(kernel["sources"]):
             if result in written.get(source, {}):
                 values[i] = written[source][result]
-        schedule = read(name, files.pop(name), folded=chip.delay_slots != 4)
+        schedule = read(name, bodies[kernel["body"]], folded=chip.delay_slots != 4)
         program = translate(schedule, flow(schedule, chip), values)
         trace = Simulator(program, chip).run()
         written[name] = trace.results

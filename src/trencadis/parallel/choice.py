@@ -36,8 +36,9 @@ def rows_moved(strategy: Strategy, *, shards: int, tokens: int, k: int, local: i
 
 
 def bytes_moved(
-    strategy: Strategy, *, shards: int, tokens: int, k: int, local: int, row: int, capacity: int | None = None
-) -> int:
+    strategy: Strategy, *, shards: int, tokens: int, k: int, local: int, row: int, capacity: int | None = None,
+    backward: bool = False,
+) -> int:  # fmt: skip
     """The bytes that a device gets from others in a forward pass: tokens, their experts and weights, and results.
 
     Those of "ragged" are those of an even load.
@@ -50,15 +51,16 @@ def bytes_moved(
       local: the number of experts of a shard.
       row: the bytes of a token.
       capacity: as in `expert_parallel`.
+      backward: of the backward pass instead: gradients of results, of tokens, and of the weights of their experts.
 
     >>> sizes = dict(shards=8, tokens=1024, k=2, local=16, row=8192)
     >>> [round(bytes_moved(strategy, **sizes) / 2**20) for strategy in STRATEGIES]
     [112, 224, 28]
     """
     rows = rows_moved(strategy, shards=shards, tokens=tokens, k=k, local=local, capacity=capacity)
-    if strategy == "all_gather":
-        return rows * (2 * row + 8 * k)
-    counts = 4 * shards * (shards - 1) if strategy == "ragged" else 0
+    if strategy == "all_gather":  # ids and weights travel apart, and ids have no gradient
+        return rows * (2 * row + (4 if backward else 8) * k)
+    counts = 4 * shards * (shards - 1) if strategy == "ragged" and not backward else 0
     return rows * (2 * row + 8) + counts
 
 

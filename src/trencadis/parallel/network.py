@@ -91,7 +91,8 @@ def step_times(
     '1.0 ms of products, 10.6 ms of communication'
     """
     sizes = dict(shards=pod.devices, tokens=tokens, k=k, local=local)
-    moved = 2 * bytes_moved(strategy, row=2 * d, capacity=capacity, **sizes)
+    passes = (bytes_moved(strategy, row=2 * d, capacity=capacity, backward=back, **sizes) for back in (False, True))
+    moved = sum(passes)
     flops = 18 * tokens * k * d * f  # three products, each with two gradients
     spent = pod.gather(moved) if strategy == "all_gather" else pod.exchange(moved)
     return Times(flops / (pod.chip.peak_bf16 * pod.chip.cores), spent, moved)
