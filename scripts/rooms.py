@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.modules["trencadis_cpu"] = None  # type: ignore[assignment]  # the page describes machines without the native package
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,8 @@ import trencadis as tr
 from trencadis.core.devices import CARDS, CHIPS
 from trencadis.core.jax_compat import abstract_device
 from trencadis.core.plan import Refusal
+
+sys.modules["trencadis_cpu"] = None  # type: ignore[assignment]  # the page describes machines without the native package
 
 # the functions that hand a call from one room to the next; all others are details of a room
 PATH = {
