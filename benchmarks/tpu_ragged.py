@@ -1,4 +1,4 @@
-"""32 groups of 512 to 4096 in each of m, k and n, for `trencadis inspect benchmarks/tpu_ragged.py:forward`."""
+"""32 groups that differ in all of m, k and n, for `trencadis inspect benchmarks/tpu_ragged.py:forward`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from trencadis import GroupedTensor
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
-_RNG = np.random.default_rng(0)
-M, K, N = (_RNG.integers(512, 4097, 32).astype(np.int32) for _ in range(3))
-FLOPS = 2 * int((M.astype(np.int64) * K * N).sum())
-
 
 def _product(lhs: Any, rhs: Any, out: Any, m: Any, k: Any, n: Any) -> Any:
     x, y, z = (GroupedTensor.fully_ragged(*each) for each in ((lhs, m, k), (rhs, k, n), (out, m, n)))
@@ -27,17 +23,30 @@ def _gradients(lhs: Any, rhs: Any, ct: Any, m: Any, k: Any, n: Any) -> Any:
     return jax.vjp(lambda x, y: _product(x, y, jnp.zeros_like(ct), m, k, n), lhs, rhs)[1](ct)
 
 
-def _arguments() -> tuple[Any, ...]:
-    pairs = ((M, K), (K, N), (M, N))
-    rooms = [int((a.astype(np.int64) * b).sum()) for a, b in pairs]
-    return *(jax.ShapeDtypeStruct((room,), jnp.bfloat16) for room in rooms), M, K, N
+def _call(function: Any, low: int, high: int, products: int) -> Call:
+    """A call with random sizes, and the operations of its products."""
+    rng = np.random.default_rng(0)
+    m, k, n = (rng.integers(low, high + 1, 32).astype(np.int32) for _ in range(3))
+    rooms = [int((a.astype(np.int64) * b).sum()) for a, b in ((m, k), (k, n), (m, n))]
+    buffers = [jax.ShapeDtypeStruct((room,), jnp.bfloat16) for room in rooms]
+    return function, (*buffers, m, k, n), {"flops": 2 * products * int((m.astype(np.int64) * k * n).sum())}
 
 
 def forward() -> Call:
-    """The product, added to `out`, with traced sizes."""
-    return _product, _arguments(), {"flops": FLOPS}
+    """The product of groups of 512 to 4096, added to `out`, with traced sizes."""
+    return _call(_product, 512, 4096, 1)
 
 
 def gradients() -> Call:
-    """The gradients of lhs and rhs."""
-    return _gradients, _arguments(), {"flops": 2 * FLOPS}
+    """The gradients of its lhs and rhs."""
+    return _call(_gradients, 512, 4096, 2)
+
+
+def small() -> Call:
+    """The product of groups of 64 to 512, added to `out`."""
+    return _call(_product, 64, 512, 1)
+
+
+def small_gradients() -> Call:
+    """The gradients of its lhs and rhs."""
+    return _call(_gradients, 64, 512, 2)

@@ -1,11 +1,13 @@
-"""The general grouped GEMM as Pallas kernels on TPUs: one for the products, and one for each array around it.
+"""The general grouped GEMM as Pallas kernels on TPUs.
 
-Operands are copied to blocks of 128 x 128 entries, and the results are written from such blocks, with the epilogue
-(`backends.tpu.ragged`, ADR 0047). Where each group is in each array is a table, which XLA computes from the sizes.
+Groups whose rhs fits into VMEM are computed by one kernel (`gemm.resident`), which reads and writes the arrays as they
+are. For others there is one for the products, and one for each array around it: operands are copied to blocks of
+128 x 128 entries, and the results are written from such blocks, with the epilogue (`backends.tpu.ragged`, ADR 0047).
+Where each group is in each array is a table, which XLA computes from the sizes.
 
 Blocks have room for twice the entries of a flat buffer, and for four of them in each group: enough for groups of any
 size that are at most ten times as long as wide. Groups that do not fit, and those with very long rows, are left to the
-loops of XLA, which run only if there are any.
+loops of XLA. What is for groups that another kernel left out runs only if there are any.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,12 +28,14 @@ from trencadis.backends.tpu.choose import chip_for
 from trencadis.backends.tpu.passes import precision_of
 from trencadis.backends.tpu.ragged import align, collect, multiply
 from trencadis.backends.tpu.ragged.blocks import BLOCK, Room
+from trencadis.backends.tpu.resident.sizes import COLUMNS, Sizes
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import Chip
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides, Tiling
-from trencadis.gemm import xla
-from trencadis.gemm.matrices import Matrices, ceil, inside, matrices, mean_problem, running_sum
+from trencadis.gemm import resident, xla
+from trencadis.gemm.flat import flat_buffer, flat_operands, flattened, places, shaped
+from trencadis.gemm.matrices import Matrices, ceil, inside, mean_problem, running_sum
 from trencadis.gemm.problem import Buffer, GemmProblem, Groups, Packing
 
 Array = jax.Array
@@ -49,11 +54,15 @@ _refusal = functools.partial(Refusal, "tpu")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GemmLayout:
-    """The sizes of tiles and products, the longest row that is copied, and the entries of a window of the result."""
+    """The sizes of tiles and products, the longest row that is copied, and the entries of a window of the result.
+
+    `resident` has the sizes of the kernel for groups whose rhs fits into VMEM; None if most would not fit.
+    """
 
     parts: multiply.Parts
     longest: int
     window: int
+    resident: Sizes | None = None
 
 
 def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides()) -> Plan | Refusal:
@@ -79,12 +88,19 @@ def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides(
 
 
 def _reason(problem: GemmProblem, layout: GemmLayout) -> str:
-    like, part = mean_problem(problem), layout.parts.granule * layout.parts.m[0]
-    return (
-        f"products of up to {part} x {layout.parts.granule * layout.parts.k[0]} x {part} for {problem.groups} groups "
-        f"of {like.m // like.groups} x {like.k} x {like.n} (m, k, n) on the mean, as the arrays have room for; "
+    like, part, sizes = mean_problem(problem), layout.parts.granule * layout.parts.m[0], layout.resident
+    groups = (
+        f"{problem.groups} groups of {like.m // like.groups} x {like.k} x {like.n} (m, k, n) on the mean, "
+        "as the arrays have room for"
+    )
+    blocks = (
+        f"products of up to {part} x {layout.parts.granule * layout.parts.k[0]} x {part}, "
         f"lhs, rhs and the result copied to and from blocks of {BLOCK} x {BLOCK}, padded to {layout.parts.granule}"
     )
+    if sizes is None:
+        return f"{groups}: {blocks}"
+    one = f"one kernel with products of {sizes.rows} x {sizes.depth} x {COLUMNS} for groups whose rhs fits into VMEM"
+    return f"{groups}: {one}; for others {blocks}"
 
 
 def _arithmetic(problem: GemmProblem) -> Refusal | None:
@@ -136,7 +152,8 @@ def layout_for(problem: GemmProblem, chip: Chip) -> GemmLayout:
         tile += 1
     sizes = tuple(size for size in PARTS if size <= tile)
     parts = multiply.Parts(granule=granule, tile_m=tile, tile_n=tile, m=sizes, n=sizes, k=depth)
-    return GemmLayout(parts=parts, longest=longest(chip), window=min(WINDOW, WINDOW * chip.vmem // (64 << 20)))
+    window = min(WINDOW, WINDOW * chip.vmem // (64 << 20))
+    return GemmLayout(parts=parts, longest=longest(chip), window=window, resident=resident.layout_for(problem, chip))
 
 
 def _vmem(problem: GemmProblem, granule: int, tile: int, depth: int) -> int:
@@ -146,28 +163,7 @@ def _vmem(problem: GemmProblem, granule: int, tile: int, depth: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Arrays as flat buffers
-
-
-def flat_buffer(buffer: Buffer) -> Buffer:
-    """The same matrices, with groups that follow one another along rows: an array [k, m] of ragged m is transposed."""
-    if buffer.group_axis == 0:
-        return buffer
-    return dataclasses.replace(buffer, shape=buffer.shape[::-1], transposed=not buffer.transposed)
-
-
-def flattened(problem: GemmProblem) -> GemmProblem:
-    """The problem of flat buffers, whose result is not transposed: that of a transposed one is computed instead."""
-    lhs, rhs, out = (flat_buffer(buffer) for buffer in (problem.lhs, problem.rhs, problem.out))
-    if not out.transposed:
-        return problem.replace(lhs=lhs, rhs=rhs, out=out, known=None)
-    return problem.replace(
-        m=problem.n, n=problem.m, lhs=rhs.flip(), rhs=lhs.flip(), out=out.flip(), known=None
-    )  # fmt: skip
-
-
-def _flat(buffer: Buffer, x: Array) -> Array:
-    return (x if buffer.group_axis == 0 else x.T).reshape(-1)
+# The blocks
 
 
 def room_for(buffer: Buffer, groups: int, layout: GemmLayout) -> Room:
@@ -200,37 +196,26 @@ def tables(problem: GemmProblem, layout: GemmLayout, groups: Groups) -> Tables:
     """The tables of a problem of flat buffers, from where its groups start and their sizes."""
     parts = layout.parts
     sizes = inside(problem, groups)
-    places, rooms = _places(problem, layout, groups, sizes)
-    counts = jnp.stack([ceil(x.rows, parts.granule) * ceil(x.columns, parts.granule) for x in places])
+    found = places(problem, groups, sizes)
+    rooms = [room_for(buffer, problem.groups, layout) for buffer in (problem.lhs, problem.rhs, problem.out)]
+    counts = jnp.stack([ceil(x.rows, parts.granule) * ceil(x.columns, parts.granule) for x in found])
     blocks = counts * np.int32((parts.granule // BLOCK) ** 2)
     room = np.asarray([[each.blocks] for each in rooms], np.int32)
     longest = np.asarray([[each.longest] for each in rooms], np.int32)
     # a group that does not fit by itself leaves the room to the others
-    alone = jnp.all((jnp.stack([x.stride for x in places]) <= longest) & (blocks <= room), axis=0)
+    alone = jnp.all((jnp.stack([x.stride for x in found]) <= longest) & (blocks <= room), axis=0)
     past = running_sum(jnp.where(alone, blocks, 0))
     kept = alone & jnp.all(past <= room, axis=0)
     first = past - blocks
     m, k, n = (jnp.where(kept, ceil(size, parts.granule), 0) for size in sizes)
     tile_m, tile_n = (_even(*each) for each in ((m, parts.tile_m), (n, parts.tile_n)))
     products = jnp.stack([m, k, n, tile_m, tile_n, *first])
-    lhs, rhs = (_align_table(layout, x, first[i], kept) for i, x in enumerate(places[:2]))
-    out, there = places[2], kept & (sizes[0] > 0) & (sizes[2] > 0)
+    lhs, rhs = (_align_table(layout, x, first[i], kept) for i, x in enumerate(found[:2]))
+    out, there = found[2], kept & (sizes[0] > 0) & (sizes[2] > 0)
     owned = jnp.where(there, jnp.where(sizes[1] > 0, collect.COMPUTED, collect.EMPTY_SUM), 0)
     lanes = n * np.int32(parts.granule // BLOCK)
     stored = jnp.stack([*out, first[2], lanes, owned])
     return Tables(lhs, rhs, products, stored, ~kept & (sizes[0] > 0) & (sizes[2] > 0))
-
-
-def _places(
-    problem: GemmProblem, layout: GemmLayout, groups: Groups, sizes: tuple[Any, Any, Any]
-) -> tuple[list[Matrices], list[Room]]:
-    """Where the matrices of lhs, rhs and the result are, and the room for their blocks."""
-    m, k, n = sizes
-    fields = (m, k), (k, n), (m, n)
-    raw = (groups.m, groups.k), (groups.k, groups.n), (groups.m, groups.n)
-    buffers = problem.lhs, problem.rhs, problem.out
-    found = [matrices(*each) for each in zip(buffers, groups[:3], raw, fields, strict=True)]
-    return found, [room_for(buffer, problem.groups, layout) for buffer in buffers]
 
 
 def _even(size: Array, most: int) -> Array:
@@ -252,36 +237,44 @@ def _align_table(layout: GemmLayout, x: Matrices, first: Array, kept: Array) -> 
 
 def run(plan: Plan, *operands: Array) -> Array:
     """The result of a plan's problem: operands are lhs, rhs, the six arrays of `Groups`, and those of `Extras`."""
-    problem = plan.problem
+    problem, layout = plan.problem, plan.layout
     assert isinstance(problem, GemmProblem)
     options = backend.call_options(plan)
-    out, left = execute(problem, plan.layout, *operands, **options)
-    return with_loops(problem, plan.target, out, left, *operands)
+
+    def in_blocks(problem: GemmProblem, *operands: Array) -> Array:
+        out, left = execute(problem, layout, *operands, **options)
+        return with_others(problem, functools.partial(loops, plan.target), out, left, *operands)
+
+    if layout.resident is None:
+        return in_blocks(problem, *operands)
+    out, left = resident.execute(problem, layout.resident, *operands, **options)
+    return with_others(problem, in_blocks, out, left, *operands)
 
 
-def with_loops(
-    problem: GemmProblem, target: Target, out: Array, left: Array, lhs: Array, rhs: Array, *rest: Array
+def loops(target: Target, problem: GemmProblem, *operands: Array) -> Array:
+    """The result of XLA's loops."""
+    asked: Any = problem
+    return xla.run(xla.plan(asked, target), *operands)
+
+
+def with_others(
+    problem: GemmProblem, run: Callable[..., Array], out: Array, left: Array, lhs: Array, rhs: Array, *rest: Array
 ) -> Array:
-    """The result of the kernels, and of XLA's loops over those groups that they left out, if there are any."""
+    """The result `out` of a kernel, with what `run(problem, *operands)` adds for groups that it left out, if any."""
     groups, extras = Groups(*rest[:6]), problem.extras(rest[6:])._replace(existing=out)
     others = groups._replace(**{name: jnp.where(left, getattr(groups, name), 0) for name in "mkn"})
-    loops: Any = problem.replace(accumulate=True, known=None)
-    looped = xla.plan(loops, target)
+    adding = problem.replace(accumulate=True, known=None)
     return lax.cond(
-        jnp.any(left), lambda *given: xla.run(looped, *given), lambda *given: given[8], lhs, rhs, *others, *extras.given
+        jnp.any(left), lambda *given: run(adding, *given), lambda *given: given[8], lhs, rhs, *others, *extras.given
     )
 
 
-def execute(problem: GemmProblem, layout: GemmLayout, lhs: Array, rhs: Array, *rest: Array, **options: Any) -> Any:
+def execute(problem: GemmProblem, layout: GemmLayout, *operands: Array, **options: Any) -> Any:
     """The result by kernels of this layout, and bool[g]: groups that are left out, as if they owned nothing."""
-    flat, groups, extras = flattened(problem), Groups(*rest[:6]), problem.extras(rest[6:])
-    pair = _flat(problem.lhs, lhs), _flat(problem.rhs, rhs)
-    if flat_buffer(problem.out).transposed:
-        pair = pair[::-1]
-        groups = Groups(groups.rhs, groups.lhs, groups.out, groups.n, groups.k, groups.m)
+    flat, (lhs, rhs, groups, extras) = flattened(problem), flat_operands(problem, *operands)
     found = tables(flat, layout, groups)
     blocks = []
-    for name, x, table in zip(("lhs", "rhs"), pair, (found.lhs, found.rhs), strict=True):
+    for name, x, table in zip(("lhs", "rhs"), (lhs, rhs), (found.lhs, found.rhs), strict=True):
         buffer = getattr(flat, name)
         aligner = align.Aligner(
             length=x.shape[0], dtype=buffer.dtype, groups=problem.groups,
@@ -290,17 +283,12 @@ def execute(problem: GemmProblem, layout: GemmLayout, lhs: Array, rhs: Array, *r
         blocks.append(aligner.run(x, table, **options))
     room = room_for(flat.out, problem.groups, layout)
     products = multiplier(flat, layout, room).run(blocks[0], blocks[1], found.products, **options)
-    given = {name: each for name, each in extras._asdict().items() if each is not None}
-    if problem.accumulate:
-        given["existing"] = _flat(problem.out, given["existing"])
     collector = collect.Collector(
         length=math.prod(problem.out.shape), dtype=problem.out.dtype, groups=problem.groups, room=room,
         window=layout.window, accumulate=problem.accumulate, alpha=problem.alpha, beta=problem.beta,
         bias=problem.n.size if problem.bias else 0,
     )  # fmt: skip
-    out = collector.run(products, found.out, given, **options)
-    shape = problem.out.shape
-    return (out.reshape(shape) if problem.out.group_axis == 0 else out.reshape(shape[::-1]).T), found.left
+    return shaped(problem, collector.run(products, found.out, extras, **options)), found.left
 
 
 def multiplier(flat: GemmProblem, layout: GemmLayout, room: Room) -> multiply.Multiplier:

@@ -1,0 +1,232 @@
+"""How rows of a flat buffer, which start at any lane, become rows of blocks of 128 lanes in VMEM.
+
+A segment is some rows of a matrix, which are contiguous in the flat buffer. They are copied to VMEM as they are, and
+aligned chunk by chunk: eight vectors of 128 words of each row. A word is one entry of 32 bits or two of 16: lane l of
+vectors 2 i and 2 i + 1 of the flat buffer.
+
+    spread      each row's eight vectors are stored apart, so that the same vector of eight rows is one register
+    rotated     each row of that register by its own number of lanes, with a gather
+    merged      with the vector before it, by shifts: a lane takes its entries from one of the two or from both
+    paired      of 16-bit entries: words of two rows become words of two vectors, as a TPU stores matrices
+
+Vector i is complete when vector i + 1 is there, so a chunk has the last vector of the chunk before and all of its own
+but the last. What was aligned is staged, and copied to the blocks while no product reads those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from trencadis.backends.tpu.indexing import LANES, Index, Ref, Value, aligned_ds, i32
+from trencadis.backends.tpu.ragged.flat import TILE
+from trencadis.backends.tpu.resident.sizes import CHUNK, COLUMNS, PAIR, Sizes
+from trencadis.backends.tpu.resident.table import Table
+
+APART = (
+    PAIR + 1
+)  # rows from one vector of a pair of registers to the next; odd, since memory has an even number of banks
+MARGIN = 4  # tiles: a segment starts within one, and chunks of its last row go past its end
+LOW, HIGH = np.int32(0xFFFF), np.int32(-0x10000)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """lhs or rhs: its flat buffer, and how its blocks are ordered.
+
+    The blocks of a product are contiguous. If rows are along k, they are those of 128 rows after one another; if lanes
+    are, those of 128 lanes. A streamed operand, whose panels are used one after the other, has few of them in VMEM.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    length: int  # entries of the flat buffer
+    along_k: str  # "rows" or "lanes"
+    streamed: bool
+    sizes: Sizes
+
+    @property
+    def packing(self) -> int:
+        """The entries of a word."""
+        return 4 // self.dtype.itemsize
+
+    @property
+    def block(self) -> int:
+        """The rows of words of a block of 128 x 128."""
+        return LANES // self.packing
+
+    @property
+    def height(self) -> int:
+        """The rows of a product, if its lanes are along k."""
+        return self.sizes.rows if self.streamed else COLUMNS
+
+    @property
+    def tile(self) -> int:
+        """The rows of words of a product's blocks."""
+        width = COLUMNS if self.along_k == "rows" else self.height
+        return self.sizes.depth * width // (LANES * self.packing)
+
+    @property
+    def words(self) -> int:
+        """The rows of words of a segment in one vector of lanes."""
+        return self.sizes.rows // self.packing
+
+    def field(self, table: Table, name: str, entry: Index) -> Index:
+        """A number of the operand's matrix of an entry."""
+        return table.field(f"{self.name}_{name}", entry)
+
+    def outer(self, table: Table, entry: Index) -> Index:
+        """The products along the dimension that is not k."""
+        return table.field("panels" if self.name == "lhs" else "blocks", entry)
+
+    def vectors(self, table: Table, entry: Index) -> Index:
+        """The vectors of lanes of a matrix, with padding."""
+        if self.along_k == "rows":
+            return self.outer(table, entry) * i32(COLUMNS // LANES)
+        return table.field("steps", entry) * i32(self.sizes.depth // LANES)
+
+    def chunks(self, table: Table, entry: Index) -> Index:
+        """The chunks of a row; the last vector of words is complete in the chunk after it."""
+        return lax.div(self.vectors(table, entry), i32(CHUNK * self.packing)) + i32(1)
+
+    def segments(self, table: Table, entry: Index) -> Index:
+        """The segments of a matrix, with those that are only padding along k."""
+        if self.along_k == "rows":
+            return table.field("steps", entry) * i32(self.sizes.depth // self.sizes.rows)
+        return lax.div(self.field(table, "rows", entry) + i32(self.sizes.rows - 1), i32(self.sizes.rows))
+
+    def fetched(self, table: Table, entry: Index) -> Index:
+        """The segments of a matrix that have entries."""
+        rows = lax.div(self.field(table, "rows", entry) + i32(self.sizes.rows - 1), i32(self.sizes.rows))
+        return jnp.where(self.field(table, "columns", entry) > i32(0), rows, i32(0))
+
+    def piece(self, table: Table, entry: Index) -> Index:
+        """The rows of words of a matrix, or of a panel of a streamed one."""
+        steps = table.field("steps", entry) * i32(self.tile)
+        return steps if self.streamed else steps * self.outer(table, entry)
+
+    def room(self, table: Table, entry: Index) -> Index:
+        """The tiles of a segment in VMEM: room for all of its rows, also for those that a matrix does not have."""
+        entries = self.field(table, "stride", entry) * i32(self.sizes.rows)
+        return lax.div(entries + i32(TILE - 1), i32(TILE)) + i32(MARGIN)
+
+    def window(self, table: Table, entry: Index, segment: Index) -> tuple[Index, Index, Index]:
+        """The entries that hold a segment: the first, how many, and where among them its first row starts."""
+        stride, row = self.field(table, "stride", entry), segment * i32(self.sizes.rows)
+        rows = jnp.clip(self.field(table, "rows", entry) - row, i32(1), i32(self.sizes.rows))
+        start = self.field(table, "start", entry) + row * stride
+        end = start + (rows - i32(1)) * stride + self.field(table, "columns", entry)
+        first = start & i32(-TILE)
+        count = (end - first + i32(TILE - 1)) & i32(-TILE)
+        return pl.multiple_of(first, TILE), pl.multiple_of(count, TILE), start - first
+
+    def place(self, table: Table, entry: Index, segment: Index, base: Index) -> tuple[Index, Index]:
+        """Where the first vector of a segment is among the blocks that start at `base`, and from it to the next two.
+
+        Of rows along k, vectors are two by two in blocks of a product; else each is as far from the next.
+        """
+        row = jnp.int32(0) if self.streamed else segment * i32(self.sizes.rows)
+        if self.along_k == "lanes":
+            outer = lax.div(row, i32(self.height)) * table.field("steps", entry) * i32(self.tile)
+            inside = lax.div(lax.rem(row, i32(self.height)), i32(self.packing))
+            return base + outer + inside, i32(2 * self.height // self.packing)
+        step = lax.div(row, i32(self.sizes.depth)) * self.outer(table, entry) * i32(self.tile)
+        slab = lax.div(lax.rem(row, i32(self.sizes.depth)), i32(LANES)) * i32(2 * self.block)
+        inside = lax.div(lax.rem(row, i32(LANES)), i32(self.packing))
+        return base + step + slab + inside, i32(self.tile)
+
+
+def spread_scratch(sizes: Sizes) -> Any:
+    """The memory for the words of a segment that are spread."""
+    return pltpu.VMEM((sizes.rows // PAIR * CHUNK * APART, LANES), jnp.int32)
+
+
+def staged_scratch(sizes: Sizes, packing: int) -> Any:
+    """The memory for what was aligned of a chunk, one vector of lanes of the segment after the other."""
+    return pltpu.VMEM((CHUNK * packing, sizes.rows // packing, LANES), jnp.int32)
+
+
+def align_pair(vmem: dict[str, Ref], packing: int, pair: int, at: Index, stride: Index, valid: Index) -> None:
+    """Align eight vectors of words of 16 rows, of which the first starts at the entry `at`; rows past `valid` are 0."""
+    raw, spread = vmem["raw"], vmem["spread"]
+    first, span = pair * CHUNK * APART, LANES * packing
+    before = [spread[pl.ds(first + (CHUNK - 1) * APART + h * CHUNK, CHUNK), :] for h in range(2)]
+    for r in range(PAIR):
+        start = pl.multiple_of(((at + i32(r) * stride) >> i32(span.bit_length() - 1)) * i32(span), span)
+        words = raw[pl.ds(start, CHUNK * span)].reshape(CHUNK * packing, LANES)
+        row = (r % 2) * CHUNK + r // 2 if packing == 2 else r
+        spread[pl.ds(first + row, CHUNK, APART), :] = pltpu.bitcast(words, jnp.int32)
+    rotations = [_rotation(packing, h, pair, at, stride, valid) for h in range(2)]
+    last = [_rotated(x, index) for x, (index, _, _) in zip(before, rotations, strict=True)]
+    for v in range(CHUNK):
+        merged = []
+        for h, (index, down, up) in enumerate(rotations):
+            word = _rotated(spread[pl.ds(first + v * APART + h * CHUNK, CHUNK), :], index)
+            merged.append(lax.shift_right_logical(last[h], down) | lax.shift_left(word, up))
+            last[h] = word
+        _stage(packing, vmem["staged"], v, pair, merged)
+
+
+def _rotated(words: Value, index: Value) -> Value:
+    return jnp.take_along_axis(words, index, axis=1, mode="promise_in_bounds")
+
+
+def _rotation(packing: int, half: int, pair: int, at: Index, stride: Index, valid: Index) -> tuple[Value, Value, Value]:
+    """The lane that each lane of eight rows comes from, and the shifts of a vector of words and of the next."""
+    span, bits = LANES * packing, 32 // packing
+    lane, sublane = (lax.broadcasted_iota(jnp.int32, (CHUNK, LANES), axis) for axis in (1, 0))
+    row = sublane * i32(2) + i32(half) if packing == 2 else sublane + i32(half * CHUNK)
+    offset = ((row * stride + at) & i32(span - 1)) + lane
+    down = (offset >> i32(LANES.bit_length() - 1)) * i32(bits)
+    up = i32(32) - down
+    there = row < valid - i32(PAIR * pair)
+    down, up = jnp.where(there, down, i32(32)), jnp.where(there, up, i32(32))
+    return offset & i32(LANES - 1), down, up
+
+
+def _stage(packing: int, staged: Ref, vector: int, pair: int, merged: list[Value]) -> None:
+    even, odd = merged
+    if packing == 1:
+        staged[vector, pl.ds(pair * PAIR, CHUNK), :] = even
+        staged[vector, pl.ds(pair * PAIR + CHUNK, CHUNK), :] = odd
+        return
+    rows = pl.ds(pair * CHUNK, CHUNK)
+    staged[2 * vector, rows, :] = (even & LOW) | lax.shift_left(odd, i32(16))
+    staged[2 * vector + 1, rows, :] = lax.shift_right_logical(even, i32(16)) | (odd & HIGH)
+
+
+def commit(operand: Operand, table: Table, staged: Ref, blocks: Ref, at: tuple[Index, ...], base: Index) -> None:
+    """Copy a staged chunk to the blocks that start at `base`; `at` is its entry, segment and chunk.
+
+    Lanes past the end of a row are zeros.
+    """
+    entry, segment, chunk = at
+    first = (chunk * i32(CHUNK) - i32(1)) * i32(operand.packing)
+    empty = segment >= operand.fetched(table, entry)
+    columns = jnp.where(empty, i32(0), operand.field(table, "columns", entry))
+    place, apart = operand.place(table, entry, segment, base)
+    lane = lax.broadcasted_iota(jnp.int32, (operand.words, LANES), 1)
+    count = operand.vectors(table, entry) - first
+
+    def copy(i: Index, none: None) -> None:
+        vector = first + i
+        kept = lane < columns - vector * i32(LANES)
+        value = jnp.where(kept, staged[i], i32(0))
+        to = place + (vector >> i32(1)) * apart
+        if operand.along_k == "lanes":
+            target = to + (vector & i32(1)) * i32(operand.height // operand.packing)
+            blocks[aligned_ds(target, operand.words, CHUNK), :] = value
+            return
+        target = to + (vector & i32(1)) * i32(operand.block)
+        step = min(operand.block, operand.words)
+        for i_slab, rows in enumerate(range(0, operand.words, step)):
+            blocks[aligned_ds(target + i32(2 * operand.block * i_slab), step, CHUNK), :] = value[rows : rows + step]
+
+    low = jnp.maximum(-first, i32(0))
+    lax.fori_loop(low, jnp.minimum(count, i32(CHUNK * operand.packing)), copy, None)

@@ -1,0 +1,126 @@
+"""The TPU kernel of the general form for groups whose rhs fits into VMEM: values in the interpreter, and its tables."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax._src.pallas.mosaic.interpret import race_detection_state
+from jax.experimental.pallas import tpu as pltpu
+from sweep import sweep
+
+from tests.gemm.drawn import KINDS, drawn, flat_problem, whole_strides
+from trencadis.backends.tpu.ragged.flat import TILE
+from trencadis.backends.tpu.resident.align import MARGIN
+from trencadis.backends.tpu.resident.sizes import Sizes
+from trencadis.backends.tpu.resident.table import FIELDS
+from trencadis.core.devices import CHIPS
+from trencadis.core.target import Target
+from trencadis.gemm import resident, tpu
+from trencadis.gemm.flat import flattened
+from trencadis.gemm.problem import Groups
+
+pytestmark = pytest.mark.core
+
+STRICT = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
+# groups of two panels, steps and blocks; of two chunks of a row; an empty one, a sum of no terms, too long a row
+SIZES = [20, 3, 0, 4, 1], [130, 2, 3, 0, 1], [260, 2100, 2, 5, 2601]
+SHORT = [17, 1, 0, 1, 1], [130, 2, 3, 0, 1], [40, 4, 2, 5, 2601]  # two panels and steps: less to compute
+ROOMS = 2700, 41000, 14200
+
+
+def small(problem, **changes):
+    """A layout of few rows, if lhs is not transposed: buffers are used again, and a strip has two slots of rows."""
+    rows, longest = 256 if flattened(problem).lhs.transposed else 16, 2600
+    sizes = Sizes(
+        rows=rows, depth=max(rows, 128), products=2, longest=longest, strip=4096, sums=44, slot_rows=4, converted=1,
+        raw=2 * (-(-rows * longest // TILE) + MARGIN), lhs=0, rhs=0,
+    )  # fmt: skip
+    left, right = resident.operands(flattened(problem), sizes)
+    return dataclasses.replace(sizes, lhs=5 * left.tile, rhs=12 * right.tile, **changes)
+
+
+APART = dict(overlap=False, row_slots=0, products=1, slot_rows=1)  # nothing among products: less to compile
+CASES = [(*KINDS[0], SHORT, APART), *((*kind, SIZES, {}) for kind in KINDS)]
+
+
+@pytest.mark.parametrize(("dtype", "transposes", "epilogue", "sizes", "changes"), sweep(CASES, CASES[:1]))
+def test_values_are_those_of_a_loop(dtype, transposes, epilogue, sizes, changes, rng):
+    """Nothing leaks: unowned entries are NaN, and uninitialized memory is too; rows that are too long go to XLA."""
+    problem, operands, want = drawn(rng, sizes, ROOMS, dtype, transposes, **epilogue)
+
+    def call(*operands):
+        out, left = resident.execute(problem, small(problem, **changes), *operands, interpret=STRICT)
+        loops = functools.partial(tpu.loops, Target(platform="cpu"))
+        return tpu.with_others(problem, loops, out, left, *operands), left
+
+    out, left = jax.jit(call)(*operands)
+    assert left.tolist() == [False, False, False, False, not all(transposes[1:])]  # n of the last group is a row
+    out, exact = np.asarray(out, np.float64), 1e-5 if dtype == "float32" else 2**-7
+    np.testing.assert_allclose(out, want, rtol=exact, atol=40 * exact)
+
+
+@pytest.mark.sweep
+def test_there_is_no_race(rng, monkeypatch):
+    whole_strides(monkeypatch, race_detection_state)
+    problem, operands, _ = drawn(rng, SIZES, ROOMS, "bfloat16", (False,) * 3)
+    strict = dataclasses.replace(STRICT, detect_races=True)
+    jax.block_until_ready(
+        jax.jit(lambda *x: resident.execute(problem, small(problem), *x, interpret=strict))(*operands)
+    )
+    assert not interpreter.races.races_found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The layout and the table
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2304), ("float32", 1200), ("bfloat16", 40)])
+def test_the_layout_fits_into_vmem(chip, transposed, dtype, size):
+    """First-in-first-out buffers have room for two of the largest pieces: with less they could wait for each other."""
+    problem = flat_problem([size] * 32, dtype)
+    problem = problem.replace(lhs=dataclasses.replace(problem.lhs, transposed=transposed))
+    sizes = resident.layout_for(problem, CHIPS[chip])
+    if sizes is None:
+        assert size > 40 and CHIPS[chip].vmem < (128 << 20)
+        return
+    scratch = [x for x in resident.kernel_of(problem, sizes).scratch().values()]
+    in_vmem = [x for x in scratch if getattr(x, "memory_space", None) == pltpu.VMEM]
+    assert sum(np.prod(x.shape) * np.dtype(x.dtype).itemsize for x in in_vmem) <= 0.96 * CHIPS[chip].vmem
+    assert sizes.sums >= 2 * sizes.longest // 128 and sizes.raw * TILE >= 2 * sizes.rows * sizes.longest
+    left, _ = resident.operands(problem, sizes)
+    assert transposed or sizes.lhs >= 2 * -(-sizes.longest // sizes.depth) * left.tile
+
+
+def test_groups_that_do_not_fit_are_left_to_loops():
+    """A row of many entries is too long for the buffers; the other groups are computed by the kernel."""
+    problem = flat_problem([300] * 3)
+    layout = resident.layout_for(problem, CHIPS["v6e"])
+    starts, sizes = ([0, 9, 70000], [0, 9, 18], [0, 9, 18]), ([3, 1, 20], [3, layout.longest + 1, 20], [3, 1, 20])
+    groups = Groups(*(jnp.asarray(x, jnp.int32) for x in (*starts, *sizes)))
+    found = resident.tables(problem, layout, groups)
+    assert found.left.tolist() == [False, True, False]
+    table = np.asarray(found.table[:-1]).reshape(len(FIELDS), -1)
+    assert found.table[-1] == 2 and table[FIELDS.index("group"), :2].tolist() == [0, 2]
+    assert table[FIELDS.index("lhs_start"), :2].tolist() == [0, 70000]
+
+
+def test_a_large_transposed_lhs_is_several_entries():
+    """Its columns are rows of the result, and those that fit into VMEM at a time are an entry of the table."""
+    problem = flat_problem([2000] * 16)
+    problem = problem.replace(lhs=dataclasses.replace(problem.lhs, transposed=True))
+    layout = resident.layout_for(problem, CHIPS["v6e"])
+    zero, m, k, n = (jnp.asarray([0] * 15 + [x], jnp.int32) for x in (0, 8000, 4000, 400))
+    found = resident.tables(problem, layout, Groups(zero, zero, zero, m, k, n))
+    fields = dict(zip(FIELDS, np.asarray(found.table[:-1]).reshape(len(FIELDS), -1), strict=True))
+    count = int(found.table[-1])
+    assert not found.left.any() and count > 1
+    rows = fields["m"][:count]
+    assert rows.sum() == 8000 and (rows[:-1] % layout.rows == 0).all()
+    first = np.cumsum(rows) - rows
+    assert (fields["lhs_start"][:count] == first).all() and (fields["start"][:count] == first * 400).all()
