@@ -8,7 +8,7 @@ def test_the_cases_of_the_check():
     for case in every:
         sizes = cases.group_sizes(case.sizes, case.call.m, case.call.g, case.seed)
         assert sizes.sum() <= case.call.m and case.first + case.call.local <= case.call.g
-    assert len(quantized_cases.checks()) == 34  # and more on a GPU
+    assert len(quantized_cases.checks()) == 35  # and more on a GPU
 
 
 def test_the_results_of_the_check_are_of_these_cases():

@@ -29,8 +29,9 @@ def entry_spans(
     window = tl.minimum(tl.maximum(window, -LOCAL), GROUPS)  # so that no sum with it overflows
     group = window + tl.arange(0, BLOCK)
     at = tl.minimum(tl.maximum(group, 0), GROUPS - 1)
-    begin = tl.gather(start, at, axis=0)
-    return begin, tl.where((group >= 0) & (group < GROUPS), tl.gather(end, at, axis=0), begin)
+    to = tl.gather(end, at, axis=0)
+    begin = tl.where(group < GROUPS, tl.gather(start, at, axis=0), to)
+    return begin, tl.where(group >= 0, to, begin)
 
 
 @triton.jit
