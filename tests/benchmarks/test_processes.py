@@ -24,9 +24,9 @@ def test_a_child_that_fails_says_why_after_its_values():
     assert found == [[1]]
 
 
-@pytest.mark.parametrize("item, why", [("die", "exit code 3"), ("hang", "no answer within 5 s")])
+@pytest.mark.parametrize("item, why", [("die", "exit code 3"), ("hang", "no answer within 2 s")])
 def test_the_items_behind_a_failure_are_done_by_another_child(item, why):
-    found = list(processes.each(COUNTS, ["a", item, "b"], 7, silence_s=5))
+    found = list(processes.each(COUNTS, ["a", item, "b"], 7, silence_s=2))
     assert found == [("a", ["a", 7], ""), (item, None, why), ("b", ["b", 7], "")]
 
 

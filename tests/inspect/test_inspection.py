@@ -30,6 +30,7 @@ def test_a_copy_moves_its_bytes_and_no_more(generation):
     assert 0.5 < kernel.dma_wait < 1
 
 
+@pytest.mark.sweep
 def test_a_product_takes_at_least_its_operations():
     found = multiplied()
     (kernel,) = found.kernels
@@ -100,6 +101,7 @@ def test_too_much_vmem_is_an_answer():
     assert "does not compile" in str(found)
 
 
+@pytest.mark.sweep
 def test_a_kernel_that_its_data_lead_is_refused():
     with pytest.raises(
         tpu.UnknownSchedule, match=r"led_by_data.*cannot be followed(.|\n)*final_bundles.txt:\d+(.|\n)*libtpu"
@@ -107,6 +109,7 @@ def test_a_kernel_that_its_data_lead_is_refused():
         tpu.inspect(led_by_data, array(8, 128), generation="v5e")
 
 
+@pytest.mark.sweep
 def test_xla_around_and_loops_that_are_counted(tmp_path):
     def fn(x, y):
         z = jax.lax.fori_loop(0, 3, lambda i, z: matmul(z.astype(bf16), y), jnp.dot(x, y).astype(jnp.float32))

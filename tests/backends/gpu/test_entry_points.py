@@ -80,6 +80,7 @@ def test_bias_and_activations(activation, rng):
     assert not out[OWNED:].any()
 
 
+@pytest.mark.sweep
 def test_existing_out(xwy):
     """Unowned rows and empty groups keep existing_out to the bit, even NaN."""
     x, w, y = xwy
@@ -117,6 +118,7 @@ def test_gradient_of_a_bias(dtype, xwy):
     oracle.check(pull(c)[0], oracle.contraction(np.ones((M, 1)), c, SIZES)[:, 0])
 
 
+@pytest.mark.sweep
 def test_gradient_through_an_activation(xwy):
     """`jax.grad` of a loss, by value."""
     x, w, c = xwy
@@ -127,6 +129,7 @@ def test_gradient_through_an_activation(xwy):
     same(transform, x, w)
 
 
+@pytest.mark.sweep
 def test_forward_mode(xwy):
     x, _, y = xwy
     same(lambda how: lambda x, y, dx: jax.jvp(lambda x: summed(x, y, **how), (x,), (dx,)), x, y, x[::-1])
@@ -140,6 +143,7 @@ def test_vmap(axes, xwy):
     same(lambda how: jax.vmap(functools.partial(rows, **how), in_axes=axes), *stacked)
 
 
+@pytest.mark.sweep
 def test_vmap_of_a_contraction(xwy):
     given = (xwy[0], xwy[2], SIZES)
     same(lambda how: jax.vmap(functools.partial(summed, **how)), *(np.stack([a, a[::-1]]) for a in given))
@@ -163,6 +167,7 @@ def test_windows(traced, xwy):
             oracle.check(weights, oracle.contraction(x, y, SIZES, first=first, local=2))
 
 
+@pytest.mark.sweep
 def test_the_callers_tile_changes_the_layout_and_not_the_value(xwy, monkeypatch):
     x, w, _ = xwy
     seen, call = [], kernel.call
@@ -175,6 +180,7 @@ def test_the_callers_tile_changes_the_layout_and_not_the_value(xwy, monkeypatch)
     oracle.check(first, oracle.rows(x, w, SIZES))
 
 
+@pytest.mark.sweep
 def test_grouped_gemm(xwy):
     """Both forms by what tensors say, with gradients."""
     x, w, y = xwy

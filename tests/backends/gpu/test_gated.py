@@ -75,6 +75,7 @@ def test_equals_float64_with_poison_in_other_groups(name):
         check(problem, sizes, first, operands, [np.asarray(x) for x in run(lhs, rhs, sizes, first, *rest)])
 
 
+@pytest.mark.sweep
 def test_padded_columns_do_not_count():
     """Padding of n is 0 in gate and up, where this activation is not a number."""
     gate = Gate(activation=lambda gate, up: gate / up, pullback=True)

@@ -134,6 +134,7 @@ def test_equal_products_of_a_program_are_lowered_once():
     assert kernels(text) == 1 and text.count("call @grouped_matmul") == 3
 
 
+@pytest.mark.sweep
 def test_a_training_step_by_default_leaves_operands_as_they_are():
     """A float32 result has a float32 cotangent, which is split into hi and lo; weights are not cast or transposed."""
 

@@ -60,6 +60,7 @@ def test_gradient(xwy):
     oracle.check(dw, oracle.contraction(x, c, SIZES))
 
 
+@pytest.mark.sweep
 def test_quantized_operands(xwy):
     """Unowned rows are 0 although their scales are NaN."""
     x, w, y = xwy
@@ -70,6 +71,7 @@ def test_quantized_operands(xwy):
     oracle.check(summed(q, p, **how), oracle.contraction(q.dequantize(), p.dequantize(), SIZES))
 
 
+@pytest.mark.sweep
 def test_forward_mode(xwy):
     x, _, y = xwy
     check_against_reference(
@@ -88,6 +90,7 @@ def test_second_order(xwy):
     check_against_reference(transform, x, w)
 
 
+@pytest.mark.sweep
 def test_bias_activation_and_existing_out(xwy):
     x, w, y = xwy
 
@@ -108,6 +111,7 @@ def test_vmap(axes, xwy):
     check_against_reference(lambda how: jax.vmap(functools.partial(rows, **how), in_axes=axes), *stacked)
 
 
+@pytest.mark.sweep
 def test_shard_map(xwy):
     """Experts over two devices, with check_vma on: each has a window, and the sum over devices is the whole result."""
     x, w, _ = xwy
@@ -125,6 +129,7 @@ def test_shard_map(xwy):
     check_against_reference(transform, x, w)
 
 
+@pytest.mark.sweep
 def test_64_bits(x64, rng):
     """With x64 on, scalars of the kernel stay int32, and int64 group sizes are clamped."""
     x, w = rng.normal(size=(M, K)).astype(np.float32), rng.normal(size=(G, K, N)).astype(np.float32)

@@ -98,7 +98,8 @@ def test_compiles_without_a_pass_over_rows(chip, dtype):
         assert names(text) == ["trencadis_sum_rows"] and not passes(text)
 
 
-@pytest.mark.parametrize("chip", sweep(["v5e", "v6e"], ["v6e"]))
+@pytest.mark.sweep
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_rows_take_little_longer_than_a_copy(chip):
     """With the time to pack tokens, of which there are an eighth as many."""
     t, k, d = 1024, 8, 2048
