@@ -29,7 +29,6 @@ def test_docstrings(name):
     assert failed == 0
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_pages(page):
     failed, _ = doctest.testfile(str(page), module_relative=False, optionflags=FLAGS)

@@ -17,8 +17,6 @@ from trencadis.core.devices import target_of
 from trencadis.core.plan import plan
 from trencadis.viz import Mosaic, Raster, show
 
-pytestmark = pytest.mark.core
-
 SVG = "{http://www.w3.org/2000/svg}"
 F32 = dict(dtype="float32", target="cpu")  # what XLA does with bfloat16 depends on the CPU
 CASES = {

@@ -1,10 +1,6 @@
 """The colours of groups: neighbours differ for every eye, and numbers can be read on them."""
 
-import pytest
-
 from trencadis.viz.palette import HUES, LAYERS, colour, ink
-
-pytestmark = pytest.mark.core
 
 
 def test_palette_tells_neighbours_apart():

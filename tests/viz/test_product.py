@@ -20,8 +20,6 @@ from trencadis.cli.sizes import random_sizes
 from trencadis.viz import Product, show, show_gemm
 from trencadis.viz.panel import Box, Kind
 
-pytestmark = pytest.mark.core
-
 SVG = "{http://www.w3.org/2000/svg}"
 IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "img"
 SIZES = (3, 0, 5)

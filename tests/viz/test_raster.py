@@ -15,8 +15,6 @@ from trencadis.cli.sizes import random_sizes
 from trencadis.core.schedule import walk
 from trencadis.viz import Mosaic, Raster, show
 
-pytestmark = pytest.mark.core
-
 NOTE = "drawn   a fixed-raster schedule, as in megablox; not the tiles of our kernels"
 SVG = "{http://www.w3.org/2000/svg}"
 
