@@ -1,8 +1,13 @@
 """Problems of the general form whose m, k and n are all ragged, with random operands and their meaning in float64."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trencadis.core.target import Target
+from trencadis.gemm import tpu
 from trencadis.gemm.problem import Buffer, Dim, GemmProblem, Groups
 
 
@@ -67,3 +72,17 @@ KINDS = [
     ("bfloat16", (False, True, False), {"accumulate": True}),
     ("float32", (False, False, True), {"accumulate": True}),
 ]
+
+
+def check_values(problem, execute, operands, want, dtype, transposes):
+    """A kernel leaves the last group, whose rows are too long, to XLA's loops, and all values are right."""
+
+    def call(*operands):
+        out, left = execute(*operands)
+        loops = functools.partial(tpu.loops, Target(platform="cpu"))
+        return tpu.with_others(problem, loops, out, left, *operands), left
+
+    out, left = jax.jit(call)(*operands)
+    assert left.tolist() == [False, False, False, False, not all(transposes[1:])]  # n of the last group is a row
+    out, exact = np.asarray(out, np.float64), 1e-5 if dtype == "float32" else 2**-7
+    np.testing.assert_allclose(out, want, rtol=exact, atol=40 * exact)

@@ -43,7 +43,7 @@ def _forward(
         z = [multiply(problem, layout, x, weight) for weight in weights]
         vectors = [Extras(bias=row_or_none(bias, tile.group)) for bias in (bias_gate, bias_up)]
         z = [problem.epilogue.finish(each, vector, problem.acc) for each, vector in zip(z, vectors, strict=True)]
-        found = (elementwise(_activation(problem))(*z), *z)
+        found = (elementwise(activation_of(problem))(*z), *z)
         return [tile.stored(out, each, problem.out) for out, each in zip(outs, found, strict=False)]
 
     return each_tile(problem, layout, bounds, compute, [lhs], [gate, up], outs)
@@ -55,18 +55,13 @@ def _pullback(
     """The gradients of gate and up, stored over them, the weighted activation, and the gradient of the weights."""
     lhs, rhs, z_gate, z_up, weight = operands
 
-    def pulled_back(scale: Array, _: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        z_gate, z_up, d_h, _ = state
-        h, pullback = jax.vjp(elementwise(_activation(problem)), z_gate, z_up)
-        return (*pullback(scale * d_h), scale * h, jnp.sum(d_h * h, axis=1))
-
     def compute(tile: Tile, sources: Sequence[Array], weights: Sequence[Array], outs: list[Array]) -> list[Array]:
         d_h = multiply(problem, layout, tile.of(sources[0], token), weights[0])
         z = [from_bits(tile.of(out), problem.out).astype(problem.acc) for out in outs[:2]]
         scale = tile.of(weight).astype(problem.acc)[:, None]
         # in a loop of one iteration; without it XLA would read gate while it stores up, and copy both arrays before
         once, state = (tile.row >= 0).astype(jnp.int32), (*z, d_h, jnp.zeros(tile.height, problem.acc))
-        new = lax.fori_loop(_0, once, functools.partial(pulled_back, scale), state)
+        new = lax.fori_loop(_0, once, functools.partial(pulled_back, problem, scale), state)
         kinds = (problem.out,) * 3 + (np.dtype(np.float32),)
         return [tile.stored(out, *each) for out, *each in zip(outs, new, kinds, strict=True)]
 
@@ -88,7 +83,18 @@ def _sum(
     return each_tile(problem, layout, bounds, compute, [lhs, lhs_up], [rhs, rhs_up], outs)
 
 
-def _activation(problem: Problem) -> Activation:
+def pulled_back(problem: Problem, scale: Array, _: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+    """The gradients of gate and up, the weighted activation, and the gradient of the weights of some rows.
+
+    It is the body of a loop: of the state gate, up and the gradient of the activation, the fourth is not read.
+    """
+    z_gate, z_up, d_h, _ = state
+    h, pullback = jax.vjp(elementwise(activation_of(problem)), z_gate, z_up)
+    return (*pullback(scale * d_h), scale * h, jnp.sum(d_h * h, axis=1))
+
+
+def activation_of(problem: Problem) -> Activation:
+    """The activation of a gated problem that has one."""
     assert problem.gate is not None and problem.gate.activation is not None
     return problem.gate.activation
 

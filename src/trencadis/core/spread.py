@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from jax import lax
 from jaxtyping import Array
 
@@ -12,8 +15,8 @@ from trencadis.core.mesh import Axes
 LARGE = 1 << 20  # bytes of an array whose sum is worth two collectives instead of one
 
 
-def spread(x: V, axes: Axes) -> V | Array:
-    """The same array, which varies over these mesh axes too; its gradient is `total`."""
+def spread(x: V, axes: Axes, add: Callable[[Array, Any], Array] | None = None) -> V | Array:
+    """The same array, which varies over these mesh axes too; its gradient is summed by `add`, or `total`."""
     missing = tuple(axis for axis in axes if axis not in varying_axes(x))
     if not missing:
         return x
@@ -21,14 +24,14 @@ def spread(x: V, axes: Axes) -> V | Array:
     def vary(_: tuple[()], x: Array) -> Array:
         return vary_over(x, missing)
 
-    def add(_: tuple[()], ct: Array) -> Array:
-        return total(ct, missing)
+    def back(_: tuple[()], ct: Array) -> Array:
+        return (add or total)(ct, missing)
 
-    return linear(vary, add, (), x)
+    return linear(vary, back, (), x)
 
 
 def total(x: Array, axes: Axes) -> Array:
-    """The same as `lax.psum`.
+    """The sum over the devices of mesh axes, as `lax.psum` has it.
 
     For an all-reduce XLA needs a second array on CPUs. A reduce-scatter and an all-gather of its parts move as many
     bytes, and the sums take the place of their terms.

@@ -13,8 +13,9 @@ from jax import lax
 from jaxtyping import Array
 
 from trencadis.core.dtypes import bits
-from trencadis.core.jax_compat import vary_over, varying_axes
+from trencadis.core.jax_compat import vary_over
 from trencadis.core.linear import linear
+from trencadis.core.spread import spread
 from trencadis.quant.scaled import Scaled
 
 Axis: TypeAlias = str | tuple[str, ...]  # a mesh axis, or several that count as one
@@ -41,10 +42,10 @@ def ordered_psum(x: Array, axis: Axis) -> Array:
     def add(_: tuple[()], x: Array) -> Array:
         return _sum(lax.all_gather(x, axis, to="invarying"))
 
-    def spread(_: tuple[()], ct: Array) -> Array:
+    def vary(_: tuple[()], ct: Array) -> Array:
         return ordered_pvary(ct, axis)
 
-    return linear(add, spread, (), vary_over(x, names_of(axis)))
+    return linear(add, vary, (), vary_over(x, names_of(axis)))
 
 
 def ordered_pvary(x: Array, axis: Axis) -> Array:
@@ -58,17 +59,7 @@ def ordered_pvary(x: Array, axis: Axis) -> Array:
     >>> jax.grad(mapped)(jnp.ones(3), jnp.arange(3.0))
     Array([0., 1., 2.], dtype=float32)
     """
-    missing = tuple(name for name in names_of(axis) if name not in varying_axes(x))
-    if not missing:
-        return x
-
-    def spread(_: tuple[()], x: Array) -> Array:
-        return vary_over(x, missing)
-
-    def add(_: tuple[()], ct: Array) -> Array:
-        return ordered_psum(ct, missing)
-
-    return linear(spread, add, (), x)
+    return spread(x, names_of(axis), ordered_psum)
 
 
 def gather(x: Array, axis: Axis, *, ordered: bool) -> Array:

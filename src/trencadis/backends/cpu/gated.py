@@ -16,11 +16,12 @@ import numpy as np
 from jax import lax
 
 from trencadis.backends.cpu import bridge
+from trencadis.backends.gated_loops import activation_of, pulled_back
 from trencadis.backends.loops import slice_of, updated
 from trencadis.backends.prepare import from_bits, to_bits
 from trencadis.core.decision import Plan
 from trencadis.core.dtypes import cast
-from trencadis.core.epilogue import Activation, Extras, elementwise
+from trencadis.core.epilogue import Extras, elementwise
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import spans
 
@@ -90,7 +91,7 @@ def _forward(
     z = [multiply(w, bias, problem.out) for w, bias in ((gate, bias_gate), (up, bias_up))]
 
     def compute(rows: Rows, outs: list[Array]) -> list[Array]:
-        h = elementwise(_activation(problem))(*(rows.of(each).astype(problem.acc) for each in z))
+        h = elementwise(activation_of(problem))(*(rows.of(each).astype(problem.acc) for each in z))
         return [rows.stored(outs[0], h, problem.out)]
 
     outs = [bridge.empty(problem.out_shape, problem.out, *z)]
@@ -103,11 +104,6 @@ def _pullback(
     """The gradients of gate and up, stored over them, the weighted activation, and the gradient of the weights."""
     lhs, rhs, z_gate, z_up, weight = operands
 
-    def pulled_back(scale: Array, _: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        z_gate, z_up, d_h, _ = state
-        h, pullback = jax.vjp(elementwise(_activation(problem)), z_gate, z_up)
-        return (*pullback(scale * d_h), scale * h, jnp.sum(d_h * h, axis=1))
-
     product = multiply(rhs, None, problem.acc)
 
     def compute(rows: Rows, outs: list[Array]) -> list[Array]:
@@ -116,7 +112,7 @@ def _pullback(
         scale = rows.of(weight).astype(problem.acc)[:, None]
         # in a loop of one iteration; without it XLA would read gate while it stores up, and copy both arrays before
         once, state = (rows.row >= 0).astype(jnp.int32), (*z, d_h, jnp.zeros(rows.height, problem.acc))
-        new = lax.fori_loop(_0, once, functools.partial(pulled_back, scale), state)
+        new = lax.fori_loop(_0, once, functools.partial(pulled_back, problem, scale), state)
         kinds = (problem.out,) * 3 + (np.dtype(np.float32),)
         return [rows.stored(out, *each) for out, *each in zip(outs, new, kinds, strict=True)]
 
@@ -148,8 +144,3 @@ def _owned(problem: Problem, sizes: Array, first: Array) -> tuple[Array, Array]:
     """The first owned row, and the end of them: local groups are adjacent."""
     starts, ends = spans(problem, sizes, first)
     return starts.min(initial=problem.rows), ends.max(initial=0)
-
-
-def _activation(problem: Problem) -> Activation:
-    assert problem.gate is not None and problem.gate.activation is not None
-    return problem.gate.activation

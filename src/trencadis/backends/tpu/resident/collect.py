@@ -102,7 +102,7 @@ class Collector:
         return (self.state["row_open"] == i32(0)) & (self.state["convert_open"] == i32(0))
 
     def start(self) -> None:
-        """Begin the first strip."""
+        """Begin to collect the first strip, with buffers that hold nothing yet."""
         for slot in range(BUFFERS):
             self.vmem["written"][i32(2 * slot + 1)] = i32(0)
         if not self.epilogue.accumulate:

@@ -6,7 +6,7 @@
                 for each step along k:    one product, added to sums in VMEM
 
 A basic block of the kernel has some products that follow one another in this order; they may belong to several panels.
-If the last of an entry are fewer, others take any blocks and add to sums that nobody reads.
+If the last of an entry are fewer, others take any blocks and add to sums that are not read.
 """
 
 from __future__ import annotations

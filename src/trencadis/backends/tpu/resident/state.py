@@ -32,7 +32,7 @@ class State:
         self._ref[i32(self._at[name])] = jnp.asarray(value, jnp.int32)
 
     def add(self, name: str, value: Index = 1) -> None:
-        """Increase an integer."""
+        """Increase an integer of the state by a value."""
         self[name] = self[name] + i32(value)
 
 
@@ -66,7 +66,7 @@ class Ring:
         return self._place(self.state[f"{self.name}_tail"], size)
 
     def pop(self, size: Index) -> None:
-        """Release the oldest piece."""
+        """Release the oldest piece, which has this size, so that its place can be used again."""
         self._move("tail", size, i32(-1))
 
     def after(self, place: Index, size: Index) -> Index:
