@@ -28,6 +28,7 @@ from trencadis.core.problem import Form, Problem
 from trencadis.core.sharded import OutSharding, run
 from trencadis.core.spans import clamp_first, local_group, owned
 from trencadis.core.tiling import Overrides, TilingLike, resolve
+from trencadis.core.wide_upcast import WORD, takes, upcast
 from trencadis.quant.operand import Operand, Sizes, array_operand
 from trencadis.quant.scaled import Scaled, expanded
 
@@ -197,8 +198,7 @@ def _rows_scales(
         lhs = lhs.dequantize()
     total = None
     if isinstance(lhs, Scaled) and _in_bfloat16(lhs):  # exact, and one kernel can apply the scales of the weights
-        (values, scale, total, zeros), static = lhs.tree_flatten()
-        lhs = Scaled.tree_unflatten(static, (values, scale, None, zeros)).dequantize(jnp.bfloat16)
+        total, lhs = lhs.total, _bfloat16_rows(lhs)
     if isinstance(rhs, Scaled) and _short(rhs, k_axis) and rhs.scale.shape[3 - k_axis] == 1:
         each = jnp.squeeze(rhs.scales(), 3 - k_axis)  # [g or 1, k]
         if each.shape[0] > 1:
@@ -306,6 +306,23 @@ def _in_bfloat16(lhs: Scaled) -> bool:
     if lhs.zeros is not None or lhs.scale.shape[1] == 1 or lhs.scale.dtype.itemsize > 1:
         return False
     return _digits(lhs.dtype) + _digits(lhs.scale.dtype) <= _digits(jnp.bfloat16)
+
+
+def _bfloat16_rows(lhs: Scaled) -> Array:
+    """Rows times their scales along k, without the total, which bfloat16 numbers hold."""
+    (values, scale, _, zeros), static = lhs.tree_flatten()
+    lhs = Scaled.tree_unflatten(static, (values, scale, None, zeros))
+    if lhs.transposed or not takes(values) or values.shape[1] % lhs.block[1] or lhs.block[1] % WORD:
+        return lhs.dequantize(jnp.bfloat16)
+
+    def on_gpu(values: Array, scale: Array) -> Array:
+        of_rows = expanded(scale.astype(jnp.float32), (lhs.block[0], 1), (values.shape[0], scale.shape[1]))
+        return upcast(values, of_rows)
+
+    def elsewhere(values: Array, scale: Array) -> Array:
+        return Scaled.tree_unflatten(static, (values, scale, None, zeros)).dequantize(jnp.bfloat16)
+
+    return lax.platform_dependent(jnp.asarray(values), jnp.asarray(scale), cuda=on_gpu, default=elsewhere)
 
 
 def _digits(dtype: Any) -> int:
