@@ -2,7 +2,7 @@
 
     swap-AB tiles     192 x 256   rows are the N of wgmma, in units of 16: the least padding (ADR 0027)
     for small groups   64 x 256   the most bytes of weights in flight, where reading them is what takes the time
-    with an upcast    192 x 128   and less tall: low-precision weights, which are in shared memory twice
+    with an upcast    192 x 128   low-precision weights; 176 rows of those of 8 bits whose sums are promoted
                       192 x 192   if they are multiplied by scales along k, by three consumers
                        32 x 192   the same for few rows of a group
                        32 x 256   if they are 4-bit floats for few rows, by four
@@ -61,6 +61,7 @@ MAX_STAGES = 8  # more stages hide no more latency
 LARGE_M, LARGE_N = 256, 192  # the largest tile, exchanged in swap-AB: two consumers have registers for no more sums
 MAX_N = {Form.ROWS: 256, Form.CONTRACTION: LARGE_N}  # of one wgmma; a mask warpgroup leaves fewer registers
 PULLBACK_M = 160  # rows of a tile with the pullback of a gated activation
+PROMOTED_M = 176  # rows of a tile with 8-bit weights that are upcast beside promoted sums
 SHORTER_K = 192  # entries of k in a step of 4-bit weights, where that divides k and 256 does not: 2880
 PARTS_OF_STEP = 3, 2, 1  # parts of a step that are unpacked one after the other, of mxfp4 weights for the fewest rows
 UPCAST_N = 128  # columns of a tile whose weights are upcast or transposed
@@ -231,13 +232,24 @@ def _upcast_rows(problem: Problem) -> int:
 def _upcast_tile(problem: Problem, block_m: int) -> tuple[int, int]:
     """The tile for weights that are upcast, of at most this many rows unless the smallest has more."""
     if _swap_ab(problem):
-        # less beside weights that are rewritten in shared memory, and beside promoted sums
-        most = LARGE_N if problem.transpose_rhs and not promoted_part(problem) else 2 * WGMMA_M
+        most = _most_upcast_rows(problem)
         # scales of rows in a step are copied by TMA, to a multiple of 128 bytes
         unit = 2 * SWAP_AB_UNIT if problem.epilogue.row_block else SWAP_AB_UNIT
         block_m = min(max(block_m // unit * unit, unit), most)
         return block_m, _upcast_consumers(problem, block_m) * WGMMA_M
     return CONSUMERS * WGMMA_M, UPCAST_N if problem.n > WGMMA_M else WGMMA_M
+
+
+def _most_upcast_rows(problem: Problem) -> int:
+    """The most rows of a tile whose weights are upcast: less beside weights that are rewritten in shared memory.
+
+    Sums that are promoted take as many registers again, which are there. Weights of 8 bits have a third stage if rows
+    are a few less, which was worth more than these rows unless rows have scales, too. Short parts were not measured.
+    """
+    part = promoted_part(problem)
+    if not problem.transpose_rhs or part % (2 * WGMMA_M):
+        return 2 * WGMMA_M
+    return PROMOTED_M if part and bits(problem.rhs) == 8 and not problem.epilogue.row_block else LARGE_N
 
 
 def _upcast_consumers(problem: Problem, block_m: int) -> int:
