@@ -186,6 +186,19 @@ def test_quantized_matrices(kind, name, granularity, spec):
     assert_lean(compiled.as_text())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", [P("e"), P(None, "e")], ids=["m", "k"])
+def test_quantized_rows(kind, spec):
+    """mxfp8 rows are multiplied by their scales where they are, also if k is divided."""
+    mesh, rng = mesh_of(kind, (4,)), np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((M, 128), (G, 128, 16)))
+    rows = tr.quant.quantize(x, "mxfp8", (1, 32))
+    want = tr.grouped_matmul(rows, w, SIZES)
+    of_k = P(None, *spec[1:])  # weights are divided like rows
+    given = jax.tree.map(lambda leaf: put(mesh, leaf, spec), rows), put(mesh, w, of_k)
+    close([jax.jit(lambda x, w: tr.grouped_matmul(x, w, SIZES))(*given)], [want], 1e-4)
+
+
 @functools.cache
 def by_blocks(sizes):
     """A product for each block of rows, and the gradients of all of them."""

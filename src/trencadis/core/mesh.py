@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -176,3 +177,14 @@ def replicated(x: V) -> V:
     if all(axis is None for axis in sharding.spec):
         return x
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*(None,) * x.ndim)))
+
+
+def repeated(x: Array, times: int, axis: int) -> Array:
+    """Each entry along an axis repeated so many times, as `jnp.repeat` has it, also along an explicit mesh axis.
+
+    >>> repeated(jax.numpy.array([3, 5]), 2, 0).tolist()
+    [3, 3, 5, 5]
+    """
+    shape = (*x.shape[: axis + 1], times, *x.shape[axis + 1 :])
+    spread = lax.broadcast_in_dim(x, shape, tuple(i + (i > axis) for i in range(x.ndim)))
+    return lax.collapse(spread, axis, axis + 2)

@@ -19,6 +19,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Num
 
+from trencadis.core.mesh import repeated
+
 WORD = 4  # bytes
 
 
@@ -49,7 +51,7 @@ def upcast(x: Num[Array, "*lead k"], scales: Num[Array, "*lead k/length"] | None
     [1.5, -0.25, 448.0, 0.0]
     """
     words = lax.bitcast_convert_type(x.reshape(*x.shape[:-1], x.shape[-1] // WORD, WORD), jnp.uint32)
-    each = None if scales is None else jnp.repeat(scales, words.shape[-1] // scales.shape[-1], axis=-1)
+    each = None if scales is None else repeated(scales, words.shape[-1] // scales.shape[-1], scales.ndim - 1)
     numbers = [_number(words, i, x.dtype.name) for i in range(WORD)]
     scaled = [number if each is None else number * each for number in numbers]
     halves = [lax.bitcast_convert_type(each.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32) for each in scaled]

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from trencadis.core.dtypes import bits
 from trencadis.core.interleave import deinterleave, interleave, interleaves, run_length
 from trencadis.core.jax_compat import exportable
+from trencadis.core.mesh import repeated
 from trencadis.quant.formats import FormatLike, format_of
 
 Array = jax.Array
@@ -426,10 +427,8 @@ def _joined(scale: Array, axis: int, shape: list[int], block: list[int]) -> tupl
 
 
 def _repeated(scale: Array, axis: int, times: int, size: int) -> Array:
-    """Each scale repeated along an axis, cut off at this size."""
-    if times == 1:
-        return scale
-    return jax.lax.slice_in_dim(jnp.repeat(scale, times, axis=axis), 0, size, axis=axis)
+    """Each scale repeated along an axis, cut off at this size; the axis may be sharded over explicit mesh axes."""
+    return scale if times == 1 else jax.lax.slice_in_dim(repeated(scale, times, axis), 0, size, axis=axis)
 
 
 def _typed(x: Any) -> str:
