@@ -281,7 +281,7 @@ def test_why_says_that_lhs_is_permuted_along_k():
 
 
 def test_int4_weights_beside_8_bit_rows_are_unpacked_to_8_bits_where_that_is_faster():
-    """Of many rows, in order along k, and whole steps of it; what is not is multiplied in bfloat16."""
+    """Of many rows, in order along k, and half steps of it; what is not is multiplied in bfloat16."""
     scales = Epilogue(by_row=True, by_column=True, column_block=(128, 1))
     asked = problem_of((4 * 128, 256), (4, 256, 256), dtype="int8", out=np.dtype(jnp.bfloat16)).replace(
         rhs=np.dtype(jnp.int4), transpose_rhs=True, epilogue=scales
@@ -290,5 +290,6 @@ def test_int4_weights_beside_8_bit_rows_are_unpacked_to_8_bits_where_that_is_fas
     assert plan.problem == asked
     layout = plan.layout
     assert layout.upcast and layout.promoted and layout.swap_ab and not layout.rewrites and layout.block_k == 128
-    for other in (asked.replace(m=4 * 64), asked.replace(interleaved=True), asked.replace(k=320)):
+    assert gpu.plan(asked.replace(k=320), plan.target, Overrides()).problem.lhs == jnp.int8
+    for other in (asked.replace(m=4 * 64), asked.replace(interleaved=True), asked.replace(k=352)):
         assert gpu.plan(other, plan.target, Overrides()).problem.lhs == jnp.bfloat16

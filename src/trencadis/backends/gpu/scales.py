@@ -49,12 +49,13 @@ def unpacks(problem: Problem) -> bool:
 def unpacks_in_registers(problem: Problem) -> bool:
     """Whether the kernel unpacks int4 weights likewise, as a register operand, since sums are promoted.
 
-    A lane has four neighbours along k then, so that weights lie in order. Parts, and k, are whole steps.
+    A lane has four neighbours along k then, so that weights lie in order. Parts are whole steps; the last step may be a
+    half, of which copies past the end are zero.
     """
     part, step = problem.epilogue.part, 2 * WGMMA_M
     if not _int4_beside_many_rows(problem) or problem.interleaved or problem.out.itemsize != 2 or problem.n <= step:
         return False
-    return part > 0 and part % step == 0 and problem.k % step == 0
+    return part > 0 and part % step == 0 and problem.k % WGMMA_M == 0
 
 
 def _int4_beside_many_rows(problem: Problem) -> bool:
