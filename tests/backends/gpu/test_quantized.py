@@ -291,5 +291,7 @@ def test_int4_weights_beside_8_bit_rows_are_unpacked_to_8_bits_where_that_is_fas
     layout = plan.layout
     assert layout.upcast and layout.promoted and layout.swap_ab and not layout.rewrites and layout.block_k == 128
     assert gpu.plan(asked.replace(k=320), plan.target, Overrides()).problem.lhs == jnp.int8
+    slow = gpu.plan(asked.replace(interleaved=True), plan.target, Overrides())
+    assert "in order" in slow.slow and "interleave=False" in slow.advice and not plan.slow
     for other in (asked.replace(m=4 * 64), asked.replace(interleaved=True), asked.replace(k=352)):
         assert gpu.plan(other, plan.target, Overrides()).problem.lhs == jnp.bfloat16

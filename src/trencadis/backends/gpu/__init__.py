@@ -41,6 +41,7 @@ from trencadis.backends.gpu.scales import (
     shared_by_tile,
     steps_in_parts,
     unpacks,
+    unpacks_in_registers,
     with_bfloat16_rows,
 )
 from trencadis.backends.prepare import (
@@ -109,6 +110,8 @@ def _slow_order(problem: Problem, inner: Problem, layout: Layout) -> tuple[str, 
     """What a plan says of low-precision weights in an order that costs time, or nothing, and its advice."""
     if problem.interleaved and not inner.interleaved:
         return DEINTERLEAVED, PREPARE_IN_ORDER
+    if problem.interleaved and unpacks_in_registers(problem.replace(interleaved=False)):
+        return "int4 weights are interleaved; in order, many 8-bit rows would be multiplied in 8 bits", PREPARE_IN_ORDER
     return _not_k_major(problem, layout), PREPARE
 
 
