@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from trencadis.backends.loops import Bounds, Layout, Tile, each_tile, inside, multiply, row_or_none, while_below
+from trencadis.backends.loops import Layout, Tile, each_tile, inside, multiply, row_or_none, while_below
 from trencadis.backends.prepare import from_bits, to_bits
 from trencadis.core.epilogue import Activation, Extras, elementwise
 from trencadis.core.problem import Problem
+from trencadis.core.spans import Bounds
 
 Array = jax.Array
 

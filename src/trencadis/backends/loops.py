@@ -22,7 +22,7 @@ from trencadis.core.dtypes import cast
 from trencadis.core.epilogue import add
 from trencadis.core.order import hidden_zero
 from trencadis.core.problem import Problem
-from trencadis.core.spans import FEW, rows_before, spans
+from trencadis.core.spans import Bounds
 
 Array = jax.Array
 
@@ -69,23 +69,6 @@ class Tile(NamedTuple):
         old = from_bits(self.of(out), dtype)
         new = cast(add(old, new) if accumulate else new, dtype)
         return updated(out, to_bits(self.masked(new, old)), (self.row, *[_0] * (out.ndim - 1)))
-
-
-class Bounds(NamedTuple):
-    """The rows [start, end) of each group, in the order of rows."""
-
-    first: Array  # the row at which the first group starts
-    ends: Array
-    starts: Array | None  # None for few groups, each of which starts where the one before it ends
-
-
-def bounds_of(problem: Problem, group_sizes: Array, first: Array) -> Bounds:
-    """The rows of the local groups of a problem."""
-    if problem.batch > 1 or problem.spans > FEW:
-        starts, ends = spans(problem, group_sizes, first)
-        return Bounds(starts[0], ends, starts)
-    start = rows_before(problem, group_sizes, first, 0, 1)
-    return Bounds(start[0, 0], rows_before(problem, group_sizes, first, 1, problem.local_groups)[0], None)
 
 
 class GroupRows(NamedTuple):

@@ -20,11 +20,9 @@ import numpy as np
 
 from trencadis.backends.gated_loops import gated_rows
 from trencadis.backends.loops import (
-    Bounds,
     GroupRows,
     Layout,
     Tile,
-    bounds_of,
     dot,
     each_group,
     each_tile,
@@ -45,6 +43,7 @@ from trencadis.core.dtypes import cast
 from trencadis.core.epilogue import ALONG_K, Extras, add
 from trencadis.core.problem import Form, Problem
 from trencadis.core.schedule import RowTile
+from trencadis.core.spans import Bounds, bounds_of
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides, Tiling
 

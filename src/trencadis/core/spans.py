@@ -32,6 +32,14 @@ class Spans(NamedTuple):
     ends: Int32[Array, " spans"]  # equal to starts for an empty group
 
 
+class Bounds(NamedTuple):
+    """The same for loops over groups, which compile sooner without the starts of few groups."""
+
+    first: Int32[Array, ""]  # the row at which the first group starts
+    ends: Int32[Array, " spans"]
+    starts: Int32[Array, " spans"] | None  # None for few groups, each of which starts where the one before it ends
+
+
 def clamped(group_sizes: Integer[Array | np.ndarray, "*batch g"], m: int) -> Int32[Array, "*batch g"]:
     """Group sizes of any integer dtype as int32 between 0 and m.
 
@@ -86,6 +94,15 @@ def spans(problem: Problem, group_sizes: Sizes, first: First) -> Spans:
         entry = np.arange(problem.batch, dtype=np.int32)[:, None] * np.int32(problem.m)
         starts, ends = starts + entry, ends + entry
     return Spans(starts.reshape(-1), ends.reshape(-1))
+
+
+def bounds_of(problem: Problem, group_sizes: Sizes, first: First) -> Bounds:
+    """The rows of the local groups, of which there is at least one."""
+    if problem.batch > 1 or problem.spans > FEW or problem.groups == 0:
+        starts, ends = spans(problem, group_sizes, first)
+        return Bounds(starts[0], ends, starts)
+    start = rows_before(problem, group_sizes, first, 0, 1)
+    return Bounds(start[0, 0], rows_before(problem, group_sizes, first, 1, problem.local_groups)[0], None)
 
 
 def rows_before(
