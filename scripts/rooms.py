@@ -40,7 +40,7 @@ PATH = {
     "core.plan": {"plan"},
     "core.execute": {"execute"},
     "core.split": {"sums_by_parts"},
-    "core.spans": {"spans"},
+    "core.spans": {"spans", "bounds_of"},
     "backends.xla": {"plan", "run"},
     "backends.triton.bridge": {"call"},
     "backends.gpu": {"plan", "run"},

@@ -1,6 +1,7 @@
 """The row tiles of the XLA backend cover a group at about the cost of its rows, and no whole operand is copied."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +98,46 @@ def test_temporaries_are_a_few_matrices(g, dtype):
         used = jax.jit(f).lower(*args, sizes).compile().memory_analysis().temp_size_in_bytes
         tile = 4 * (256 * (k + n) + 2 * k * n)  # a tile of each operand and two matrices, in float32
         assert used <= 2 * tile + 64 * 1024
+
+
+def layers(multiply, count):
+    """Value and gradients of layers of three products each, and the shapes of its arguments."""
+
+    def loss(weights, x, sizes):
+        for gate, up, down in weights:
+            x = multiply(multiply(x, gate, sizes) * multiply(x, up, sizes), down, sizes)
+        return x.sum()
+
+    wide, narrow = (jax.ShapeDtypeStruct((16, *shape), jnp.float32) for shape in ((512, 1024), (1024, 512)))
+    x, sizes = jax.ShapeDtypeStruct((2048, 512), jnp.float32), jax.ShapeDtypeStruct((16,), jnp.int32)
+    return jax.jit(jax.value_and_grad(loss, (0, 1))), ([(wide, wide, narrow)] * count, x, sizes)
+
+
+def test_compiled_layers_stay_small():
+    """What XLA takes its time for: kernels, of which equal ones are compiled once, and instructions of all products."""
+
+    def compiled(multiply):
+        fn, arguments = layers(multiply, 2)
+        text = fn.lower(*arguments).compile().as_text()
+        text = re.sub(r", metadata={[^}]*}", "", text)
+        bodies = re.findall(r"^%(?:fused|wrapped)[^\n]*\n(.*?)^}", text, re.DOTALL | re.MULTILINE)
+        kernels = {re.sub(r"%[\w.-]+", "", body) for body in bodies if " dot(" not in body}
+        return len(re.findall(r"^ .* = ", text, re.MULTILINE)), len(kernels), text.count(" while(")
+
+    ours, theirs = compiled(functools.partial(tr.grouped_matmul, backend="xla")), compiled(jax.lax.ragged_dot)
+    assert ours[0] <= 9.6 * theirs[0], "instructions"
+    assert ours[1] <= theirs[1] + 24, "kernels"
+    assert ours[2] == 18 * 3, "loops: three in each product"
+
+
+def test_an_entry_of_a_batch_may_start_with_empty_groups(rng):
+    """After unowned rows: no sum of an earlier group is stored for them."""
+    sizes = np.array([[0, 3, 0, 1], [0, 0, 2, 0], [0, 0, 0, 0], [1, 0, 0, 4]])
+    x, y = (jnp.asarray(rng.normal(size=(4, 9, n)), jnp.bfloat16) for n in (6, 5))
+    summed = functools.partial(tr.transposed_grouped_matmul, transpose_lhs=True, preferred_element_type=jnp.bfloat16)
+    found = jax.vmap(functools.partial(summed, backend="xla"))(x, y, jnp.asarray(sizes))
+    for out, *operands in zip(found, x, y, sizes, strict=True):
+        oracle.check(out, oracle.contraction(*operands), dtype="bfloat16")
 
 
 def test_plan_names_the_tallest_tile():

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from trencadis.backends.loops import Layout, Tile, between, each_tile, multiply, row_or_none, while_below
+from trencadis.backends.loops import Layout, Tile, each_tile, inside, multiply, row_or_none, while_below
 from trencadis.backends.prepare import from_bits, to_bits
 from trencadis.core.epilogue import Activation, Extras, elementwise
 from trencadis.core.problem import Problem
-from trencadis.core.spans import Spans
+from trencadis.core.spans import Bounds
 
 Array = jax.Array
 
@@ -22,7 +22,7 @@ _0 = np.int32(0)
 
 
 def gated_rows(
-    problem: Problem, layout: Layout, bounds: Spans, operands: Sequence[Array], token: Array | None, outs: list[Array]
+    problem: Problem, layout: Layout, bounds: Bounds, operands: Sequence[Array], token: Array | None, outs: list[Array]
 ) -> list[Array]:
     """The results of a rows problem with a gated activation, into arrays of zeros; `token`: rows of lhs to gather."""
     gate = problem.gate
@@ -32,7 +32,7 @@ def gated_rows(
 
 
 def _forward(
-    problem: Problem, layout: Layout, bounds: Spans, operands: Sequence[Array], token: Array | None, outs: list[Array]
+    problem: Problem, layout: Layout, bounds: Bounds, operands: Sequence[Array], token: Array | None, outs: list[Array]
 ) -> list[Array]:
     """The activation of gate and up, and if they are kept both."""
     lhs, gate, *rest = operands
@@ -50,7 +50,7 @@ def _forward(
 
 
 def _pullback(
-    problem: Problem, layout: Layout, bounds: Spans, operands: Sequence[Array], token: Array | None, outs: list[Array]
+    problem: Problem, layout: Layout, bounds: Bounds, operands: Sequence[Array], token: Array | None, outs: list[Array]
 ) -> list[Array]:
     """The gradients of gate and up, stored over them, the weighted activation, and the gradient of the weights."""
     lhs, rhs, z_gate, z_up, weight = operands
@@ -65,13 +65,13 @@ def _pullback(
         kinds = (problem.out,) * 3 + (np.dtype(np.float32),)
         return [tile.stored(out, *each) for out, *each in zip(outs, new, kinds, strict=True)]
 
-    low, high = bounds.starts.min(initial=problem.rows), bounds.ends.max(initial=0)  # local groups are adjacent
-    cleared = [_cleared(to_bits(each), low, high) for each in (z_gate, z_up)]
+    assert problem.batch == 1  # so that the rows of the groups are adjacent
+    cleared = [_cleared(to_bits(each), bounds.first, bounds.ends[-1]) for each in (z_gate, z_up)]
     return each_tile(problem, layout, bounds, compute, [lhs], [rhs], [*cleared, *outs[2:]])
 
 
 def _sum(
-    problem: Problem, layout: Layout, bounds: Spans, operands: Sequence[Array], token: Array | None, outs: list[Array]
+    problem: Problem, layout: Layout, bounds: Bounds, operands: Sequence[Array], token: Array | None, outs: list[Array]
 ) -> list[Array]:
     """The sum of two products."""
     lhs, rhs, lhs_up, rhs_up = operands
@@ -107,8 +107,7 @@ def _cleared(x: Array, low: Array, high: Array) -> Array:
     def clear(start: Array, end: Array, x: Array) -> Array:
         def step(state: tuple[Array, Array]) -> tuple[Array, Array]:
             top, x = state
-            row = jnp.minimum(top, np.int32(m - height))
-            tile = Tile(row, row, height, between(row, height, top, end))
+            tile = Tile(top, top, height, inside(m, height, top, end))
             return top + height, tile.stored(x, jnp.zeros((height, *x.shape[1:]), x.dtype), x.dtype)
 
         return while_below(end, step, (start, x))[1]

@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
 
 from trencadis.backends.prepare import from_bits, to_bits
 from trencadis.core.dtypes import cast
 from trencadis.core.epilogue import add
 from trencadis.core.order import hidden_zero
 from trencadis.core.problem import Problem
-from trencadis.core.spans import Spans
+from trencadis.core.spans import Bounds
 
 Array = jax.Array
 
@@ -49,7 +48,7 @@ class Tile(NamedTuple):
     group: Array
     row: Array  # the first, unless less than `height` rows follow: then the last ones of the array are meant
     height: int
-    mine: Array | None  # bool[height, 1]; None: all of them
+    mine: tuple[Array, Array] | None  # the rows of the tile in [low, high); None: all of them
 
     def of(self, x: Array, token: Array | None = None) -> Array:
         """These rows of an array, or those of the tokens that `token` has for them."""
@@ -57,11 +56,13 @@ class Tile(NamedTuple):
             return slice_of(x, (self.row, *[_0] * (x.ndim - 1)), (self.height, *x.shape[1:]))
         return x.at[self.of(token)].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
-    def masked(self, new: Array, old: ArrayLike) -> Array:
-        """New rows where they belong to the group, and old ones elsewhere."""
+    def masked(self, new: Array, old: Array | None = None, axis: int = 0) -> Array:
+        """New rows where they belong to the group, and old ones, or zeros, elsewhere; rows are indices of this axis."""
         if self.mine is None:
             return new
-        return jnp.where(self.mine if new.ndim == 2 else self.mine[:, 0], new, old)
+        low, high = self.mine
+        index = lax.broadcasted_iota(jnp.int32, new.shape, axis)
+        return lax.select((index >= low) & (index < high), new, lax.full_like(new, 0) if old is None else old)
 
     def stored(self, out: Array, new: Array, dtype: Any, *, accumulate: bool = False) -> Array:
         """The array `out`, or its bits, with new rows of this dtype where they belong to the group."""
@@ -82,14 +83,13 @@ def tile_at(problem: Problem, rows: GroupRows, height: int, *, whole: bool = Fal
     """The tile at the start of these rows; `whole`: there are enough of them for all of it."""
     if whole:
         return Tile(rows.group, rows.start, height, None)
-    first = jnp.minimum(rows.start, np.int32(problem.rows - height))  # slices stay inside the array: it starts earlier
-    return Tile(rows.group, rows.start, height, between(first, height, rows.start, rows.end))
+    return Tile(rows.group, rows.start, height, inside(problem.rows, height, rows.start, rows.end))
 
 
 def each_tile(
     problem: Problem,
     layout: Layout,
-    bounds: Spans,
+    bounds: Bounds,
     compute: Any,
     sources: list[Array],
     weights: list[Array],
@@ -119,15 +119,15 @@ def each_tile(
 def tiles_of_group(problem: Problem, layout: Layout, rows: GroupRows, step: Any, carry: Any, first: Any = None) -> Any:
     """The carry after `step(tile, carry)` for each tile of a group, the tallest first; `first` is the step of that."""
 
-    def body(height: int, min_rows: int, limit: Array, step: Any, state: tuple[Array, Any]) -> tuple[Array, Any]:
+    def body(height: int, min_rows: int, step: Any, state: tuple[Array, Any]) -> tuple[Array, Any]:
         top, carry = state
-        tile = tile_at(problem, rows._replace(start=top, end=limit + (min_rows - 1)), height, whole=min_rows == height)
+        tile = tile_at(problem, rows._replace(start=top), height, whole=min_rows == height)
         return top + height, step(tile, carry)
 
     top = rows.start
     for height, min_rows in zip(layout.heights[::-1], layout.min_rows[::-1], strict=True):
-        limit = rows.end - (min_rows - 1)
-        each = functools.partial(body, height, min_rows, limit)
+        limit = rows.end - np.int32(min_rows - 1) if min_rows > 1 else rows.end
+        each = functools.partial(body, height, min_rows)
         if first is not None:  # at most once, since then the next row is another one
             once = jnp.minimum(limit, rows.start + 1)
             top, carry = while_below(once, functools.partial(each, first), (top, carry))
@@ -135,12 +135,27 @@ def tiles_of_group(problem: Problem, layout: Layout, rows: GroupRows, step: Any,
     return carry
 
 
-def each_group(problem: Problem, bounds: Spans, group: Any, carry: Any) -> Any:
+def each_group(problem: Problem, bounds: Bounds, group: Any, carry: Any) -> Any:
     """The carry after `group(rows, carry)` for the rows of each group that has some."""
+    if bounds.starts is not None:
+        return _each_listed(problem, bounds.starts, bounds.ends, group, carry)
+    ends, rows = bounds.ends, lax.full_like(bounds.ends, problem.rows)
+
+    def body(state: tuple[Array, Any]) -> tuple[Array, Any]:  # the group of a row is the first that ends after it
+        row, carry = state
+        index = lax.reduce_sum(lax.convert_element_type(ends <= row, jnp.int32), (0,))
+        end = lax.reduce_min(lax.select(ends > row, ends, rows), (0,))
+        return end, group(GroupRows(index, row, end), carry)
+
+    return while_below(ends[-1], body, (bounds.first, carry))[1]
+
+
+def _each_listed(problem: Problem, starts: Array, ends: Array, group: Any, carry: Any) -> Any:
+    """The same from a list of the groups that have rows, which takes longer to compile, and no time for each group."""
     index = np.arange(problem.spans, dtype=np.int32)
-    busy = bounds.ends > bounds.starts
+    busy = ends > starts
     order = lax.sort(jnp.where(busy, index, np.int32(problem.spans)))  # groups with rows come first
-    table = jnp.stack([index, bounds.starts, bounds.ends], axis=1)  # [spans, 3]
+    table = jnp.stack([index, starts, ends], axis=1)  # [spans, 3]
     table = table.at[order].get(mode="clip", wrap_negative_indices=False)
 
     def body(state: tuple[Array, Any]) -> tuple[Array, Any]:
@@ -187,13 +202,13 @@ def zeros_of(shape: tuple[int, ...], dtype: Any, *operands: Array, nth: int = 0)
     """The nth zeros of a product. XLA would keep one array of zeros for all of a program, and copy it for each."""
     if not all(x.size for x in operands):
         return jnp.zeros(shape, dtype)
-    return jnp.broadcast_to(hidden_zero(*operands, nth=nth).astype(dtype), shape)
+    return jnp.broadcast_to(hidden_zero(*operands, nth=nth, dtype=dtype), shape)
 
 
-def between(row: Array, height: int, start: Array, end: Array) -> Array:
-    """Whether each of `height` rows from `row` on lies in [start, end): bool[height, 1]."""
-    index = row + lax.broadcasted_iota(jnp.int32, (height, 1), 0)
-    return (index >= start) & (index < end)
+def inside(rows: int, height: int, start: Array, end: Array) -> tuple[Array, Array]:
+    """The rows [start, end) counted from a slice of `height` rows at `start`, which begins earlier to stay inside."""
+    first = jnp.minimum(start, np.int32(rows - height))
+    return start - first, end - first
 
 
 def row_of(x: Array, i: Array) -> Array:

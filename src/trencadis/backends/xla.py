@@ -43,7 +43,7 @@ from trencadis.core.dtypes import cast
 from trencadis.core.epilogue import ALONG_K, Extras, add
 from trencadis.core.problem import Form, Problem
 from trencadis.core.schedule import RowTile
-from trencadis.core.spans import Spans, spans
+from trencadis.core.spans import Bounds, bounds_of
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides, Tiling
 
@@ -52,7 +52,7 @@ Array = jax.Array
 # the heights of row tiles, by the least number of rows that a group has on average
 ROWS = {0: (1, 4, 32), 4: (4, 16), 48: (8, 128), 512: (8, 256)}
 COSTLY_ROWS = {0: (1, 8), 4: (4, 16, 64), 48: (16, 64, 256)}  # where a short tile costs much more per row
-SUMS = {0: (8, 32), 12: (16, 32), 64: (16, 64), 128: (16, 128), 256: (16, 256)}
+SUMS = {0: (8, 32), 12: (16, 32), 64: (16, 64), 128: (16, 128), 256: (32, 256)}
 FLIPPED = 32  # the tallest tile of float32 rows that is transposed instead of transposed weights
 FAR = 2**23  # bytes of a matrix from which on short tiles wait for the memory
 
@@ -92,10 +92,11 @@ def run(plan: Plan, *operands: Array) -> Any:
     lhs, rhs = tied((lhs.astype(problem.lhs), rhs.astype(problem.rhs)))
     extras = Extras() if problem.gate is not None else problem.epilogue.split(tuple(rest))
     wanted = [(problem.out_shape, problem.out)] if problem.gate is None else problem.results
-    outs = [zeros_of(shape, dtype, lhs, rhs, group_sizes, nth=i) for i, (shape, dtype) in enumerate(wanted)]
+    outs = [zeros_of(shape, dtype, lhs, rhs, nth=i) for i, (shape, dtype) in enumerate(wanted)]
     outs = outs if extras.existing is None else [extras.existing]
     if problem.spans and problem.rows and 0 not in problem.out_shape:
-        bounds, carried = spans(problem, group_sizes, first), [to_bits(x) for x in outs]
+        bounds = bounds_of(problem, group_sizes, first)
+        carried = [to_bits(x) for x in outs]
         if problem.gate is not None:
             found = _gated(problem, plan.layout, bounds, (lhs, rhs, *rest), carried)
         else:
@@ -106,7 +107,7 @@ def run(plan: Plan, *operands: Array) -> Any:
 
 
 def _gated(
-    problem: Problem, layout: Layout, bounds: Spans, operands: tuple[Array, ...], outs: list[Array]
+    problem: Problem, layout: Layout, bounds: Bounds, operands: tuple[Array, ...], outs: list[Array]
 ) -> list[Array]:
     """The results of a problem with a gated activation, stored into `outs`."""
     token = None if problem.gather is None else operands[-2]
@@ -122,7 +123,9 @@ def _gated(
 # The two forms
 
 
-def _rows(problem: Problem, layout: Layout, lhs: Array, rhs: Array, bounds: Spans, extras: Extras, out: Array) -> Array:
+def _rows(
+    problem: Problem, layout: Layout, lhs: Array, rhs: Array, bounds: Bounds, extras: Extras, out: Array
+) -> Array:
     """out[r] += lhs[r] @ rhs[group of r]."""
 
     def compute(tile: Tile, sources: Sequence[Array], weights: Sequence[Array], out: Array) -> Array:
@@ -136,7 +139,7 @@ def _rows(problem: Problem, layout: Layout, lhs: Array, rhs: Array, bounds: Span
 
 
 def _contraction(
-    problem: Problem, layout: Layout, lhs: Array, rhs: Array, bounds: Spans, extras: Extras, out: Array,
+    problem: Problem, layout: Layout, lhs: Array, rhs: Array, bounds: Bounds, extras: Extras, out: Array,
     token: Array | None = None,
 ) -> Array:  # fmt: skip
     """out[i] += lhs[rows of i].T @ rhs[rows of i], tile by tile, in place if `out` has the dtype of the sum.
@@ -148,13 +151,13 @@ def _contraction(
     def product(tile: Tile) -> Array:  # [k, n]; rows of others are 0 on both sides, since 0 * NaN is NaN
         (left, right), row = unconverted((lhs, rhs), tile.row)
         tile = tile._replace(row=row)
-        right = tile.masked(tile.of(right, token if gathered == "rhs" else None).astype(layout.operand), 0)
+        right = tile.masked(tile.of(right, token if gathered == "rhs" else None).astype(layout.operand))
         if problem.transpose_lhs:
             left = slice_of(left, (_0, row), (problem.k, tile.height)).astype(layout.operand)
-            left = left if tile.mine is None else jnp.where(tile.mine.T, left, 0)
+            left = tile.masked(left, axis=1)
         else:
             left = tile.of(left, token if gathered == "lhs" else None).astype(layout.operand)
-            left = transposed(tile.masked(left, 0))
+            left = transposed(tile.masked(left))
         return dot(problem, left, right)
 
     def added(tile: Tile, out: Array) -> Array:
@@ -210,9 +213,13 @@ def _row_layout(problem: Problem, block_m: int, operand: np.dtype[Any], flipped:
 
 
 def _sum_layout(problem: Problem, block_m: int, operand: np.dtype[Any]) -> Layout:
-    """The tile heights of a contraction, those for the rows that a group has on average; tiles are added to a sum."""
+    """The tile heights of a contraction, those for the rows that a group has on average; tiles are added to a sum.
+
+    Tall tiles of float32 are full, and then slice the operands by the same kernels as those of the rows form.
+    """
     fixed = 7 + 2**15 / max(problem.k * problem.n, 1)
-    heights, min_rows = _worth_a_loop({h: h + fixed for h in _within(problem, block_m, _by_mean(problem, SUMS))})
+    prices = {height: height + fixed for height in _within(problem, block_m, _by_mean(problem, SUMS))}
+    heights, min_rows = _worth_a_loop(prices, 0.85 if operand.itemsize < 4 else 0.6)
     return Layout(operand=operand, heights=heights, min_rows=min_rows)
 
 
@@ -227,11 +234,11 @@ def _within(problem: Problem, block_m: int, heights: Sequence[int]) -> list[int]
     return sorted({min(height, block_m, max(problem.m, 1)) for height in heights})
 
 
-def _worth_a_loop(prices: dict[int, float]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _worth_a_loop(prices: dict[int, float], filled: float = 0.85) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The heights, ascending, that save a quarter of the price of the next taller one, and from how many rows on.
 
     Each height is a loop that XLA compiles. The tallest is always there. A tile that saves little unless the group
-    fills it is only used where it does: then its rows need no mask.
+    fills it, or more than this part of it, is only used where it is full: then its rows need no mask.
     """
     kept: list[int] = []
     for height in sorted(prices, reverse=True):
@@ -243,7 +250,7 @@ def _worth_a_loop(prices: dict[int, float]) -> tuple[tuple[int, ...], tuple[int,
     min_rows = [1]
     for height in heights[1:]:
         least = int(np.argmax(cost >= prices[height]))
-        min_rows.append(height if least > 0.85 * height else least)
+        min_rows.append(height if least > filled * height else least)
         full, rest = np.divmod(rows, height)
         cost = prices[height] * (full + (rest >= min_rows[-1])) + np.where(rest < min_rows[-1], cost[rest], 0)
     return tuple(heights), tuple(min_rows)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int32, Integer
+from jax.typing import DTypeLike
+from jaxtyping import Array, Integer, Shaped
 
 from trencadis.core.jax_compat import vary_alike
 from trencadis.core.mesh import is_local
@@ -21,20 +22,19 @@ def after(x: Integer[Array, "*shape"], *others: Array) -> Integer[Array, "*shape
         return x
 
     def waiting(x: Array, *others: Array) -> Array:
-        return x + hidden_zero(*others).astype(x.dtype)
+        return x + hidden_zero(*others, dtype=x.dtype)
 
     x, *known = vary_alike(x, *map(lax.stop_gradient, others))
     return lax.platform_dependent(x, *known, cpu=waiting, default=lambda x, *_: x)
 
 
-def hidden_zero(*xs: Array, nth: int = 0) -> Int32[Array, ""]:
+def hidden_zero(*xs: Array, nth: int = 0, dtype: DTypeLike = np.int32) -> Shaped[Array, ""]:
     """0, made of an element of each array, none of which is empty, in a way that XLA does not see through.
 
     Zeros of different `nth` are different to XLA.
     """
-    some = [x[(0,) * x.ndim] for x in xs]
-    some = [x.real if jnp.iscomplexobj(x) else x for x in some]
-    bits = jnp.zeros((), jnp.int32)
-    for each in some:
-        bits ^= lax.bitcast_convert_type(each.astype(jnp.float32), jnp.int32)
-    return jnp.minimum(lax.shift_right_logical(bits, np.int32(1 + nth)), np.int32(0))
+    some = [lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim)) for x in xs]
+    some = [(x.real if jnp.iscomplexobj(x) else x).astype(jnp.float32) for x in some]
+    others = some[1:] if nth == 0 and len(some) > 1 else [*some[1:], jnp.float32(1 + nth)]
+    total = sum(others[1:], others[0])
+    return ((some[0] < total) & (some[0] > total)).astype(dtype)

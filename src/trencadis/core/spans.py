@@ -22,12 +22,22 @@ from trencadis.core.problem import Problem
 Sizes: TypeAlias = Integer[Array | np.ndarray, " {problem.batch} {problem.groups}"]
 First: TypeAlias = Integer[Array | np.ndarray, " {problem.batch}"]  # the first local group of each batch entry
 
+FEW = 64  # groups over which it takes less time to search or sum for each of them than to compile a sort or scan
+
 
 class Spans(NamedTuple):
     """The rows `[start, end)` of each local group, for all batch entries one after the other."""
 
     starts: Int32[Array, " spans"]
     ends: Int32[Array, " spans"]  # equal to starts for an empty group
+
+
+class Bounds(NamedTuple):
+    """The same for loops over groups, which compile sooner without the starts of few groups."""
+
+    first: Int32[Array, ""]  # the row at which the first group starts
+    ends: Int32[Array, " spans"]
+    starts: Int32[Array, " spans"] | None  # None for few groups, each of which starts where the one before it ends
 
 
 def clamped(group_sizes: Integer[Array | np.ndarray, "*batch g"], m: int) -> Int32[Array, "*batch g"]:
@@ -38,7 +48,8 @@ def clamped(group_sizes: Integer[Array | np.ndarray, "*batch g"], m: int) -> Int
     """
     if group_sizes.dtype.itemsize < 4:  # m need not fit into so narrow a dtype
         group_sizes = group_sizes.astype(jnp.int32)
-    return jnp.clip(group_sizes, 0, m).astype(jnp.int32)
+    zero, most = np.zeros((), group_sizes.dtype), np.asarray(m, group_sizes.dtype)
+    return lax.clamp(zero, group_sizes, most).astype(jnp.int32)
 
 
 def clamp_first(
@@ -51,7 +62,7 @@ def clamp_first(
     >>> clamp_first(jnp.int32(2**31 - 1), 3, 2).tolist(), clamp_first(jnp.int32(-1), 3, 2).tolist()
     (3, -1)
     """
-    return jnp.clip(first, -local_groups, groups)
+    return lax.clamp(np.int32(-local_groups), first, np.int32(groups))
 
 
 def offsets(group_sizes: Integer[Array | np.ndarray, "*batch g"], m: int) -> Int32[Array, "*batch g+1"]:
@@ -78,19 +89,48 @@ def spans(problem: Problem, group_sizes: Sizes, first: First) -> Spans:
     if problem.groups == 0 or problem.local_groups == 0:
         nothing = jnp.zeros((problem.spans,), jnp.int32)
         return Spans(nothing, nothing)
-    bounds = offsets(group_sizes, problem.m)  # [batch, groups + 1]
-    first = clamp_first(first, problem.groups, problem.local_groups) + np.int32(problem.local_groups)
-    bounds = jnp.pad(bounds, ((0, 0), (problem.local_groups,) * 2), mode="edge")  # groups before and after are empty
+    starts, ends = (rows_before(problem, group_sizes, first, i, problem.local_groups) for i in range(2))
+    if problem.batch > 1:
+        entry = np.arange(problem.batch, dtype=np.int32)[:, None] * np.int32(problem.m)
+        starts, ends = starts + entry, ends + entry
+    return Spans(starts.reshape(-1), ends.reshape(-1))
+
+
+def bounds_of(problem: Problem, group_sizes: Sizes, first: First) -> Bounds:
+    """The rows of the local groups, of which there is at least one."""
+    if problem.batch > 1 or problem.spans > FEW or problem.groups == 0:
+        starts, ends = spans(problem, group_sizes, first)
+        return Bounds(starts[0], ends, starts)
+    start = rows_before(problem, group_sizes, first, 0, 1)
+    return Bounds(start[0, 0], rows_before(problem, group_sizes, first, 1, problem.local_groups)[0], None)
+
+
+def rows_before(
+    problem: Problem, group_sizes: Sizes, first: First, offset: int, count: int
+) -> Int32[Array, " {problem.batch} {count}"]:
+    """The rows of all groups before group `first + offset`, and before the groups after it, of each batch entry.
+
+    Offset and count together are at most one more than the local groups. Of few groups they are sums over all sizes:
+    one kernel for XLA, which compiles in a fraction of the time of a scan.
+    """
+    first = clamp_first(first, problem.groups, problem.local_groups)
+    if problem.groups * problem.local_groups > FEW**2:
+        return _window(problem, offsets(group_sizes, problem.m), first + np.int32(offset), count)
+    shape, m = (problem.batch, count, problem.groups), np.int32(problem.m)
+    limit = lax.broadcast_in_dim(first, shape, (0,)) + (lax.broadcasted_iota(jnp.int32, shape, 1) + np.int32(offset))
+    sizes = lax.broadcast_in_dim(clamped(group_sizes, problem.m), shape, (0, 2))
+    sizes = lax.select(lax.broadcasted_iota(jnp.int32, shape, 2) < limit, sizes, lax.full_like(sizes, 0))
+    return lax.reduce(sizes, np.int32(0), lambda a, b: a + lax.min(b, m - a), (2,))  # never past m, nor int32
+
+
+def _window(problem: Problem, bounds: Array, first: Array, count: int) -> Array:
+    """So many of bounds `[batch, groups + 1]` from the first on, where those outside are equal to the outermost."""
+    bounds = jnp.pad(bounds, ((0, 0), (problem.local_groups,) * 2), mode="edge")
 
     def window(bounds: Array, first: Array) -> Array:
-        return lax.dynamic_slice(bounds, (first,), (problem.local_groups + 1,), allow_negative_indices=False)
+        return lax.dynamic_slice(bounds, (first,), (count,), allow_negative_indices=False)
 
-    if problem.batch == 1:
-        at = window(bounds[0], first[0])[None]
-    else:
-        at = jax.vmap(window)(bounds, first)
-    at = at + np.arange(problem.batch, dtype=np.int32)[:, None] * np.int32(problem.m)
-    return Spans(at[:, :-1].reshape(-1), at[:, 1:].reshape(-1))
+    return jax.vmap(window)(bounds, first + np.int32(problem.local_groups))
 
 
 def owned(problem: Problem, group_sizes: Sizes, first: First) -> Bool[Array, " {problem.rows}"]:
