@@ -157,20 +157,24 @@ def align_pair(vmem: dict[str, Ref], packing: int, pair: int, at: Index, stride:
     raw, spread = vmem["raw"], vmem["spread"]
     first, span = pair * CHUNK * APART, LANES * packing
     before = [spread[pl.ds(first + (CHUNK - 1) * APART + h * CHUNK, CHUNK), :] for h in range(2)]
+    place = at
     for r in range(PAIR):
-        start = pl.multiple_of(((at + i32(r) * stride) >> i32(span.bit_length() - 1)) * i32(span), span)
+        start = pl.multiple_of(place & i32(-span), span)
+        place = place + stride
         words = raw[pl.ds(start, CHUNK * span)].reshape(CHUNK * packing, LANES)
         row = (r % 2) * CHUNK + r // 2 if packing == 2 else r
         spread[pl.ds(first + row, CHUNK, APART), :] = pltpu.bitcast(words, jnp.int32)
-    rotations = [_rotation(packing, h, pair, at, stride, valid) for h in range(2)]
-    last = [_rotated(x, index) for x, (index, _, _) in zip(before, rotations, strict=True)]
-    for v in range(CHUNK):
-        merged = []
-        for h, (index, down, up) in enumerate(rotations):
+    merged = []
+    for h in range(2):
+        index, down, up = _rotation(packing, h, pair, at, stride, valid)
+        last = _rotated(before[h], index)
+        merged.append([])
+        for v in range(CHUNK):
             word = _rotated(spread[pl.ds(first + v * APART + h * CHUNK, CHUNK), :], index)
-            merged.append(lax.shift_right_logical(last[h], down) | lax.shift_left(word, up))
-            last[h] = word
-        _stage(packing, vmem["staged"], v, pair, merged)
+            merged[h].append(lax.shift_right_logical(last, down) | lax.shift_left(word, up))
+            last = word
+    for v, (even, odd) in enumerate(zip(*merged, strict=True)):
+        _stage(packing, vmem["staged"], v, pair, [even, odd])
 
 
 def _rotated(words: Value, index: Value) -> Value:
