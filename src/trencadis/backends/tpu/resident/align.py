@@ -10,12 +10,15 @@ vectors 2 i and 2 i + 1 of the flat buffer.
     paired      of 16-bit entries: words of two rows become words of two vectors, as a TPU stores matrices
 
 Vector i is complete when vector i + 1 is there, so a chunk has the last vector of the chunk before and all of its own
-but the last. What was aligned is staged, and copied to the blocks while no product reads those.
+but the last. While products are computed, what was aligned is staged, and copied to the blocks after them.
+
+A segment in blocks is one vector of lanes of all of its rows after the other; segments follow one another.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,6 +36,7 @@ APART = (
     PAIR + 1
 )  # rows from one vector of a pair of registers to the next; odd, since memory has an even number of banks
 MARGIN = 4  # tiles: a segment starts within one, and chunks of its last row go past its end
+Put = Callable[[int, int, Value], None]
 LOW, HIGH = np.int32(0xFFFF), np.int32(-0x10000)
 
 
@@ -40,8 +44,7 @@ LOW, HIGH = np.int32(0xFFFF), np.int32(-0x10000)
 class Operand:
     """lhs or rhs: its flat buffer, and how its blocks are ordered.
 
-    The blocks of a product are contiguous. If rows are along k, they are those of 128 rows after one another; if lanes
-    are, those of 128 lanes. A streamed operand, whose panels are used one after the other, has few of them in VMEM.
+    A streamed operand, whose panels are used one after the other, has few of them in VMEM.
     """
 
     name: str
@@ -55,11 +58,6 @@ class Operand:
     def packing(self) -> int:
         """The entries of a word."""
         return 4 // self.dtype.itemsize
-
-    @property
-    def block(self) -> int:
-        """The rows of words of a block of 128 x 128."""
-        return LANES // self.packing
 
     @property
     def height(self) -> int:
@@ -77,6 +75,11 @@ class Operand:
         """The rows of words of a segment in one vector of lanes."""
         return self.sizes.rows // self.packing
 
+    @property
+    def base(self) -> int:
+        """Where the first blocks of the operand are: those of lhs follow those of rhs."""
+        return self.sizes.rhs if self.name == "lhs" else 0
+
     def field(self, table: Table, name: str, entry: Index) -> Index:
         """A number of the operand's matrix of an entry."""
         return table.field(f"{self.name}_{name}", entry)
@@ -90,6 +93,10 @@ class Operand:
         if self.along_k == "rows":
             return self.outer(table, entry) * i32(COLUMNS // LANES)
         return table.field("steps", entry) * i32(self.sizes.depth // LANES)
+
+    def kept(self, table: Table, entry: Index) -> Index:
+        """The columns before those that have to be zeros: along k, none of the padding may be left as it is."""
+        return self.vectors(table, entry) * i32(LANES) if self.along_k == "rows" else self.field(table, "columns", entry)
 
     def chunks(self, table: Table, entry: Index) -> Index:
         """The chunks of a row; the last vector of words is complete in the chunk after it."""
@@ -126,20 +133,14 @@ class Operand:
         count = (end - first + i32(TILE - 1)) & i32(-TILE)
         return pl.multiple_of(first, TILE), pl.multiple_of(count, TILE), start - first
 
-    def place(self, table: Table, entry: Index, segment: Index, base: Index) -> tuple[Index, Index]:
-        """Where the first vector of a segment is among the blocks that start at `base`, and from it to the next two.
+    def slab(self, table: Table, entry: Index) -> Index:
+        """The rows of words of a segment."""
+        return self.vectors(table, entry) * i32(self.words)
 
-        Of rows along k, vectors are two by two in blocks of a product; else each is as far from the next.
-        """
-        row = jnp.int32(0) if self.streamed else segment * i32(self.sizes.rows)
-        if self.along_k == "lanes":
-            outer = lax.div(row, i32(self.height)) * table.field("steps", entry) * i32(self.tile)
-            inside = lax.div(lax.rem(row, i32(self.height)), i32(self.packing))
-            return base + outer + inside, i32(2 * self.height // self.packing)
-        step = lax.div(row, i32(self.sizes.depth)) * self.outer(table, entry) * i32(self.tile)
-        slab = lax.div(lax.rem(row, i32(self.sizes.depth)), i32(LANES)) * i32(2 * self.block)
-        inside = lax.div(lax.rem(row, i32(LANES)), i32(self.packing))
-        return base + step + slab + inside, i32(self.tile)
+    def place(self, table: Table, entry: Index, segment: Index, piece: Index) -> Index:
+        """Where the first vector of a segment is, in a piece of the room for blocks."""
+        before = i32(0) if self.streamed else segment * self.slab(table, entry)
+        return i32(self.base) + piece + before
 
 
 def spread_scratch(sizes: Sizes) -> Any:
@@ -152,29 +153,41 @@ def staged_scratch(sizes: Sizes, packing: int) -> Any:
     return pltpu.VMEM((CHUNK * packing, sizes.rows // packing, LANES), jnp.int32)
 
 
-def align_pair(vmem: dict[str, Ref], packing: int, pair: int, at: Index, stride: Index, valid: Index) -> None:
-    """Align eight vectors of words of 16 rows, of which the first starts at the entry `at`; rows past `valid` are 0."""
-    raw, spread = vmem["raw"], vmem["spread"]
-    first, span = pair * CHUNK * APART, LANES * packing
-    before = [spread[pl.ds(first + (CHUNK - 1) * APART + h * CHUNK, CHUNK), :] for h in range(2)]
-    place = at
+def carry_scratch(sizes: Sizes) -> Any:
+    """The memory for the last vector of words of a chunk, which the next chunk needs: those of all rows, rotated."""
+    return pltpu.VMEM((sizes.rows, LANES), jnp.int32)
+
+
+def align_pair(vmem: dict[str, Ref], packing: int, pair: int, rows: tuple[Index, Index, Index], put: Put) -> None:
+    """Align eight vectors of words of 16 rows: `rows` are where the first starts, their stride, and how many are valid.
+
+    Rows past the valid ones are 0. `put(vector, row, words)` takes eight rows of words of a vector of the chunk.
+    """
+    raw, spread, carry = vmem["raw"], vmem["spread"], vmem["carry"]
+    (at, stride, valid), span = rows, LANES * packing
+    first, place = pair * CHUNK * APART, at
     for r in range(PAIR):
-        start = pl.multiple_of(place & i32(-span), span)
-        place = place + stride
-        words = raw[pl.ds(start, CHUNK * span)].reshape(CHUNK * packing, LANES)
+        words = raw[pl.ds(pl.multiple_of(place & i32(-span), span), CHUNK * span)].reshape(CHUNK * packing, LANES)
         row = (r % 2) * CHUNK + r // 2 if packing == 2 else r
         spread[pl.ds(first + row, CHUNK, APART), :] = pltpu.bitcast(words, jnp.int32)
-    merged = []
+        place = place + stride
+    merged: list[list[Value]] = [[], []]
     for h in range(2):
         index, down, up = _rotation(packing, h, pair, at, stride, valid)
-        last = _rotated(before[h], index)
-        merged.append([])
+        kept = pl.ds(pair * PAIR + h * CHUNK, CHUNK)
+        last = carry[kept, :]
         for v in range(CHUNK):
             word = _rotated(spread[pl.ds(first + v * APART + h * CHUNK, CHUNK), :], index)
             merged[h].append(lax.shift_right_logical(last, down) | lax.shift_left(word, up))
             last = word
+        carry[kept, :] = last
     for v, (even, odd) in enumerate(zip(*merged, strict=True)):
-        _stage(packing, vmem["staged"], v, pair, [even, odd])
+        if packing == 1:
+            put(v, pair * PAIR, even)
+            put(v, pair * PAIR + CHUNK, odd)
+            continue
+        put(2 * v, pair * CHUNK, (even & LOW) | lax.shift_left(odd, i32(16)))
+        put(2 * v + 1, pair * CHUNK, lax.shift_right_logical(even, i32(16)) | (odd & HIGH))
 
 
 def _rotated(words: Value, index: Value) -> Value:
@@ -194,43 +207,21 @@ def _rotation(packing: int, half: int, pair: int, at: Index, stride: Index, vali
     return offset & i32(LANES - 1), down, up
 
 
-def _stage(packing: int, staged: Ref, vector: int, pair: int, merged: list[Value]) -> None:
-    even, odd = merged
-    if packing == 1:
-        staged[vector, pl.ds(pair * PAIR, CHUNK), :] = even
-        staged[vector, pl.ds(pair * PAIR + CHUNK, CHUNK), :] = odd
-        return
-    rows = pl.ds(pair * CHUNK, CHUNK)
-    staged[2 * vector, rows, :] = (even & LOW) | lax.shift_left(odd, i32(16))
-    staged[2 * vector + 1, rows, :] = lax.shift_right_logical(even, i32(16)) | (odd & HIGH)
-
-
-def commit(operand: Operand, table: Table, staged: Ref, blocks: Ref, at: tuple[Index, ...], base: Index) -> None:
-    """Copy a staged chunk to the blocks that start at `base`; `at` is its entry, segment and chunk.
-
-    Lanes past the end of a row are zeros.
-    """
-    entry, segment, chunk = at
-    first = (chunk * i32(CHUNK) - i32(1)) * i32(operand.packing)
-    empty = segment >= operand.fetched(table, entry)
-    columns = jnp.where(empty, i32(0), operand.field(table, "columns", entry))
-    place, apart = operand.place(table, entry, segment, base)
-    lane = lax.broadcasted_iota(jnp.int32, (operand.words, LANES), 1)
-    count = operand.vectors(table, entry) - first
+def commit(staged: Ref, blocks: Ref, words: int, place: Index, vectors: tuple[Index, Index]) -> None:
+    """Copy staged vectors of a chunk, from one to before another, to the blocks: the first of the chunk to `place`."""
 
     def copy(i: Index, none: None) -> None:
-        vector = first + i
-        kept = lane < columns - vector * i32(LANES)
-        value = jnp.where(kept, staged[i], i32(0))
-        to = place + (vector >> i32(1)) * apart
-        if operand.along_k == "lanes":
-            target = to + (vector & i32(1)) * i32(operand.height // operand.packing)
-            blocks[aligned_ds(target, operand.words, CHUNK), :] = value
-            return
-        target = to + (vector & i32(1)) * i32(operand.block)
-        step = min(operand.block, operand.words)
-        for i_slab, rows in enumerate(range(0, operand.words, step)):
-            blocks[aligned_ds(target + i32(2 * operand.block * i_slab), step, CHUNK), :] = value[rows : rows + step]
+        blocks[aligned_ds(place + i * i32(words), words, CHUNK), :] = staged[i]
 
-    low = jnp.maximum(-first, i32(0))
-    lax.fori_loop(low, jnp.minimum(count, i32(CHUNK * operand.packing)), copy, None)
+    lax.fori_loop(*vectors, copy, None)
+
+
+def clear(blocks: Ref, words: int, place: Index, first: Index, vectors: Index) -> None:
+    """Fill the lanes of a segment from a column on with zeros, up to its last vector."""
+    lane = lax.broadcasted_iota(jnp.int32, (words, LANES), 1)
+
+    def fill(i: Index, none: None) -> None:
+        where = aligned_ds(place + i * i32(words), words, CHUNK)
+        blocks[where, :] = jnp.where(lane < first - i * i32(LANES), blocks[where, :], i32(0))
+
+    lax.fori_loop(first >> i32(LANES.bit_length() - 1), vectors, fill, None)

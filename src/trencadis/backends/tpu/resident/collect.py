@@ -20,7 +20,7 @@ from trencadis.backends.tpu.indexing import LANES, Condition, Index, Ref, Value,
 from trencadis.backends.tpu.ragged.flat import TILE, FlatCopy, fetch, store
 from trencadis.backends.tpu.resident.epilogue import Epilogue
 from trencadis.backends.tpu.resident.products import Products
-from trencadis.backends.tpu.resident.sizes import CHUNK, Sizes
+from trencadis.backends.tpu.resident.sizes import CHUNK, CLAMPED, Sizes
 from trencadis.backends.tpu.resident.state import State
 from trencadis.backends.tpu.resident.strips import PIECE, Strip, Strips
 from trencadis.core.dtypes import cast
@@ -28,6 +28,7 @@ from trencadis.core.dtypes import cast
 BUFFERS = 3  # for strips of the result: one is fetched, one converted, one written back
 FILLED = 32 * PIECE  # entries that are filled with zeros at a time
 ROWS = PIECE // LANES  # of float32 numbers of a piece
+BATCH = 8  # pieces that are loaded before any of them is stored
 
 
 class Collector:
@@ -121,9 +122,9 @@ class Collector:
 
         @pl.when(converts)
         def convert() -> None:
-            convert_piece = self.converter(0, converts)
-            for piece in range(self.sizes.converted):
-                convert_piece(piece)
+            convert_batch = self.converter(0, converts)
+            for batch in range(-(-self.sizes.converted // BATCH)):
+                convert_batch(batch)
 
         self.advance(rows.astype(jnp.int32), converts.astype(jnp.int32))
 
@@ -252,7 +253,7 @@ class Collector:
         chunk = chunks - i32(1) - lax.div(slot, parts)
         row = lax.rem(slot, parts) * i32(sizes.slot_rows)
         flat = lax.rem(self.state["strips"], i32(2)) * i32(sizes.flat_rows * LANES)
-        last = flat + i32((sizes.flat_rows - 2 * CHUNK) * LANES)  # where rows go that the strip does not have
+        last = flat + i32(sizes.spare * LANES)  # where rows go that the strip does not have
         at = flat + (self.strips.bounds(strip)[0] & i32(PIECE - 1)) + row * n + chunk * i32(CHUNK * LANES)
         at, n = jnp.where(real, at, last), jnp.where(real, n, i32(0))
         chunk = jnp.where(real, chunk, i32(0))
@@ -265,17 +266,19 @@ class Collector:
 
         def write(row: int) -> None:
             nonlocal place
+            if row % CLAMPED == 0:
+                place = jnp.minimum(place, last)
             value = scale(self.vmem["sums"][pl.ds(sums + i32(row), CHUNK, sizes.pitch), :])
             self._write_row(value, place)
-            place = _at_most(place + n, last)
+            place = place + n
 
         return write
 
     def _write_row(self, value: Value, at: Index) -> None:
         """Write eight vectors of a row from the entry `at` of the flat buffer on."""
         lane = lax.broadcasted_iota(jnp.int32, (CHUNK, LANES), 1)
-        first, row = at & i32(LANES - 1), at >> i32(LANES.bit_length() - 1)
-        value, here = pltpu.roll(value, first, 1), lane >= first
+        first, row = jnp.full((CHUNK, LANES), at) & i32(LANES - 1), at >> i32(LANES.bit_length() - 1)
+        value, here = pltpu.roll(value, at & i32(LANES - 1), 1), lane >= first
         for later, mask in enumerate((here, jnp.logical_not(here))):
             pltpu.store(self.vmem["flat"].at[pl.ds(row + i32(later), CHUNK), :], value, mask=mask)
 
@@ -288,7 +291,7 @@ class Collector:
         return flat, self._buffer(before) * i32(Collector.room(self.sizes))
 
     def converter(self, ahead: int, real: Condition) -> Callable[[int], None]:
-        """A function that converts a piece of a slot, some slots ahead of the next; one of no one if not real."""
+        """A function that converts some pieces of a slot, some slots ahead of the next; one of no one if not real."""
         flat, result = self._places()
         first = (self.state["convert_slot"] + i32(ahead)) * i32(self.sizes.converted)
         spare = (
@@ -300,11 +303,17 @@ class Collector:
         rows = pl.multiple_of(flat + places[0] * i32(ROWS), ROWS)
         entries = pl.multiple_of(result + places[1] * i32(PIECE), PIECE)
 
-        def convert(piece: int) -> None:
+        def where(piece: int) -> Any:
+            return aligned_ds(entries + i32(piece * PIECE), PIECE, PIECE)
+
+        def total(piece: int) -> Value:
             value = self.vmem["flat"][aligned_ds(rows + i32(piece * ROWS), ROWS, ROWS), :]
-            where = aligned_ds(entries + i32(piece * PIECE), PIECE, PIECE)
-            total = add(value, self._wide(self.vmem["result"][where])) if self.epilogue.accumulate else value
-            self.vmem["result"][where] = self._narrow(total)
+            return add(value, self._wide(self.vmem["result"][where(piece)])) if self.epilogue.accumulate else value
+
+        def convert(batch: int) -> None:
+            pieces = range(batch * BATCH, min((batch + 1) * BATCH, self.sizes.converted))
+            for piece, value in [(piece, self._narrow(total(piece))) for piece in pieces]:
+                self.vmem["result"][where(piece)] = value
 
         return convert
 
@@ -374,8 +383,3 @@ class Collector:
             kept = self._wide(self.vmem["edges"][pl.ds(2 * PIECE, PIECE)])
             value = jnp.where((at < begin) & shared, kept, value)
         self.vmem["result"][aligned_ds(result + piece * i32(PIECE), PIECE, PIECE)] = self._narrow(value)
-
-
-def _at_most(x: Index, most: Index) -> Index:
-    """The smaller of two numbers that are not negative; this takes one instruction, where int32 takes two."""
-    return jnp.minimum(x.astype(jnp.uint32), most.astype(jnp.uint32)).astype(jnp.int32)

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from trencadis.backends.tpu.indexing import Condition, Ref, i32
 from trencadis.backends.tpu.ragged.flat import TILE, tail_of, whole
 from trencadis.backends.tpu.resident.align import Operand
-from trencadis.backends.tpu.resident.collect import Collector
+from trencadis.backends.tpu.resident.collect import BATCH, Collector
 from trencadis.backends.tpu.resident.epilogue import Epilogue
 from trencadis.backends.tpu.resident.products import Products
 from trencadis.backends.tpu.resident.sizes import PAIR, Sizes
@@ -140,17 +140,18 @@ class Kernel:
         """Compute some products, and meanwhile align and collect a little."""
         entry, count = products.state["entry"], products.available()
         rows, converts = collector.rows_left(), collector.converts_left()
-        aligns = stream.ready() if self.sizes.overlap else jnp.bool_(False)
-        pl.when(aligns)(stream.prepare)
         sizes, job = self.sizes, products.job()
+        aligns = stream.ready() if sizes.overlap else None
+        if sizes.overlap:
+            pl.when(aligns)(stream.prepare)
         work: list[tuple[int, Callable[[int], None]]] = []
         slots = range(sizes.row_slots)
-        work += [(sizes.converted, collector.converter(slot, i32(slot) < converts)) for slot in slots]
+        work += [(-(-sizes.converted // BATCH), collector.converter(slot, i32(slot) < converts)) for slot in slots]
         writers = [collector.row_writer(slot, i32(slot) < rows) for slot in slots]
         # all rows of a slot before those of the next: what is written past the end of a row is overwritten
         work.append((sizes.slot_rows * len(slots), lambda i: writers[i // sizes.slot_rows](i % sizes.slot_rows)))
         if sizes.overlap:
-            work.append((sizes.rows // PAIR, stream.align(aligns & stream.has_rows())))
+            work.append((sizes.rows // PAIR, stream.stager(aligns & stream.has_rows())))
         for i in range(sizes.products):
             for count_of, do in work:
                 for number in range(count_of * i // sizes.products, count_of * (i + 1) // sizes.products):
@@ -160,7 +161,8 @@ class Kernel:
             following = products.following(job, entry)
             job = jax.tree.map(lambda new, old, real=real: jnp.where(real, new, old), following, job)
         products.advance(job)
-        pl.when(aligns)(stream.finish)
+        if sizes.overlap:
+            pl.when(aligns)(stream.finish_staged)
         collector.advance(*(jnp.minimum(each, i32(sizes.row_slots)) for each in (rows, converts)))
 
 

@@ -129,21 +129,14 @@ class Products:
 
     def compute(self, job: Job, entry: Index, real: Condition) -> None:
         """Add a product to its sums; to those of no one if it is not real."""
-        table, steps = self.table, self.table.field("steps", entry)
-        if self.rhs.along_k == "rows":
-            number = job.step * table.field("blocks", entry) + job.block
-        else:
-            number = job.block * steps + job.step
-        right = self._tile(
-            self.rhs, self.stream.rings[0].front(self.rhs.piece(table, entry)) + number * i32(self.rhs.tile)
-        )
+        table = self.table
+        right = self._tile(self.rhs, self.stream.rings[0].front(self.rhs.piece(table, entry)), entry, job.block, job.step)
         if self.lhs.streamed:
-            place = job.lhs + job.step * i32(self.lhs.tile)
+            left = self._tile(self.lhs, job.lhs, entry, i32(0), job.step)
         else:
             base, panels = self.stream.rings[1].front(self.lhs.piece(table, entry)), table.field("panels", entry)
             panel = jnp.minimum(job.panel, panels - i32(1))  # one that is not real follows the last panel
-            place = base + (job.step * panels + panel) * i32(self.lhs.tile)
-        left = self._tile(self.lhs, place)
+            left = self._tile(self.lhs, base, entry, panel, job.step)
         dims = ((0 if self.lhs.along_k == "rows" else 1,), (0 if self.rhs.along_k == "rows" else 1,))
         product = lax.dot_general(
             left, right, (dims, ((), ())), precision=self.precision, preferred_element_type=jnp.float32
@@ -155,17 +148,18 @@ class Products:
             before = jnp.where(first, jnp.float32(0), self.vmem["sums"][rows, :])
             self.vmem["sums"][rows, :] = before + product[:, v * LANES : (v + 1) * LANES]
 
-    def _tile(self, operand: Operand, place: Index) -> Value:
-        """The blocks of a product as a matrix."""
-        blocks: Ref = self.vmem[f"{operand.name}_blocks"]
+    def _tile(self, operand: Operand, piece: Index, entry: Index, outer: Index, step: Index) -> Value:
+        """The blocks of a product as a matrix, by its number along k and along the other dimension."""
+        blocks, slab, words = self.vmem["blocks"], operand.slab(self.table, entry), operand.words
+        width = self.sizes.depth if operand.along_k == "lanes" else COLUMNS
+        height = operand.height if operand.along_k == "lanes" else self.sizes.depth
+        row, column = (outer, step) if operand.along_k == "lanes" else (step, outer)
+        segments, vectors = height // self.sizes.rows, width // LANES
+        start = i32(operand.base) + piece + row * i32(segments) * slab + column * i32(vectors * words)
 
-        def part(start: int, rows: int) -> Value:
-            found = blocks[aligned_ds(place + i32(start), rows, CHUNK), :]
-            return pltpu.bitcast(found, operand.dtype)
+        def part(segment: int, vector: int) -> Value:
+            at = start + i32(segment) * slab + i32(vector * words)
+            return pltpu.bitcast(blocks[aligned_ds(at, words, CHUNK), :], operand.dtype)
 
-        depth = self.sizes.depth // LANES
-        if operand.along_k == "lanes":
-            words = operand.height // operand.packing
-            return jnp.concatenate([part(c * words, words) for c in range(depth)], axis=1)
-        pairs = [[part((c * VECTORS + d) * operand.block, operand.block) for d in range(VECTORS)] for c in range(depth)]
-        return jnp.concatenate([jnp.concatenate(pair, axis=1) for pair in pairs], axis=0)
+        rows = [jnp.concatenate([part(i, v) for v in range(vectors)], axis=1) for i in range(segments)]
+        return jnp.concatenate(rows, axis=0)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.tpu.indexing import LANES, Condition, Index, Ref, aligned_ds, i32
+from trencadis.backends.tpu.indexing import LANES, Condition, Index, Ref, Value, aligned_ds, i32
 from trencadis.backends.tpu.ragged.flat import TILE, FlatCopy, fetch
 from trencadis.backends.tpu.resident import align
 from trencadis.backends.tpu.resident.align import Operand
@@ -48,14 +48,16 @@ class Stream:
     def scratch(operands: tuple[Operand, Operand]) -> dict[str, Any]:
         """The memory of both operands, by name; no one's chunk is read past the last segment."""
         sizes, packing = operands[0].sizes, operands[0].packing
-        return {
+        found = {
             "raw": pltpu.VMEM((sizes.raw * TILE + CHUNK * LANES * packing,), operands[0].dtype),
             "raw_sem": pltpu.SemaphoreType.DMA((IN_FLIGHT,)),
             "spread": align.spread_scratch(sizes),
-            "staged": align.staged_scratch(sizes, packing),
-            "lhs_blocks": pltpu.VMEM((sizes.lhs, LANES), jnp.int32),
-            "rhs_blocks": pltpu.VMEM((sizes.rhs, LANES), jnp.int32),
+            "carry": align.carry_scratch(sizes),
+            "blocks": pltpu.VMEM((sizes.rhs + sizes.lhs + sizes.rows, LANES), jnp.int32),  # and for vectors of no one
         }
+        if sizes.overlap:
+            found["staged"] = align.staged_scratch(sizes, packing)
+        return found
 
     # -- which segment is next -----------------------------------------------------------------------------------------
 
@@ -166,7 +168,11 @@ class Stream:
                 number = self.state["align_number"]
                 self._each(lhs, lambda x: self._copy(x, entry, segment, place, number).wait())
 
-    def align(self, real: Condition) -> Callable[[int], None]:
+    def stager(self, real: Condition) -> Callable[[int], None]:
+        """A function that aligns 16 rows of the next chunk and stages them; those of no one if not real."""
+        return self.align(real, self._staged)
+
+    def align(self, real: Condition, put: align.Put) -> Callable[[int], None]:
         """A function that aligns 16 rows of the next chunk, by their number; those of no one if not real."""
         entry, lhs, segment = self._cursor("align")
         packing = self.operands[0].packing
@@ -179,27 +185,69 @@ class Stream:
         at, stride = jnp.where(real, at, i32(self.sizes.raw * TILE)), jnp.where(real, stride, i32(0))
 
         def pair(number: int) -> None:
-            align.align_pair(self.vmem, packing, number, at + i32(number * PAIR) * stride, stride, valid)
+            first = at + i32(number * PAIR) * stride
+            align.align_pair(self.vmem, packing, number, (first, stride, valid), put)
 
         return pair
 
-    def finish(self) -> None:
-        """Copy the chunk to its blocks, and go on to the next."""
+    def _staged(self, vector: int, row: int, words: Value) -> None:
+        self.vmem["staged"][vector, pl.ds(row, CHUNK), :] = words
+
+    def _direct(self) -> align.Put:
+        """A function that stores what is aligned of the next chunk where it belongs."""
+        first, place, _ = self._chunk()
+        entry, lhs, _ = self._cursor("align")
+        packing, words = self.operands[0].packing, self.operands[0].words
+        count = self._of(lhs, lambda x: x.vectors(self.table, entry))
+        targets = []
+        for v in range(0, CHUNK * packing, packing):
+            there = (first + i32(v) >= i32(0)) & (first + i32(v) < count)
+            targets.append(jnp.where(there, place + i32(v * words), i32(self.sizes.rhs + self.sizes.lhs)))
+
+        def put(vector: int, row: int, value: Value) -> None:
+            at = targets[vector // packing] + i32(vector % packing * words + row)
+            self.vmem["blocks"][aligned_ds(at, CHUNK, CHUNK), :] = value
+
+        return put
+
+    def _chunk(self) -> tuple[Index, Index, Index]:
+        """The first vector of the next chunk, where it belongs, and where its segment is."""
         entry, lhs, segment = self._cursor("align")
-        chunk, place = self.state["align_chunk"], self.state["align_place"]
-        for i, x in enumerate(self.operands):
+        packing, words, piece = self.operands[0].packing, self.operands[0].words, self.state["align_place"]
+        first = (self.state["align_chunk"] * i32(CHUNK) - i32(1)) * i32(packing)
+        place = self._of(lhs, lambda x: x.place(self.table, entry, segment, piece))
+        return first, place + first * i32(words), place
 
-            @pl.when(lhs == i32(i))
-            def _(x: Operand = x) -> None:
-                blocks = self.vmem[f"{x.name}_blocks"]
-                align.commit(x, self.table, self.vmem["staged"], blocks, (entry, segment, chunk), place)
+    def finish_staged(self) -> None:
+        """Copy a chunk that was staged to its blocks, and go on to the next."""
+        first, to, _ = self._chunk()
+        entry, lhs, _ = self._cursor("align")
+        packing, words = self.operands[0].packing, self.operands[0].words
+        count = self._of(lhs, lambda x: x.vectors(self.table, entry)) - first
+        vectors = jnp.maximum(-first, i32(0)), jnp.minimum(count, i32(CHUNK * packing))
 
-        last = chunk + i32(1) >= self._of(lhs, lambda x: x.chunks(self.table, entry))
+        @pl.when(self.has_rows())
+        def _() -> None:
+            align.commit(self.vmem["staged"], self.vmem["blocks"], words, to, vectors)
+
+        self.finish()
+
+    def finish(self) -> None:
+        """Go on to the next chunk; what is past the end of a segment along k becomes zeros."""
+        entry, lhs, segment = self._cursor("align")
+        chunk, real = self.state["align_chunk"], self.has_rows()
+        last = jnp.logical_not(real) | (chunk + i32(1) >= self._of(lhs, lambda x: x.chunks(self.table, entry)))
         self.state["align_chunk"] = jnp.where(last, i32(0), chunk + i32(1))
 
         @pl.when(last)
         def next_segment() -> None:
-            @pl.when(self.has_rows())
+            _, _, place = self._chunk()
+            vectors = self._of(lhs, lambda x: x.vectors(self.table, entry))
+            kept = self._of(lhs, lambda x: x.kept(self.table, entry))
+            first = jnp.where(real, kept, i32(0))
+            align.clear(self.vmem["blocks"], self.operands[0].words, place, first, vectors)
+
+            @pl.when(real)
             def release() -> None:
                 self.raw.pop(self._of(lhs, lambda x: x.room(self.table, entry)))
                 self.state.add("align_number")
@@ -214,7 +262,7 @@ class Stream:
 
         @pl.when(self.has_rows())
         def _() -> None:
-            pair = self.align(jnp.bool_(True))
+            pair = self.align(jnp.bool_(True), self._direct())
             for number in range(self.sizes.rows // PAIR):
                 pair(number)
 
