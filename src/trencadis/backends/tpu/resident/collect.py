@@ -111,22 +111,22 @@ class Collector:
         pl.when(self.table.entries > i32(0))(self._open)
 
     def step(self) -> None:
-        """Collect a little by itself: the rows of one slot, and the pieces of one."""
-        rows, converts = self.rows_left() > i32(0), self.converts_left() > i32(0)
+        """Collect by itself what can be collected of both strips."""
+        rows, converts = self.rows_left(), self.converts_left()
 
-        @pl.when(rows)
-        def write() -> None:
-            write_row = self.row_writer(0, rows)
+        def write(slot: Index, none: None) -> None:
+            write_row = self.row_writer(slot, jnp.bool_(True))
             for row in range(self.sizes.slot_rows):
                 write_row(row)
 
-        @pl.when(converts)
-        def convert() -> None:
-            convert_batch = self.converter(0, converts)
+        def convert(slot: Index, none: None) -> None:
+            convert_batch = self.converter(slot, jnp.bool_(True))
             for batch in range(-(-self.sizes.converted // BATCH)):
                 convert_batch(batch)
 
-        self.advance(rows.astype(jnp.int32), converts.astype(jnp.int32))
+        lax.fori_loop(i32(0), rows, write, None)
+        lax.fori_loop(i32(0), converts, convert, None)
+        self.advance(rows, converts)
 
     def advance(self, rows: Index, converts: Index) -> None:
         """Count the slots that were written and converted, and go on to the next strips if both are complete."""
@@ -241,14 +241,14 @@ class Collector:
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def row_writer(self, ahead: int, real: Condition) -> Callable[[int], None]:
+    def row_writer(self, ahead: Index, real: Condition) -> Callable[[int], None]:
         """A function that writes a row of a slot, some slots ahead of the next, by its number in the slot.
 
         If the slot is not real, it writes to no one's place. Rows are written in their order, those vectors first that
         are at the end of rows: what is written past the end of a row is then overwritten by the next.
         """
         sizes, strip = self.sizes, self._strip("row")
-        n, slot = self.table.field("n", strip.entry), self.state["row_slot"] + i32(ahead)
+        n, slot = self.table.field("n", strip.entry), self.state["row_slot"] + ahead
         parts, chunks = self.strips.slots(strip)
         chunk = chunks - i32(1) - lax.div(slot, parts)
         row = lax.rem(slot, parts) * i32(sizes.slot_rows)
@@ -290,10 +290,10 @@ class Collector:
         flat = lax.rem(before, i32(2)) * i32(self.sizes.flat_rows)
         return flat, self._buffer(before) * i32(Collector.room(self.sizes))
 
-    def converter(self, ahead: int, real: Condition) -> Callable[[int], None]:
+    def converter(self, ahead: Index, real: Condition) -> Callable[[int], None]:
         """A function that converts some pieces of a slot, some slots ahead of the next; one of no one if not real."""
         flat, result = self._places()
-        first = (self.state["convert_slot"] + i32(ahead)) * i32(self.sizes.converted)
+        first = (self.state["convert_slot"] + ahead) * i32(self.sizes.converted)
         spare = (
             i32(self.sizes.flat_rows // ROWS - self.sizes.converted),
             i32(Collector.room(self.sizes) // PIECE - self.sizes.converted),

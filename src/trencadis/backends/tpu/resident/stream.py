@@ -170,17 +170,17 @@ class Stream:
 
     def stager(self, real: Condition) -> Callable[[int], None]:
         """A function that aligns 16 rows of the next chunk and stages them; those of no one if not real."""
-        return self.align(real, self._staged)
+        return self.align(self.state["align_chunk"], real, self._staged)
 
-    def align(self, real: Condition, put: align.Put) -> Callable[[int], None]:
-        """A function that aligns 16 rows of the next chunk, by their number; those of no one if not real."""
+    def align(self, chunk: Index, real: Condition, put: align.Put) -> Callable[[int], None]:
+        """A function that aligns 16 rows of a chunk, by their number; those of no one if not real."""
         entry, lhs, segment = self._cursor("align")
         packing = self.operands[0].packing
         place = self.raw.front(self._of(lhs, lambda x: x.room(self.table, entry)))
         offset = self._of(lhs, lambda x: x.window(self.table, entry, segment)[2])
         stride = self._of(lhs, lambda x: x.field(self.table, "stride", entry))
         rows = self._of(lhs, lambda x: x.field(self.table, "rows", entry))
-        at = place * i32(TILE) + offset + self.state["align_chunk"] * i32(CHUNK * LANES * packing)
+        at = place * i32(TILE) + offset + chunk * i32(CHUNK * LANES * packing)
         valid = rows - segment * i32(self.sizes.rows)
         at, stride = jnp.where(real, at, i32(self.sizes.raw * TILE)), jnp.where(real, stride, i32(0))
 
@@ -193,9 +193,9 @@ class Stream:
     def _staged(self, vector: int, row: int, words: Value) -> None:
         self.vmem["staged"][vector, pl.ds(row, CHUNK), :] = words
 
-    def _direct(self) -> align.Put:
-        """A function that stores what is aligned of the next chunk where it belongs."""
-        first, place, _ = self._chunk()
+    def _direct(self, chunk: Index) -> align.Put:
+        """A function that stores what is aligned of a chunk where it belongs."""
+        first, place, _ = self._chunk(chunk)
         entry, lhs, _ = self._cursor("align")
         packing, words = self.operands[0].packing, self.operands[0].words
         count = self._of(lhs, lambda x: x.vectors(self.table, entry))
@@ -210,17 +210,17 @@ class Stream:
 
         return put
 
-    def _chunk(self) -> tuple[Index, Index, Index]:
-        """The first vector of the next chunk, where it belongs, and where its segment is."""
+    def _chunk(self, chunk: Index) -> tuple[Index, Index, Index]:
+        """The first vector of a chunk, where it belongs, and where its segment is."""
         entry, lhs, segment = self._cursor("align")
         packing, words, piece = self.operands[0].packing, self.operands[0].words, self.state["align_place"]
-        first = (self.state["align_chunk"] * i32(CHUNK) - i32(1)) * i32(packing)
+        first = (chunk * i32(CHUNK) - i32(1)) * i32(packing)
         place = self._of(lhs, lambda x: x.place(self.table, entry, segment, piece))
         return first, place + first * i32(words), place
 
     def finish_staged(self) -> None:
         """Copy a chunk that was staged to its blocks, and go on to the next."""
-        first, to, _ = self._chunk()
+        first, to, _ = self._chunk(self.state["align_chunk"])
         entry, lhs, _ = self._cursor("align")
         packing, words = self.operands[0].packing, self.operands[0].words
         count = self._of(lhs, lambda x: x.vectors(self.table, entry)) - first
@@ -241,7 +241,7 @@ class Stream:
 
         @pl.when(last)
         def next_segment() -> None:
-            _, _, place = self._chunk()
+            _, _, place = self._chunk(i32(0))
             vectors = self._of(lhs, lambda x: x.vectors(self.table, entry))
             kept = self._of(lhs, lambda x: x.kept(self.table, entry))
             first = jnp.where(real, kept, i32(0))
@@ -257,13 +257,17 @@ class Stream:
             self.fetch()
 
     def step(self) -> None:
-        """Align a chunk by itself."""
+        """Align what is left of a segment by itself."""
         self.prepare()
+        entry, lhs, _ = self._cursor("align")
+        chunks = self._of(lhs, lambda x: x.chunks(self.table, entry))
 
-        @pl.when(self.has_rows())
-        def _() -> None:
-            pair = self.align(jnp.bool_(True), self._direct())
+        def align_chunk(chunk: Index, none: None) -> None:
+            pair = self.align(chunk, jnp.bool_(True), self._direct(chunk))
             for number in range(self.sizes.rows // PAIR):
                 pair(number)
 
+        end = jnp.where(self.has_rows(), chunks, i32(0))
+        lax.fori_loop(self.state["align_chunk"], end, align_chunk, None)
+        self.state["align_chunk"] = chunks - i32(1)
         self.finish()
