@@ -40,6 +40,11 @@ Put = Callable[[int, int, Value], None]
 LOW, HIGH = np.int32(0xFFFF), np.int32(-0x10000)
 
 
+def over(x: Index, unit: int) -> Index:
+    """How many units, whose size is a power of two, a number takes that is not negative."""
+    return (x + i32(unit - 1)) >> i32(unit.bit_length() - 1)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
     """lhs or rhs: its flat buffer, and how its blocks are ordered.
@@ -99,18 +104,18 @@ class Operand:
         return self.vectors(table, entry) * i32(LANES) if self.along_k == "rows" else self.field(table, "columns", entry)
 
     def chunks(self, table: Table, entry: Index) -> Index:
-        """The chunks of a row; the last vector of words is complete in the chunk after it."""
-        return lax.div(self.vectors(table, entry), i32(CHUNK * self.packing)) + i32(1)
+        """The chunks of a row; the last vector of words is complete with the vector after it."""
+        return over(self.field(table, "columns", entry) + i32(LANES * self.packing), CHUNK * LANES * self.packing)
 
     def segments(self, table: Table, entry: Index) -> Index:
         """The segments of a matrix, with those that are only padding along k."""
         if self.along_k == "rows":
             return table.field("steps", entry) * i32(self.sizes.depth // self.sizes.rows)
-        return lax.div(self.field(table, "rows", entry) + i32(self.sizes.rows - 1), i32(self.sizes.rows))
+        return over(self.field(table, "rows", entry), self.sizes.rows)
 
     def fetched(self, table: Table, entry: Index) -> Index:
         """The segments of a matrix that have entries."""
-        rows = lax.div(self.field(table, "rows", entry) + i32(self.sizes.rows - 1), i32(self.sizes.rows))
+        rows = over(self.field(table, "rows", entry), self.sizes.rows)
         return jnp.where(self.field(table, "columns", entry) > i32(0), rows, i32(0))
 
     def piece(self, table: Table, entry: Index) -> Index:
@@ -121,7 +126,7 @@ class Operand:
     def room(self, table: Table, entry: Index) -> Index:
         """The tiles of a segment in VMEM: room for all of its rows, also for those that a matrix does not have."""
         entries = self.field(table, "stride", entry) * i32(self.sizes.rows)
-        return lax.div(entries + i32(TILE - 1), i32(TILE)) + i32(MARGIN)
+        return over(entries, TILE) + i32(MARGIN)
 
     def window(self, table: Table, entry: Index, segment: Index) -> tuple[Index, Index, Index]:
         """The entries that hold a segment: the first, how many, and where among them its first row starts."""

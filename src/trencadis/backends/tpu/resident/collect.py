@@ -7,7 +7,7 @@ of the strip before are kept from it, and those of no one from the existing valu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from trencadis.core.dtypes import cast
 BUFFERS = 3  # for strips of the result: one is fetched, one converted, one written back
 FILLED = 32 * PIECE  # entries that are filled with zeros at a time
 ROWS = PIECE // LANES  # of float32 numbers of a piece
-BATCH = 8  # pieces that are loaded before any of them is stored
+BATCH = 16  # pieces that are loaded before any of them is stored
 
 
 class Collector:
@@ -120,9 +120,9 @@ class Collector:
                 write_row(row)
 
         def convert(slot: Index, none: None) -> None:
-            convert_batch = self.converter(slot, jnp.bool_(True))
-            for batch in range(-(-self.sizes.converted // BATCH)):
-                convert_batch(batch)
+            convert_some = self.converter(slot, jnp.bool_(True))
+            for first in range(0, self.sizes.converted, BATCH):
+                convert_some(range(first, min(first + BATCH, self.sizes.converted)))
 
         lax.fori_loop(i32(0), rows, write, None)
         lax.fori_loop(i32(0), converts, convert, None)
@@ -290,7 +290,7 @@ class Collector:
         flat = lax.rem(before, i32(2)) * i32(self.sizes.flat_rows)
         return flat, self._buffer(before) * i32(Collector.room(self.sizes))
 
-    def converter(self, ahead: Index, real: Condition) -> Callable[[int], None]:
+    def converter(self, ahead: Index, real: Condition) -> Callable[[Iterable[int]], None]:
         """A function that converts some pieces of a slot, some slots ahead of the next; one of no one if not real."""
         flat, result = self._places()
         first = (self.state["convert_slot"] + ahead) * i32(self.sizes.converted)
@@ -310,8 +310,7 @@ class Collector:
             value = self.vmem["flat"][aligned_ds(rows + i32(piece * ROWS), ROWS, ROWS), :]
             return add(value, self._wide(self.vmem["result"][where(piece)])) if self.epilogue.accumulate else value
 
-        def convert(batch: int) -> None:
-            pieces = range(batch * BATCH, min((batch + 1) * BATCH, self.sizes.converted))
+        def convert(pieces: Iterable[int]) -> None:
             for piece, value in [(piece, self._narrow(total(piece))) for piece in pieces]:
                 self.vmem["result"][where(piece)] = value
 

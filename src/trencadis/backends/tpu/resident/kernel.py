@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from trencadis.backends.tpu.indexing import Condition, Ref, i32
 from trencadis.backends.tpu.ragged.flat import TILE, tail_of, whole
 from trencadis.backends.tpu.resident.align import Operand
-from trencadis.backends.tpu.resident.collect import BATCH, Collector
+from trencadis.backends.tpu.resident.collect import Collector
 from trencadis.backends.tpu.resident.epilogue import Epilogue
 from trencadis.backends.tpu.resident.products import Products
 from trencadis.backends.tpu.resident.sizes import PAIR, Sizes
@@ -150,7 +150,8 @@ class Kernel:
         work: list[tuple[int, Callable[[int], None]]] = []
         slots = range(sizes.row_slots)
         rows, converts = (collector.rows_left(), collector.converts_left()) if slots else (i32(0), i32(0))
-        work += [(-(-sizes.converted // BATCH), collector.converter(i32(slot), i32(slot) < converts)) for slot in slots]
+        converters = [collector.converter(i32(slot), i32(slot) < converts) for slot in slots]
+        work.append((sizes.converted * len(slots), lambda i: converters[i % len(slots)]([i // len(slots)])))
         writers = [collector.row_writer(i32(slot), i32(slot) < rows) for slot in slots]
         # all rows of a slot before those of the next: what is written past the end of a row is overwritten
         work.append((sizes.slot_rows * len(slots), lambda i: writers[i // sizes.slot_rows](i % sizes.slot_rows)))

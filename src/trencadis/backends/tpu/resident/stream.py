@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from trencadis.backends.tpu.indexing import LANES, Condition, Index, Ref, Value, aligned_ds, i32
-from trencadis.backends.tpu.ragged.flat import TILE, FlatCopy, fetch
+from trencadis.backends.tpu.ragged.flat import TILE, fetch
 from trencadis.backends.tpu.resident import align
 from trencadis.backends.tpu.resident.align import Operand
 from trencadis.backends.tpu.resident.sizes import CHUNK, PAIR
@@ -51,6 +51,7 @@ class Stream:
         found = {
             "raw": pltpu.VMEM((sizes.raw * TILE + CHUNK * LANES * packing,), operands[0].dtype),
             "raw_sem": pltpu.SemaphoreType.DMA((IN_FLIGHT,)),
+            "flying": pltpu.SMEM((IN_FLIGHT,), jnp.int32),  # entries of each copy
             "spread": align.spread_scratch(sizes),
             "carry": align.carry_scratch(sizes),
             "blocks": pltpu.VMEM((sizes.rhs + sizes.lhs + sizes.rows, LANES), jnp.int32),  # and for vectors of no one
@@ -96,7 +97,7 @@ class Stream:
             def start() -> None:
                 place = self.raw.push(self._of(lhs, lambda x: x.room(self.table, entry)))
                 number = self.state["fetch_number"]
-                self._each(lhs, lambda x: self._copy(x, entry, segment, place, number).start())
+                self._each(lhs, lambda x: self._start(x, entry, segment, place, number))
                 self.state.add("fetch_number")
 
             count = self._of(lhs, lambda x: x.fetched(self.table, entry))
@@ -111,15 +112,22 @@ class Stream:
         fits = self.raw.fits(self._of(lhs, lambda x: x.room(self.table, entry)))
         return (entry < self.table.entries) & flying & fits
 
-    def _copy(self, operand: Operand, entry: Index, segment: Index, place: Index, number: Index) -> FlatCopy:
+    def _start(self, operand: Operand, entry: Index, segment: Index, place: Index, number: Index) -> None:
         first, count, _ = operand.window(self.table, entry, segment)
 
         def target(at: Index, entries: Index) -> Ref:
             return self.vmem["raw"].at[aligned_ds(place * i32(TILE) + at, entries, TILE)]
 
         flat, tail = self.hbm[operand.name], self.hbm[f"{operand.name}_tail"]
-        sem = self.vmem["raw_sem"].at[number & i32(IN_FLIGHT - 1)]
-        return fetch(flat, tail, operand.length, first, count, target, sem)
+        slot = number & i32(IN_FLIGHT - 1)
+        fetch(flat, tail, operand.length, first, count, target, self.vmem["raw_sem"].at[slot]).start()
+        self.vmem["flying"][slot] = count
+
+    def _wait(self) -> None:
+        """Wait for the oldest copy: all of its parts count for one semaphore, so only their size matters."""
+        slot = self.state["align_number"] & i32(IN_FLIGHT - 1)
+        part = self.vmem["raw"].at[aligned_ds(i32(0), self.vmem["flying"][slot], TILE)]
+        pltpu.make_async_copy(part, part, self.vmem["raw_sem"].at[slot]).wait()
 
     # -- alignment -----------------------------------------------------------------------------------------------------
 
@@ -150,7 +158,7 @@ class Stream:
 
     def prepare(self) -> None:
         """Take room for the blocks of the next chunk, and wait for its rows."""
-        entry, lhs, segment = self._cursor("align")
+        entry, lhs, _ = self._cursor("align")
 
         @pl.when(self.state["align_chunk"] == i32(0))
         def first_chunk() -> None:
@@ -162,11 +170,7 @@ class Stream:
                     def _(ring: Ring = ring, x: Operand = x) -> None:
                         self.state["align_place"] = ring.push(x.piece(self.table, entry))
 
-            @pl.when(self.has_rows())
-            def wait() -> None:
-                place = self.raw.front(self._of(lhs, lambda x: x.room(self.table, entry)))
-                number = self.state["align_number"]
-                self._each(lhs, lambda x: self._copy(x, entry, segment, place, number).wait())
+            pl.when(self.has_rows())(self._wait)
 
     def stager(self, real: Condition) -> Callable[[int], None]:
         """A function that aligns 16 rows of the next chunk and stages them; those of no one if not real."""
