@@ -153,9 +153,9 @@ def spread_scratch(sizes: Sizes) -> Any:
     return pltpu.VMEM((sizes.rows // PAIR * CHUNK * APART, LANES), jnp.int32)
 
 
-def staged_scratch(sizes: Sizes, packing: int) -> Any:
-    """The memory for what was aligned of a chunk, one vector of lanes of the segment after the other."""
-    return pltpu.VMEM((CHUNK * packing, sizes.rows // packing, LANES), jnp.int32)
+def staged_scratch(sizes: Sizes) -> Any:
+    """The memory for what was aligned of a chunk: a vector of half of the rows of the segment after the other."""
+    return pltpu.VMEM((2 * CHUNK, sizes.rows // 2, LANES), jnp.int32)
 
 
 def carry_scratch(sizes: Sizes) -> Any:
@@ -166,7 +166,8 @@ def carry_scratch(sizes: Sizes) -> Any:
 def align_pair(vmem: dict[str, Ref], packing: int, pair: int, rows: tuple[Index, Index, Index], put: Put) -> None:
     """Align eight vectors of words of 16 rows: `rows` are where the first starts, their stride, and how many are valid.
 
-    Rows past the valid ones are 0. `put(vector, row, words)` takes eight rows of words of a vector of the chunk.
+    Rows past the valid ones are 0. `put(vector, half, words)` takes a vector of eight of the rows: of 16-bit entries the
+    even or the odd ones, else the first or the last.
     """
     raw, spread, carry = vmem["raw"], vmem["spread"], vmem["carry"]
     (at, stride, valid), span = rows, LANES * packing
@@ -176,23 +177,21 @@ def align_pair(vmem: dict[str, Ref], packing: int, pair: int, rows: tuple[Index,
         row = (r % 2) * CHUNK + r // 2 if packing == 2 else r
         spread[pl.ds(first + row, CHUNK, APART), :] = pltpu.bitcast(words, jnp.int32)
         place = place + stride
-    merged: list[list[Value]] = [[], []]
     for h in range(2):
         index, down, up = _rotation(packing, h, pair, at, stride, valid)
         kept = pl.ds(pair * PAIR + h * CHUNK, CHUNK)
         last = carry[kept, :]
         for v in range(CHUNK):
             word = _rotated(spread[pl.ds(first + v * APART + h * CHUNK, CHUNK), :], index)
-            merged[h].append(lax.shift_right_logical(last, down) | lax.shift_left(word, up))
+            put(v, h, lax.shift_right_logical(last, down) | lax.shift_left(word, up))
             last = word
         carry[kept, :] = last
-    for v, (even, odd) in enumerate(zip(*merged, strict=True)):
-        if packing == 1:
-            put(v, pair * PAIR, even)
-            put(v, pair * PAIR + CHUNK, odd)
-            continue
-        put(2 * v, pair * CHUNK, (even & LOW) | lax.shift_left(odd, i32(16)))
-        put(2 * v + 1, pair * CHUNK, lax.shift_right_logical(even, i32(16)) | (odd & HIGH))
+
+
+def paired(even: Value, odd: Value) -> tuple[Value, Value]:
+    """Words of entries of two vectors of a row, of even and of odd rows, as words of two rows, of both vectors."""
+    first = (even & LOW) | lax.shift_left(odd, i32(16))
+    return first, lax.shift_right_logical(even, i32(16)) | (odd & HIGH)
 
 
 def _rotated(words: Value, index: Value) -> Value:
@@ -212,11 +211,21 @@ def _rotation(packing: int, half: int, pair: int, at: Index, stride: Index, vali
     return offset & i32(LANES - 1), down, up
 
 
-def commit(staged: Ref, blocks: Ref, words: int, place: Index, vectors: tuple[Index, Index]) -> None:
-    """Copy staged vectors of a chunk, from one to before another, to the blocks: the first of the chunk to `place`."""
+def commit(operand: Operand, staged: Ref, blocks: Ref, place: Index, vectors: tuple[Index, Index]) -> None:
+    """Copy staged vectors of words of a chunk, from one to before another, to blocks: the first of all to `place`."""
+    words, packing = operand.words, operand.packing
 
-    def copy(i: Index, none: None) -> None:
-        blocks[aligned_ds(place + i * i32(words), words, CHUNK), :] = staged[i]
+    def copy(v: Index, none: None) -> None:
+        at = place + v * i32(words * packing)
+        halves = [staged[2 * v + h] for h in range(2)]
+        if packing == 2:
+            for i, value in enumerate(paired(*halves)):
+                blocks[aligned_ds(at + i32(i * words), words, CHUNK), :] = value
+            return
+        for pair in range(operand.sizes.rows // PAIR):
+            for h, value in enumerate(halves):
+                to = aligned_ds(at + i32(pair * PAIR + h * CHUNK), CHUNK, CHUNK)
+                blocks[to, :] = value[pair * CHUNK : (pair + 1) * CHUNK]
 
     lax.fori_loop(*vectors, copy, None)
 

@@ -24,6 +24,7 @@ from trencadis.backends.tpu.resident.state import Ring, State
 from trencadis.backends.tpu.resident.table import Table
 
 IN_FLIGHT = 8  # copies
+Put = Callable[[int, int, int, Value], None]  # of a pair of eight rows; the others are those of `align.Put`
 CURSOR = ("entry", "lhs", "segment")  # which matrix is next, and which segment of it; "lhs" is 1 for lhs, 0 for rhs
 
 
@@ -57,7 +58,7 @@ class Stream:
             "blocks": pltpu.VMEM((sizes.rhs + sizes.lhs + sizes.rows, LANES), jnp.int32),  # and for vectors of no one
         }
         if sizes.overlap:
-            found["staged"] = align.staged_scratch(sizes, packing)
+            found["staged"] = align.staged_scratch(sizes)
         return found
 
     # -- which segment is next -----------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class Stream:
         """A function that aligns 16 rows of the next chunk and stages them; those of no one if not real."""
         return self.align(self.state["align_chunk"], real, self._staged)
 
-    def align(self, chunk: Index, real: Condition, put: align.Put) -> Callable[[int], None]:
+    def align(self, chunk: Index, real: Condition, put: Put) -> Callable[[int], None]:
         """A function that aligns 16 rows of a chunk, by their number; those of no one if not real."""
         entry, lhs, segment = self._cursor("align")
         packing = self.operands[0].packing
@@ -190,14 +191,14 @@ class Stream:
 
         def pair(number: int) -> None:
             first = at + i32(number * PAIR) * stride
-            align.align_pair(self.vmem, packing, number, (first, stride, valid), put)
+            align.align_pair(self.vmem, packing, number, (first, stride, valid), functools.partial(put, number))
 
         return pair
 
-    def _staged(self, vector: int, row: int, words: Value) -> None:
-        self.vmem["staged"][vector, pl.ds(row, CHUNK), :] = words
+    def _staged(self, pair: int, vector: int, half: int, words: Value) -> None:
+        self.vmem["staged"][2 * vector + half, pl.ds(pair * CHUNK, CHUNK), :] = words
 
-    def _direct(self, chunk: Index) -> align.Put:
+    def _direct(self, chunk: Index) -> Put:
         """A function that stores what is aligned of a chunk where it belongs."""
         first, place, _ = self._chunk(chunk)
         entry, lhs, _ = self._cursor("align")
@@ -208,9 +209,19 @@ class Stream:
             there = (first + i32(v) >= i32(0)) & (first + i32(v) < count)
             targets.append(jnp.where(there, place + i32(v * words), i32(self.sizes.rhs + self.sizes.lhs)))
 
-        def put(vector: int, row: int, value: Value) -> None:
-            at = targets[vector // packing] + i32(vector % packing * words + row)
-            self.vmem["blocks"][aligned_ds(at, CHUNK, CHUNK), :] = value
+        even: dict[int, Value] = {}
+
+        def store(vector: int, row: int, value: Value) -> None:
+            self.vmem["blocks"][aligned_ds(targets[vector] + i32(row), CHUNK, CHUNK), :] = value
+
+        def put(pair: int, vector: int, half: int, value: Value) -> None:
+            if packing == 1:
+                store(vector, pair * PAIR + half * CHUNK, value)
+            elif half == 0:
+                even[vector] = value
+            else:
+                for i, words_of_two in enumerate(align.paired(even.pop(vector), value)):
+                    store(vector, i * words + pair * CHUNK, words_of_two)
 
         return put
 
@@ -226,13 +237,13 @@ class Stream:
         """Copy a chunk that was staged to its blocks, and go on to the next."""
         first, to, _ = self._chunk(self.state["align_chunk"])
         entry, lhs, _ = self._cursor("align")
-        packing, words = self.operands[0].packing, self.operands[0].words
+        packing = self.operands[0].packing
         count = self._of(lhs, lambda x: x.vectors(self.table, entry)) - first
-        vectors = jnp.maximum(-first, i32(0)), jnp.minimum(count, i32(CHUNK * packing))
+        vectors = (first < i32(0)).astype(jnp.int32), jnp.minimum(align.over(count, packing), i32(CHUNK))
 
         @pl.when(self.has_rows())
         def _() -> None:
-            align.commit(self.vmem["staged"], self.vmem["blocks"], words, to, vectors)
+            align.commit(self.operands[0], self.vmem["staged"], self.vmem["blocks"], to, vectors)
 
         self.finish()
 
