@@ -303,16 +303,17 @@ class Collector:
         rows = pl.multiple_of(flat + places[0] * i32(ROWS), ROWS)
         entries = pl.multiple_of(result + places[1] * i32(PIECE), PIECE)
 
-        def where(piece: int) -> Any:
-            return aligned_ds(entries + i32(piece * PIECE), PIECE, PIECE)
+        many = self.sizes.converted
+        sums = self.vmem["flat"].at[aligned_ds(rows, many * ROWS, ROWS)]
+        found = self.vmem["result"].at[aligned_ds(entries, many * PIECE, PIECE)]
 
         def total(piece: int) -> Value:
-            value = self.vmem["flat"][aligned_ds(rows + i32(piece * ROWS), ROWS, ROWS), :]
-            return add(value, self._wide(self.vmem["result"][where(piece)])) if self.epilogue.accumulate else value
+            value = sums[pl.ds(piece * ROWS, ROWS), :]
+            return add(value, self._wide(found[pl.ds(piece * PIECE, PIECE)])) if self.epilogue.accumulate else value
 
         def convert(pieces: Iterable[int]) -> None:
             for piece, value in [(piece, self._narrow(total(piece))) for piece in pieces]:
-                self.vmem["result"][where(piece)] = value
+                found[pl.ds(piece * PIECE, PIECE)] = value
 
         return convert
 
