@@ -70,10 +70,15 @@ class Operand:
         return self.sizes.rows if self.streamed else COLUMNS
 
     @property
+    def product(self) -> tuple[int, int]:
+        """The rows and the lanes of a product's blocks."""
+        return (self.sizes.depth, COLUMNS) if self.along_k == "rows" else (self.height, self.sizes.depth)
+
+    @property
     def tile(self) -> int:
         """The rows of words of a product's blocks."""
-        width = COLUMNS if self.along_k == "rows" else self.height
-        return self.sizes.depth * width // (LANES * self.packing)
+        height, width = self.product
+        return height * width // (LANES * self.packing)
 
     @property
     def words(self) -> int:

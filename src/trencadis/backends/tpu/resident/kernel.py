@@ -142,8 +142,8 @@ class Kernel:
 
     def _basic_block(self, stream: Stream, products: Products, collector: Collector) -> None:
         """Compute some products, and meanwhile align and collect a little."""
-        entry, count = products.state["entry"], products.available()
-        sizes, job = self.sizes, products.job()
+        count, strides = products.available(), products.strides()
+        sizes, job = self.sizes, products.job(strides)
         aligns = stream.ready() if sizes.overlap else None
         if sizes.overlap:
             pl.when(aligns)(stream.prepare)
@@ -161,11 +161,9 @@ class Kernel:
             for count_of, do in work:
                 for number in range(count_of * i // sizes.products, count_of * (i + 1) // sizes.products):
                     do(number)
-            real = i32(i) < count
-            products.compute(job, entry, real)
-            following = products.following(job, entry)
-            job = jax.tree.map(lambda new, old, real=real: jnp.where(real, new, old), following, job)
-        products.advance(job)
+            products.compute(job, strides, i32(i) < count)
+            job = products.following(job, strides)
+        products.advance(count)
         if sizes.overlap:
             pl.when(aligns)(stream.finish_staged)
         if slots:
