@@ -20,7 +20,7 @@ from trencadis.backends.tpu.indexing import LANES, Condition, Index, Ref, Value,
 from trencadis.backends.tpu.ragged.flat import TILE, FlatCopy, fetch, store
 from trencadis.backends.tpu.resident.epilogue import Epilogue
 from trencadis.backends.tpu.resident.products import Products
-from trencadis.backends.tpu.resident.sizes import CHUNK, CLAMPED, Sizes
+from trencadis.backends.tpu.resident.sizes import CHUNK, CLAMPED, WIDE, Sizes
 from trencadis.backends.tpu.resident.state import State
 from trencadis.backends.tpu.resident.strips import PIECE, Strip, Strips
 from trencadis.core.dtypes import cast
@@ -244,14 +244,16 @@ class Collector:
     def row_writer(self, ahead: Index, real: Condition) -> Callable[[int], None]:
         """A function that writes a row of a slot, some slots ahead of the next, by its number in the slot.
 
-        If the slot is not real, it writes to no one's place. Rows are written in their order, those vectors first that
-        are at the end of rows: what is written past the end of a row is then overwritten by the next.
+        If the slot is not real, it writes to no one's place. Rows are written in their order, two chunks of each that
+        share their address, those first that are at the end of rows: what is written past the end of a row is then
+        overwritten by the next. If the chunks of a row are an odd number, the second is written twice.
         """
         sizes, strip = self.sizes, self._strip("row")
         n, slot = self.table.field("n", strip.entry), self.state["row_slot"] + ahead
-        parts, chunks = self.strips.slots(strip)
-        chunk = chunks - i32(1) - lax.div(slot, parts)
-        row = lax.rem(slot, parts) * i32(sizes.slot_rows)
+        parts, _ = self.strips.slots(strip)
+        across = lax.div(slot, parts)
+        chunk = jnp.maximum(self.strips.chunks(strip) - i32(WIDE) - across * i32(WIDE), i32(0))
+        row = (slot - across * parts) * i32(sizes.slot_rows)
         flat = lax.rem(self.state["strips"], i32(2)) * i32(sizes.flat_rows * LANES)
         last = flat + i32(sizes.spare * LANES)  # where rows go that the strip does not have
         at = flat + (self.strips.bounds(strip)[0] & i32(PIECE - 1)) + row * n + chunk * i32(CHUNK * LANES)
@@ -259,28 +261,32 @@ class Collector:
         chunk = jnp.where(real, chunk, i32(0))
         inside = lax.rem(self.strips.first_row(strip), i32(sizes.rows)) + row
         vectors = self.products.sums.front(self.products.vectors(strip.entry)) + chunk * i32(CHUNK)
-        sums = jnp.where(real, vectors * i32(sizes.pitch) + inside, i32(0))
-        scale = self.epilogue.scaling(self.table, strip.entry, chunk, self.hbm, self.vmem)
-
+        first = jnp.where(real, vectors * i32(sizes.pitch) + inside, i32(0))
+        sums = self.vmem["sums"].at[pl.ds(first, WIDE * CHUNK * sizes.pitch), :]
+        scales = [self.epilogue.scaling(self.table, strip.entry, chunk + i32(i), self.hbm, self.vmem) for i in range(WIDE)]
         place = at
 
         def write(row: int) -> None:
             nonlocal place
             if row % CLAMPED == 0:
                 place = jnp.minimum(place, last)
-            value = scale(self.vmem["sums"][pl.ds(sums + i32(row), CHUNK, sizes.pitch), :])
-            self._write_row(value, place)
+            starts = [i * CHUNK * sizes.pitch + row for i in range(WIDE)]
+            values = [scale(sums[pl.ds(start, CHUNK, sizes.pitch), :]) for scale, start in zip(scales, starts, strict=True)]
+            self._write_row(values, place)
             place = place + n
 
         return write
 
-    def _write_row(self, value: Value, at: Index) -> None:
-        """Write eight vectors of a row from the entry `at` of the flat buffer on."""
+    def _write_row(self, values: list[Value], at: Index) -> None:
+        """Write some chunks of a row from the entry `at` of the flat buffer on."""
         lane = lax.broadcasted_iota(jnp.int32, (CHUNK, LANES), 1)
         first, row = jnp.full((CHUNK, LANES), at) & i32(LANES - 1), at >> i32(LANES.bit_length() - 1)
-        value, here = pltpu.roll(value, at & i32(LANES - 1), 1), lane >= first
-        for later, mask in enumerate((here, jnp.logical_not(here))):
-            pltpu.store(self.vmem["flat"].at[pl.ds(row + i32(later), CHUNK), :], value, mask=mask)
+        here = lane >= first
+        flat = self.vmem["flat"].at[pl.ds(row, len(values) * CHUNK + 1), :]
+        for i, value in enumerate(values):
+            rolled = pltpu.roll(value, at & i32(LANES - 1), 1)
+            for later, mask in enumerate((here, jnp.logical_not(here))):
+                pltpu.store(flat.at[pl.ds(i * CHUNK + later, CHUNK), :], rolled, mask=mask)
 
     # -- conversion ----------------------------------------------------------------------------------------------------
 

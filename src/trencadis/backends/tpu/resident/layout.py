@@ -8,7 +8,7 @@ from trencadis.backends.prepare import round_up
 from trencadis.backends.tpu.indexing import LANES
 from trencadis.backends.tpu.ragged.flat import TILE
 from trencadis.backends.tpu.resident.align import MARGIN
-from trencadis.backends.tpu.resident.sizes import CHUNK, COLUMNS, PAIR, Sizes
+from trencadis.backends.tpu.resident.sizes import CHUNK, COLUMNS, PAIR, WIDE, Sizes
 from trencadis.core.devices import MIB, Chip
 
 SHARE = 0.94  # of VMEM that the buffers take; the rest is for what the compiler keeps there
@@ -40,7 +40,7 @@ def _fixed(sizes: Sizes, itemsize: int, out_size: int) -> int:
     rows = (
         sizes.rows // PAIR * CHUNK * (PAIR + 1)  # spread
         + (CHUNK + 2) * sizes.rows  # staged, carried, and blocks of no one
-        + (sizes.sums + CHUNK) * sizes.pitch
+        + (sizes.sums + (WIDE + 1) * CHUNK) * sizes.pitch
         + 2 * sizes.flat_rows
     )
     entries = sizes.raw * TILE + CHUNK * LANES * packing

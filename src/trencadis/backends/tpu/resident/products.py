@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from trencadis.backends.tpu.indexing import LANES, Condition, Index, Ref, Value, aligned_ds, i32
 from trencadis.backends.tpu.resident.align import Operand
-from trencadis.backends.tpu.resident.sizes import CHUNK, COLUMNS
+from trencadis.backends.tpu.resident.sizes import CHUNK, COLUMNS, WIDE
 from trencadis.backends.tpu.resident.state import Ring, State
 from trencadis.backends.tpu.resident.stream import Stream
 from trencadis.backends.tpu.resident.table import Table
@@ -72,7 +72,7 @@ class Products:
     @staticmethod
     def scratch(lhs: Operand) -> dict[str, Any]:
         """The memory of the sums, by name: some vectors more are read past the last panel, or written by no one's."""
-        rows = (lhs.sizes.sums + CHUNK) * lhs.sizes.pitch
+        rows = (lhs.sizes.sums + (WIDE + 1) * CHUNK) * lhs.sizes.pitch
         return {"sums": pltpu.VMEM((-(-rows // CHUNK) * CHUNK, LANES), jnp.float32)}
 
     def vectors(self, entry: Index) -> Index:
