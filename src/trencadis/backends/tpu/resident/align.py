@@ -30,7 +30,7 @@ from jax.experimental.pallas import tpu as pltpu
 from trencadis.backends.tpu.indexing import LANES, Index, Ref, Value, aligned_ds, i32
 from trencadis.backends.tpu.ragged.flat import TILE
 from trencadis.backends.tpu.resident.sizes import CHUNK, COLUMNS, PAIR, Sizes
-from trencadis.backends.tpu.resident.table import Table
+from trencadis.backends.tpu.resident.table import MATRIX, Table
 
 APART = (
     PAIR + 1
@@ -133,24 +133,17 @@ class Operand:
         entries = self.field(table, "stride", entry) * i32(self.sizes.rows)
         return over(entries, TILE) + i32(MARGIN)
 
-    def window(self, table: Table, entry: Index, segment: Index) -> tuple[Index, Index, Index]:
-        """The entries that hold a segment: the first, how many, and where among them its first row starts."""
-        stride, row = self.field(table, "stride", entry), segment * i32(self.sizes.rows)
-        rows = jnp.clip(self.field(table, "rows", entry) - row, i32(1), i32(self.sizes.rows))
-        start = self.field(table, "start", entry) + row * stride
-        end = start + (rows - i32(1)) * stride + self.field(table, "columns", entry)
-        first = start & i32(-TILE)
-        count = (end - first + i32(TILE - 1)) & i32(-TILE)
-        return pl.multiple_of(first, TILE), pl.multiple_of(count, TILE), start - first
-
     def slab(self, table: Table, entry: Index) -> Index:
         """The rows of words of a segment."""
         return self.vectors(table, entry) * i32(self.words)
 
-    def place(self, table: Table, entry: Index, segment: Index, piece: Index) -> Index:
-        """Where the first vector of a segment is, in a piece of the room for blocks."""
-        before = i32(0) if self.streamed else segment * self.slab(table, entry)
-        return i32(self.base) + piece + before
+    def apart(self, table: Table, entry: Index) -> Index:
+        """The rows of words from one segment of a piece to the next."""
+        return i32(0) if self.streamed else self.slab(table, entry)
+
+    def number(self, table: Table, name: str, entry: Index) -> Index:
+        """One of the numbers of a matrix, by its name."""
+        return self.field(table, name, entry) if name in MATRIX else getattr(self, name)(table, entry)
 
 
 def spread_scratch(sizes: Sizes) -> Any:

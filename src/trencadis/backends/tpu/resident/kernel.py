@@ -92,7 +92,7 @@ class Kernel:
         stream = Stream((self.rhs, self.lhs), table, state, hbm, vmem)
         products = Products(stream, state, self.precision)
         collector = Collector(self.epilogue, products, state, hbm, vmem)
-        stream.fetch()
+        stream.start()
         collector.start()
         _while(lambda: state["entry"] < table.entries, lambda: self._entry(stream, products, collector))
         _while(lambda: jnp.logical_not(collector.finished()), collector.step)
