@@ -95,7 +95,8 @@ class Stream:
         self.state[f"{what}_segment"] = jnp.where(last, i32(0), segment + i32(1))
         self.state[f"{what}_entry"] = jnp.where(last, entry + lhs, entry)
         self.state[f"{what}_lhs"] = jnp.where(last, i32(1) - lhs, lhs)
-        pl.when(last)(lambda: self._read(what))
+        # a loop, since of a condition the compiler would issue all instructions in either case
+        lax.fori_loop(i32(0), last.astype(jnp.int32), lambda i, none: self._read(what), None)
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
