@@ -106,7 +106,9 @@ class Operand:
 
     def kept(self, table: Table, entry: Index) -> Index:
         """The columns before those that have to be zeros: along k, none of the padding may be left as it is."""
-        return self.vectors(table, entry) * i32(LANES) if self.along_k == "rows" else self.field(table, "columns", entry)
+        if self.along_k == "rows":
+            return self.vectors(table, entry) * i32(LANES)
+        return self.field(table, "columns", entry)
 
     def chunks(self, table: Table, entry: Index) -> Index:
         """The chunks of a row; the last vector of words is complete with the vector after it."""
@@ -164,8 +166,8 @@ def carry_scratch(sizes: Sizes) -> Any:
 def align_pair(vmem: dict[str, Ref], packing: int, pair: int, rows: tuple[Index, Index, Index], put: Put) -> None:
     """Align eight vectors of words of 16 rows: `rows` are where the first starts, their stride, and how many are valid.
 
-    Rows past the valid ones are 0. `put(vector, half, words)` takes a vector of eight of the rows: of 16-bit entries the
-    even or the odd ones, else the first or the last.
+    Rows past the valid ones are 0. `put(vector, half, words)` takes a vector of eight of the rows: of 16-bit entries
+    the even or the odd ones, else the first or the last.
     """
     raw, spread, carry = vmem["raw"], vmem["spread"], vmem["carry"]
     (at, stride, valid), span = rows, LANES * packing

@@ -7,6 +7,7 @@ of the strip before are kept from it, and those of no one from the existing valu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -263,16 +264,16 @@ class Collector:
         vectors = self.products.sums.front(self.products.vectors(strip.entry)) + chunk * i32(CHUNK)
         first = jnp.where(real, vectors * i32(sizes.pitch) + inside, i32(0))
         sums = self.vmem["sums"].at[pl.ds(first, WIDE * CHUNK * sizes.pitch), :]
-        scales = [self.epilogue.scaling(self.table, strip.entry, chunk + i32(i), self.hbm, self.vmem) for i in range(WIDE)]
+        scaling = functools.partial(self.epilogue.scaling, self.table, strip.entry, hbm=self.hbm, vmem=self.vmem)
+        scales = [scaling(chunk + i32(i)) for i in range(WIDE)]
         place = at
 
         def write(row: int) -> None:
             nonlocal place
             if row % CLAMPED == 0:
                 place = jnp.minimum(place, last)
-            starts = [i * CHUNK * sizes.pitch + row for i in range(WIDE)]
-            values = [scale(sums[pl.ds(start, CHUNK, sizes.pitch), :]) for scale, start in zip(scales, starts, strict=True)]
-            self._write_row(values, place)
+            parts = [pl.ds(i * CHUNK * sizes.pitch + row, CHUNK, sizes.pitch) for i in range(WIDE)]
+            self._write_row([scale(sums[part, :]) for scale, part in zip(scales, parts, strict=True)], place)
             place = place + n
 
         return write

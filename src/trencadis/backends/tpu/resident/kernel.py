@@ -144,7 +144,7 @@ class Kernel:
         """Compute some products, and meanwhile align and collect a little."""
         count, strides = products.available(), products.strides()
         sizes, job = self.sizes, products.job(strides)
-        aligns = stream.ready() if sizes.overlap else None
+        aligns = stream.ready() if sizes.overlap else jnp.bool_(False)
         if sizes.overlap:
             pl.when(aligns)(stream.prepare)
         work: list[tuple[int, Callable[[int], None]]] = []

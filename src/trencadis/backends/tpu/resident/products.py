@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.tpu.indexing import LANES, Condition, Index, Ref, Value, aligned_ds, i32
+from trencadis.backends.tpu.indexing import LANES, Condition, Index, Value, aligned_ds, i32
 from trencadis.backends.tpu.resident.align import Operand
 from trencadis.backends.tpu.resident.sizes import CHUNK, COLUMNS, WIDE
 from trencadis.backends.tpu.resident.state import Ring, State

@@ -40,7 +40,7 @@ class Sizes:
 
     @property
     def spare(self) -> int:
-        """The rows of 128 float32 numbers for a strip; what no strip has is written after it, or converted from there."""
+        """The rows of 128 float32 numbers for a strip; what no strip has is written after them."""
         return round_up(self.strip, 2 * TILE) // LANES + (WIDE + 1) * PAIR
 
     @property

@@ -252,7 +252,7 @@ class Stream:
         vectors = (first < i32(0)).astype(jnp.int32), jnp.minimum(align.over(count, packing), i32(CHUNK))
 
         @pl.when(self.has_rows())
-        def _() -> None:
+        def commit() -> None:
             align.commit(self.operands[0], self.vmem["staged"], self.vmem["blocks"], to, vectors)
 
         self.finish()
