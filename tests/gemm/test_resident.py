@@ -55,6 +55,22 @@ def test_values_are_those_of_a_loop(dtype, transposes, epilogue, sizes, changes,
 
 
 @pytest.mark.sweep
+def test_a_bias_is_added_to_each_chunk_of_a_row(rng):
+    m, k, n = [20, 3, 2], [130, 2, 3], [260, 2100, 1500]
+    problem, operands, want = drawn(rng, (m, k, n), (2700, 42700, 14600), "float32", (False,) * 3)
+    problem = problem.replace(bias=True, wide=np.dtype(np.float32))
+    bias = rng.normal(size=(3, problem.n.size)).astype(np.float32)
+    start = 0
+    for i, (rows, columns) in enumerate(zip(m, n, strict=True)):
+        want[start : start + rows * columns] += np.tile(bias[i, :columns], rows)
+        start += rows * columns
+    call = functools.partial(resident.execute, problem, small(problem, **APART), interpret=STRICT)
+    out, left = jax.jit(call)(*operands, bias)
+    assert not np.any(left)
+    np.testing.assert_allclose(np.asarray(out, np.float64), want, rtol=1e-5, atol=4e-4)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_values_with_the_sizes_of_a_chip(chip, rng):
     """Two panels, steps and blocks of the products that run on a chip, and rows of three chunks."""
