@@ -55,6 +55,34 @@ def test_values_are_those_of_a_loop(dtype, transposes, epilogue, sizes, changes,
 
 
 @pytest.mark.sweep
+def test_a_bias_is_added_to_each_chunk_of_a_row(rng):
+    m, k, n = [20, 3, 2], [130, 2, 3], [260, 2100, 1500]
+    problem, operands, want = drawn(rng, (m, k, n), (2700, 42700, 14600), "float32", (False,) * 3)
+    problem = problem.replace(bias=True, wide=np.dtype(np.float32))
+    bias = rng.normal(size=(3, problem.n.size)).astype(np.float32)
+    start = 0
+    for i, (rows, columns) in enumerate(zip(m, n, strict=True)):
+        want[start : start + rows * columns] += np.tile(bias[i, :columns], rows)
+        start += rows * columns
+    call = functools.partial(resident.execute, problem, small(problem, **APART), interpret=STRICT)
+    out, left = jax.jit(call)(*operands, bias)
+    assert not np.any(left)
+    np.testing.assert_allclose(np.asarray(out, np.float64), want, rtol=1e-5, atol=4e-4)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_values_with_the_sizes_of_a_chip(chip, rng):
+    """Two panels, steps and blocks of the products that run on a chip, and rows of three chunks."""
+    sizes, rooms = ([300, 0, 70], [520, 7, 130], [2100, 5, 30]), (170000, 1100000, 640000)
+    problem, operands, want = drawn(rng, sizes, rooms, "bfloat16", (False,) * 3, accumulate=True)
+    layout = resident.layout_for(flat_problem([2304] * 32), CHIPS[chip])
+    out, left = jax.jit(functools.partial(resident.execute, problem, layout, interpret=STRICT))(*operands)
+    assert not np.any(left)
+    np.testing.assert_allclose(np.asarray(out, np.float64), want, rtol=2**-7, atol=0.3)
+
+
+@pytest.mark.sweep
 def test_there_is_no_race(rng, monkeypatch):
     whole_strides(monkeypatch, race_detection_state)
     problem, operands, _ = drawn(rng, SIZES, ROOMS, "bfloat16", (False,) * 3)

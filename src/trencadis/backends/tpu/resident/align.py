@@ -10,12 +10,15 @@ vectors 2 i and 2 i + 1 of the flat buffer.
     paired      of 16-bit entries: words of two rows become words of two vectors, as a TPU stores matrices
 
 Vector i is complete when vector i + 1 is there, so a chunk has the last vector of the chunk before and all of its own
-but the last. What was aligned is staged, and copied to the blocks while no product reads those.
+but the last. While products are computed, what was aligned is staged, and copied to the blocks after them.
+
+A segment in blocks is one vector of lanes of all of its rows after the other; segments follow one another.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,21 +30,26 @@ from jax.experimental.pallas import tpu as pltpu
 from trencadis.backends.tpu.indexing import LANES, Index, Ref, Value, aligned_ds, i32
 from trencadis.backends.tpu.ragged.flat import TILE
 from trencadis.backends.tpu.resident.sizes import CHUNK, COLUMNS, PAIR, Sizes
-from trencadis.backends.tpu.resident.table import Table
+from trencadis.backends.tpu.resident.table import MATRIX, Table
 
 APART = (
     PAIR + 1
 )  # rows from one vector of a pair of registers to the next; odd, since memory has an even number of banks
 MARGIN = 4  # tiles: a segment starts within one, and chunks of its last row go past its end
+Put = Callable[[int, int, Value], None]
 LOW, HIGH = np.int32(0xFFFF), np.int32(-0x10000)
+
+
+def over(x: Index, unit: int) -> Index:
+    """How many units, whose size is a power of two, a number takes that is not negative."""
+    return (x + i32(unit - 1)) >> i32(unit.bit_length() - 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
     """lhs or rhs: its flat buffer, and how its blocks are ordered.
 
-    The blocks of a product are contiguous. If rows are along k, they are those of 128 rows after one another; if lanes
-    are, those of 128 lanes. A streamed operand, whose panels are used one after the other, has few of them in VMEM.
+    A streamed operand, whose panels are used one after the other, has few of them in VMEM.
     """
 
     name: str
@@ -57,25 +65,30 @@ class Operand:
         return 4 // self.dtype.itemsize
 
     @property
-    def block(self) -> int:
-        """The rows of words of a block of 128 x 128."""
-        return LANES // self.packing
-
-    @property
     def height(self) -> int:
         """The rows of a product, if its lanes are along k."""
         return self.sizes.rows if self.streamed else COLUMNS
 
     @property
+    def product(self) -> tuple[int, int]:
+        """The rows and the lanes of a product's blocks."""
+        return (self.sizes.depth, COLUMNS) if self.along_k == "rows" else (self.height, self.sizes.depth)
+
+    @property
     def tile(self) -> int:
         """The rows of words of a product's blocks."""
-        width = COLUMNS if self.along_k == "rows" else self.height
-        return self.sizes.depth * width // (LANES * self.packing)
+        height, width = self.product
+        return height * width // (LANES * self.packing)
 
     @property
     def words(self) -> int:
         """The rows of words of a segment in one vector of lanes."""
         return self.sizes.rows // self.packing
+
+    @property
+    def base(self) -> int:
+        """Where the first blocks of the operand are: those of lhs follow those of rhs."""
+        return self.sizes.rhs if self.name == "lhs" else 0
 
     def field(self, table: Table, name: str, entry: Index) -> Index:
         """A number of the operand's matrix of an entry."""
@@ -91,19 +104,25 @@ class Operand:
             return self.outer(table, entry) * i32(COLUMNS // LANES)
         return table.field("steps", entry) * i32(self.sizes.depth // LANES)
 
+    def kept(self, table: Table, entry: Index) -> Index:
+        """The columns before those that have to be zeros: along k, none of the padding may be left as it is."""
+        if self.along_k == "rows":
+            return self.vectors(table, entry) * i32(LANES)
+        return self.field(table, "columns", entry)
+
     def chunks(self, table: Table, entry: Index) -> Index:
-        """The chunks of a row; the last vector of words is complete in the chunk after it."""
-        return lax.div(self.vectors(table, entry), i32(CHUNK * self.packing)) + i32(1)
+        """The chunks of a row; the last vector of words is complete with the vector after it."""
+        return over(self.field(table, "columns", entry) + i32(LANES * self.packing), CHUNK * LANES * self.packing)
 
     def segments(self, table: Table, entry: Index) -> Index:
         """The segments of a matrix, with those that are only padding along k."""
         if self.along_k == "rows":
             return table.field("steps", entry) * i32(self.sizes.depth // self.sizes.rows)
-        return lax.div(self.field(table, "rows", entry) + i32(self.sizes.rows - 1), i32(self.sizes.rows))
+        return over(self.field(table, "rows", entry), self.sizes.rows)
 
     def fetched(self, table: Table, entry: Index) -> Index:
         """The segments of a matrix that have entries."""
-        rows = lax.div(self.field(table, "rows", entry) + i32(self.sizes.rows - 1), i32(self.sizes.rows))
+        rows = over(self.field(table, "rows", entry), self.sizes.rows)
         return jnp.where(self.field(table, "columns", entry) > i32(0), rows, i32(0))
 
     def piece(self, table: Table, entry: Index) -> Index:
@@ -114,32 +133,19 @@ class Operand:
     def room(self, table: Table, entry: Index) -> Index:
         """The tiles of a segment in VMEM: room for all of its rows, also for those that a matrix does not have."""
         entries = self.field(table, "stride", entry) * i32(self.sizes.rows)
-        return lax.div(entries + i32(TILE - 1), i32(TILE)) + i32(MARGIN)
+        return over(entries, TILE) + i32(MARGIN)
 
-    def window(self, table: Table, entry: Index, segment: Index) -> tuple[Index, Index, Index]:
-        """The entries that hold a segment: the first, how many, and where among them its first row starts."""
-        stride, row = self.field(table, "stride", entry), segment * i32(self.sizes.rows)
-        rows = jnp.clip(self.field(table, "rows", entry) - row, i32(1), i32(self.sizes.rows))
-        start = self.field(table, "start", entry) + row * stride
-        end = start + (rows - i32(1)) * stride + self.field(table, "columns", entry)
-        first = start & i32(-TILE)
-        count = (end - first + i32(TILE - 1)) & i32(-TILE)
-        return pl.multiple_of(first, TILE), pl.multiple_of(count, TILE), start - first
+    def slab(self, table: Table, entry: Index) -> Index:
+        """The rows of words of a segment."""
+        return self.vectors(table, entry) * i32(self.words)
 
-    def place(self, table: Table, entry: Index, segment: Index, base: Index) -> tuple[Index, Index]:
-        """Where the first vector of a segment is among the blocks that start at `base`, and from it to the next two.
+    def apart(self, table: Table, entry: Index) -> Index:
+        """The rows of words from one segment of a piece to the next."""
+        return i32(0) if self.streamed else self.slab(table, entry)
 
-        Of rows along k, vectors are two by two in blocks of a product; else each is as far from the next.
-        """
-        row = jnp.int32(0) if self.streamed else segment * i32(self.sizes.rows)
-        if self.along_k == "lanes":
-            outer = lax.div(row, i32(self.height)) * table.field("steps", entry) * i32(self.tile)
-            inside = lax.div(lax.rem(row, i32(self.height)), i32(self.packing))
-            return base + outer + inside, i32(2 * self.height // self.packing)
-        step = lax.div(row, i32(self.sizes.depth)) * self.outer(table, entry) * i32(self.tile)
-        slab = lax.div(lax.rem(row, i32(self.sizes.depth)), i32(LANES)) * i32(2 * self.block)
-        inside = lax.div(lax.rem(row, i32(LANES)), i32(self.packing))
-        return base + step + slab + inside, i32(self.tile)
+    def number(self, table: Table, name: str, entry: Index) -> Index:
+        """One of the numbers of a matrix, by its name."""
+        return self.field(table, name, entry) if name in MATRIX else getattr(self, name)(table, entry)
 
 
 def spread_scratch(sizes: Sizes) -> Any:
@@ -147,30 +153,45 @@ def spread_scratch(sizes: Sizes) -> Any:
     return pltpu.VMEM((sizes.rows // PAIR * CHUNK * APART, LANES), jnp.int32)
 
 
-def staged_scratch(sizes: Sizes, packing: int) -> Any:
-    """The memory for what was aligned of a chunk, one vector of lanes of the segment after the other."""
-    return pltpu.VMEM((CHUNK * packing, sizes.rows // packing, LANES), jnp.int32)
+def staged_scratch(sizes: Sizes) -> Any:
+    """The memory for what was aligned of a chunk: a vector of half of the rows of the segment after the other."""
+    return pltpu.VMEM((2 * CHUNK, sizes.rows // 2, LANES), jnp.int32)
 
 
-def align_pair(vmem: dict[str, Ref], packing: int, pair: int, at: Index, stride: Index, valid: Index) -> None:
-    """Align eight vectors of words of 16 rows, of which the first starts at the entry `at`; rows past `valid` are 0."""
-    raw, spread = vmem["raw"], vmem["spread"]
-    first, span = pair * CHUNK * APART, LANES * packing
-    before = [spread[pl.ds(first + (CHUNK - 1) * APART + h * CHUNK, CHUNK), :] for h in range(2)]
+def carry_scratch(sizes: Sizes) -> Any:
+    """The memory for the last vector of words of a chunk, which the next chunk needs: those of all rows, rotated."""
+    return pltpu.VMEM((sizes.rows, LANES), jnp.int32)
+
+
+def align_pair(vmem: dict[str, Ref], packing: int, pair: int, rows: tuple[Index, Index, Index], put: Put) -> None:
+    """Align eight vectors of words of 16 rows: `rows` are where the first starts, their stride, and how many are valid.
+
+    Rows past the valid ones are 0. `put(vector, half, words)` takes a vector of eight of the rows: of 16-bit entries
+    the even or the odd ones, else the first or the last.
+    """
+    raw, spread, carry = vmem["raw"], vmem["spread"], vmem["carry"]
+    (at, stride, valid), span = rows, LANES * packing
+    first, place = pair * CHUNK * APART, at
     for r in range(PAIR):
-        start = pl.multiple_of(((at + i32(r) * stride) >> i32(span.bit_length() - 1)) * i32(span), span)
-        words = raw[pl.ds(start, CHUNK * span)].reshape(CHUNK * packing, LANES)
+        words = raw[pl.ds(pl.multiple_of(place & i32(-span), span), CHUNK * span)].reshape(CHUNK * packing, LANES)
         row = (r % 2) * CHUNK + r // 2 if packing == 2 else r
         spread[pl.ds(first + row, CHUNK, APART), :] = pltpu.bitcast(words, jnp.int32)
-    rotations = [_rotation(packing, h, pair, at, stride, valid) for h in range(2)]
-    last = [_rotated(x, index) for x, (index, _, _) in zip(before, rotations, strict=True)]
-    for v in range(CHUNK):
-        merged = []
-        for h, (index, down, up) in enumerate(rotations):
+        place = place + stride
+    for h in range(2):
+        index, down, up = _rotation(packing, h, pair, at, stride, valid)
+        kept = pl.ds(pair * PAIR + h * CHUNK, CHUNK)
+        last = carry[kept, :]
+        for v in range(CHUNK):
             word = _rotated(spread[pl.ds(first + v * APART + h * CHUNK, CHUNK), :], index)
-            merged.append(lax.shift_right_logical(last[h], down) | lax.shift_left(word, up))
-            last[h] = word
-        _stage(packing, vmem["staged"], v, pair, merged)
+            put(v, h, lax.shift_right_logical(last, down) | lax.shift_left(word, up))
+            last = word
+        carry[kept, :] = last
+
+
+def paired(even: Value, odd: Value) -> tuple[Value, Value]:
+    """Words of entries of two vectors of a row, of even and of odd rows, as words of two rows, of both vectors."""
+    first = (even & LOW) | lax.shift_left(odd, i32(16))
+    return first, lax.shift_right_logical(even, i32(16)) | (odd & HIGH)
 
 
 def _rotated(words: Value, index: Value) -> Value:
@@ -190,43 +211,31 @@ def _rotation(packing: int, half: int, pair: int, at: Index, stride: Index, vali
     return offset & i32(LANES - 1), down, up
 
 
-def _stage(packing: int, staged: Ref, vector: int, pair: int, merged: list[Value]) -> None:
-    even, odd = merged
-    if packing == 1:
-        staged[vector, pl.ds(pair * PAIR, CHUNK), :] = even
-        staged[vector, pl.ds(pair * PAIR + CHUNK, CHUNK), :] = odd
-        return
-    rows = pl.ds(pair * CHUNK, CHUNK)
-    staged[2 * vector, rows, :] = (even & LOW) | lax.shift_left(odd, i32(16))
-    staged[2 * vector + 1, rows, :] = lax.shift_right_logical(even, i32(16)) | (odd & HIGH)
+def commit(operand: Operand, staged: Ref, blocks: Ref, place: Index, vectors: tuple[Index, Index]) -> None:
+    """Copy staged vectors of words of a chunk, from one to before another, to blocks: the first of all to `place`."""
+    words, packing = operand.words, operand.packing
 
-
-def commit(operand: Operand, table: Table, staged: Ref, blocks: Ref, at: tuple[Index, ...], base: Index) -> None:
-    """Copy a staged chunk to the blocks that start at `base`; `at` is its entry, segment and chunk.
-
-    Lanes past the end of a row are zeros.
-    """
-    entry, segment, chunk = at
-    first = (chunk * i32(CHUNK) - i32(1)) * i32(operand.packing)
-    empty = segment >= operand.fetched(table, entry)
-    columns = jnp.where(empty, i32(0), operand.field(table, "columns", entry))
-    place, apart = operand.place(table, entry, segment, base)
-    lane = lax.broadcasted_iota(jnp.int32, (operand.words, LANES), 1)
-    count = operand.vectors(table, entry) - first
-
-    def copy(i: Index, none: None) -> None:
-        vector = first + i
-        kept = lane < columns - vector * i32(LANES)
-        value = jnp.where(kept, staged[i], i32(0))
-        to = place + (vector >> i32(1)) * apart
-        if operand.along_k == "lanes":
-            target = to + (vector & i32(1)) * i32(operand.height // operand.packing)
-            blocks[aligned_ds(target, operand.words, CHUNK), :] = value
+    def copy(v: Index, none: None) -> None:
+        at = place + v * i32(words * packing)
+        halves = [staged[2 * v + h] for h in range(2)]
+        if packing == 2:
+            for i, value in enumerate(paired(*halves)):
+                blocks[aligned_ds(at + i32(i * words), words, CHUNK), :] = value
             return
-        target = to + (vector & i32(1)) * i32(operand.block)
-        step = min(operand.block, operand.words)
-        for i_slab, rows in enumerate(range(0, operand.words, step)):
-            blocks[aligned_ds(target + i32(2 * operand.block * i_slab), step, CHUNK), :] = value[rows : rows + step]
+        for pair in range(operand.sizes.rows // PAIR):
+            for h, value in enumerate(halves):
+                to = aligned_ds(at + i32(pair * PAIR + h * CHUNK), CHUNK, CHUNK)
+                blocks[to, :] = value[pair * CHUNK : (pair + 1) * CHUNK]
 
-    low = jnp.maximum(-first, i32(0))
-    lax.fori_loop(low, jnp.minimum(count, i32(CHUNK * operand.packing)), copy, None)
+    lax.fori_loop(*vectors, copy, None)
+
+
+def clear(blocks: Ref, words: int, place: Index, first: Index, vectors: Index) -> None:
+    """Fill the lanes of a segment from a column on with zeros, up to its last vector."""
+    lane = lax.broadcasted_iota(jnp.int32, (words, LANES), 1)
+
+    def fill(i: Index, none: None) -> None:
+        where = aligned_ds(place + i * i32(words), words, CHUNK)
+        blocks[where, :] = jnp.where(lane < first - i * i32(LANES), blocks[where, :], i32(0))
+
+    lax.fori_loop(first >> i32(LANES.bit_length() - 1), vectors, fill, None)

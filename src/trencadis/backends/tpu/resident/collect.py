@@ -7,7 +7,8 @@ of the strip before are kept from it, and those of no one from the existing valu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from trencadis.backends.tpu.indexing import LANES, Condition, Index, Ref, Value,
 from trencadis.backends.tpu.ragged.flat import TILE, FlatCopy, fetch, store
 from trencadis.backends.tpu.resident.epilogue import Epilogue
 from trencadis.backends.tpu.resident.products import Products
-from trencadis.backends.tpu.resident.sizes import CHUNK, Sizes
+from trencadis.backends.tpu.resident.sizes import CHUNK, CLAMPED, WIDE, Sizes
 from trencadis.backends.tpu.resident.state import State
 from trencadis.backends.tpu.resident.strips import PIECE, Strip, Strips
 from trencadis.core.dtypes import cast
@@ -28,6 +29,7 @@ from trencadis.core.dtypes import cast
 BUFFERS = 3  # for strips of the result: one is fetched, one converted, one written back
 FILLED = 32 * PIECE  # entries that are filled with zeros at a time
 ROWS = PIECE // LANES  # of float32 numbers of a piece
+BATCH = 16  # pieces that are loaded before any of them is stored
 
 
 class Collector:
@@ -110,22 +112,22 @@ class Collector:
         pl.when(self.table.entries > i32(0))(self._open)
 
     def step(self) -> None:
-        """Collect a little by itself: the rows of one slot, and the pieces of one."""
-        rows, converts = self.rows_left() > i32(0), self.converts_left() > i32(0)
+        """Collect by itself what can be collected of both strips."""
+        rows, converts = self.rows_left(), self.converts_left()
 
-        @pl.when(rows)
-        def write() -> None:
-            write_row = self.row_writer(0, rows)
+        def write(slot: Index, none: None) -> None:
+            write_row = self.row_writer(slot, jnp.bool_(True))
             for row in range(self.sizes.slot_rows):
                 write_row(row)
 
-        @pl.when(converts)
-        def convert() -> None:
-            convert_piece = self.converter(0, converts)
-            for piece in range(self.sizes.converted):
-                convert_piece(piece)
+        def convert(slot: Index, none: None) -> None:
+            convert_some = self.converter(slot, jnp.bool_(True))
+            for first in range(0, self.sizes.converted, BATCH):
+                convert_some(range(first, min(first + BATCH, self.sizes.converted)))
 
-        self.advance(rows.astype(jnp.int32), converts.astype(jnp.int32))
+        lax.fori_loop(i32(0), rows, write, None)
+        lax.fori_loop(i32(0), converts, convert, None)
+        self.advance(rows, converts)
 
     def advance(self, rows: Index, converts: Index) -> None:
         """Count the slots that were written and converted, and go on to the next strips if both are complete."""
@@ -240,40 +242,52 @@ class Collector:
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def row_writer(self, ahead: int, real: Condition) -> Callable[[int], None]:
+    def row_writer(self, ahead: Index, real: Condition) -> Callable[[int], None]:
         """A function that writes a row of a slot, some slots ahead of the next, by its number in the slot.
 
-        If the slot is not real, it writes to no one's place. Rows are written in their order, those vectors first that
-        are at the end of rows: what is written past the end of a row is then overwritten by the next.
+        If the slot is not real, it writes to no one's place. Rows are written in their order, two chunks of each that
+        share their address, those first that are at the end of rows: what is written past the end of a row is then
+        overwritten by the next. If the chunks of a row are an odd number, the second is written twice.
         """
         sizes, strip = self.sizes, self._strip("row")
-        n, slot = self.table.field("n", strip.entry), self.state["row_slot"] + i32(ahead)
-        parts, chunks = self.strips.slots(strip)
-        chunk = chunks - i32(1) - lax.div(slot, parts)
-        row = lax.rem(slot, parts) * i32(sizes.slot_rows)
+        n, slot = self.table.field("n", strip.entry), self.state["row_slot"] + ahead
+        parts, _ = self.strips.slots(strip)
+        across = lax.div(slot, parts)
+        chunk = jnp.maximum(self.strips.chunks(strip) - i32(WIDE) - across * i32(WIDE), i32(0))
+        row = (slot - across * parts) * i32(sizes.slot_rows)
         flat = lax.rem(self.state["strips"], i32(2)) * i32(sizes.flat_rows * LANES)
-        last = flat + i32((sizes.flat_rows - 2 * CHUNK) * LANES)  # where rows go that the strip does not have
+        last = flat + i32(sizes.spare * LANES)  # where rows go that the strip does not have
         at = flat + (self.strips.bounds(strip)[0] & i32(PIECE - 1)) + row * n + chunk * i32(CHUNK * LANES)
         at, n = jnp.where(real, at, last), jnp.where(real, n, i32(0))
         chunk = jnp.where(real, chunk, i32(0))
         inside = lax.rem(self.strips.first_row(strip), i32(sizes.rows)) + row
         vectors = self.products.sums.front(self.products.vectors(strip.entry)) + chunk * i32(CHUNK)
-        sums = jnp.where(real, vectors * i32(sizes.pitch) + inside, i32(0))
-        scale = self.epilogue.scaling(self.table, strip.entry, chunk, self.hbm, self.vmem)
+        first = jnp.where(real, vectors * i32(sizes.pitch) + inside, i32(0))
+        sums = self.vmem["sums"].at[pl.ds(first, WIDE * CHUNK * sizes.pitch), :]
+        scaling = functools.partial(self.epilogue.scaling, self.table, strip.entry, hbm=self.hbm, vmem=self.vmem)
+        scales = [scaling(chunk + i32(i)) for i in range(WIDE)]
+        place = at
 
         def write(row: int) -> None:
-            value = scale(self.vmem["sums"][pl.ds(sums + i32(row), CHUNK, sizes.pitch), :])
-            self._write_row(value, jnp.minimum(at + i32(row) * n, last))
+            nonlocal place
+            if row % CLAMPED == 0:
+                place = jnp.minimum(place, last)
+            parts = [pl.ds(i * CHUNK * sizes.pitch + row, CHUNK, sizes.pitch) for i in range(WIDE)]
+            self._write_row([scale(sums[part, :]) for scale, part in zip(scales, parts, strict=True)], place)
+            place = place + n
 
         return write
 
-    def _write_row(self, value: Value, at: Index) -> None:
-        """Write eight vectors of a row from the entry `at` of the flat buffer on."""
+    def _write_row(self, values: list[Value], at: Index) -> None:
+        """Write some chunks of a row from the entry `at` of the flat buffer on."""
         lane = lax.broadcasted_iota(jnp.int32, (CHUNK, LANES), 1)
-        first, row = at & i32(LANES - 1), at >> i32(LANES.bit_length() - 1)
-        value, here = pltpu.roll(value, first, 1), lane >= first
-        for later, mask in enumerate((here, jnp.logical_not(here))):
-            pltpu.store(self.vmem["flat"].at[pl.ds(row + i32(later), CHUNK), :], value, mask=mask)
+        first, row = jnp.full((CHUNK, LANES), at) & i32(LANES - 1), at >> i32(LANES.bit_length() - 1)
+        here = lane >= first
+        flat = self.vmem["flat"].at[pl.ds(row, len(values) * CHUNK + 1), :]
+        for i, value in enumerate(values):
+            rolled = pltpu.roll(value, at & i32(LANES - 1), 1)
+            for later, mask in enumerate((here, jnp.logical_not(here))):
+                pltpu.store(flat.at[pl.ds(i * CHUNK + later, CHUNK), :], rolled, mask=mask)
 
     # -- conversion ----------------------------------------------------------------------------------------------------
 
@@ -283,10 +297,10 @@ class Collector:
         flat = lax.rem(before, i32(2)) * i32(self.sizes.flat_rows)
         return flat, self._buffer(before) * i32(Collector.room(self.sizes))
 
-    def converter(self, ahead: int, real: Condition) -> Callable[[int], None]:
-        """A function that converts a piece of a slot, some slots ahead of the next; one of no one if not real."""
+    def converter(self, ahead: Index, real: Condition) -> Callable[[Iterable[int]], None]:
+        """A function that converts some pieces of a slot, some slots ahead of the next; one of no one if not real."""
         flat, result = self._places()
-        first = (self.state["convert_slot"] + i32(ahead)) * i32(self.sizes.converted)
+        first = (self.state["convert_slot"] + ahead) * i32(self.sizes.converted)
         spare = (
             i32(self.sizes.flat_rows // ROWS - self.sizes.converted),
             i32(Collector.room(self.sizes) // PIECE - self.sizes.converted),
@@ -296,11 +310,17 @@ class Collector:
         rows = pl.multiple_of(flat + places[0] * i32(ROWS), ROWS)
         entries = pl.multiple_of(result + places[1] * i32(PIECE), PIECE)
 
-        def convert(piece: int) -> None:
-            value = self.vmem["flat"][aligned_ds(rows + i32(piece * ROWS), ROWS, ROWS), :]
-            where = aligned_ds(entries + i32(piece * PIECE), PIECE, PIECE)
-            total = add(value, self._wide(self.vmem["result"][where])) if self.epilogue.accumulate else value
-            self.vmem["result"][where] = self._narrow(total)
+        many = self.sizes.converted
+        sums = self.vmem["flat"].at[aligned_ds(rows, many * ROWS, ROWS)]
+        found = self.vmem["result"].at[aligned_ds(entries, many * PIECE, PIECE)]
+
+        def total(piece: int) -> Value:
+            value = sums[pl.ds(piece * ROWS, ROWS), :]
+            return add(value, self._wide(found[pl.ds(piece * PIECE, PIECE)])) if self.epilogue.accumulate else value
+
+        def convert(pieces: Iterable[int]) -> None:
+            for piece, value in [(piece, self._narrow(total(piece))) for piece in pieces]:
+                found[pl.ds(piece * PIECE, PIECE)] = value
 
         return convert
 

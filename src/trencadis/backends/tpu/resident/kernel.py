@@ -92,7 +92,7 @@ class Kernel:
         stream = Stream((self.rhs, self.lhs), table, state, hbm, vmem)
         products = Products(stream, state, self.precision)
         collector = Collector(self.epilogue, products, state, hbm, vmem)
-        stream.fetch()
+        stream.start()
         collector.start()
         _while(lambda: state["entry"] < table.entries, lambda: self._entry(stream, products, collector))
         _while(lambda: jnp.logical_not(collector.finished()), collector.step)
@@ -106,13 +106,17 @@ class Kernel:
         products.open()
 
         def some() -> None:
-            _while(lambda: self._lacks_panel(stream, products) & stream.ready(), stream.step)
-            _while(lambda: self._lacks_room(stream, products) & collector.ready(), collector.step)
-            _while(lambda: self._can_open(stream, products), products.open_panel)
+            pl.when(self._wants_panel(products))(lambda: self._open_panels(stream, products, collector))
             self._basic_block(stream, products, collector)
 
         _while(products.more, some)
         products.close()
+
+    def _open_panels(self, stream: Stream, products: Products, collector: Collector) -> None:
+        """Open as many panels as a basic block has products of; align and collect what that needs."""
+        _while(lambda: self._lacks_panel(stream, products) & stream.ready(), stream.step)
+        _while(lambda: self._lacks_room(products) & collector.ready(), collector.step)
+        _while(lambda: self._can_open(stream, products), products.open_panel)
 
     def _wants_panel(self, products: Products) -> Condition:
         """Whether the open panels have fewer products than a basic block, and there are more panels."""
@@ -126,42 +130,44 @@ class Kernel:
         aligned = stream.aligned(state["entry"], state["opened"] + i32(1))
         return self._wants_panel(products) & jnp.logical_not(aligned)
 
-    def _lacks_room(self, stream: Stream, products: Products) -> Condition:
+    def _lacks_room(self, products: Products) -> Condition:
         """Whether there is no room for the sums of the panel that is opened next."""
         fits = products.sums.fits(products.vectors(products.state["entry"]))
         return self._wants_panel(products) & jnp.logical_not(fits)
 
     def _can_open(self, stream: Stream, products: Products) -> Condition:
         """Whether another panel is opened."""
-        lacks = self._lacks_panel(stream, products) | self._lacks_room(stream, products)
+        lacks = self._lacks_panel(stream, products) | self._lacks_room(products)
         return self._wants_panel(products) & jnp.logical_not(lacks)
 
     def _basic_block(self, stream: Stream, products: Products, collector: Collector) -> None:
         """Compute some products, and meanwhile align and collect a little."""
-        entry, count = products.state["entry"], products.available()
-        rows, converts = collector.rows_left(), collector.converts_left()
-        aligns = stream.ready() if self.sizes.overlap else jnp.bool_(False)
-        pl.when(aligns)(stream.prepare)
-        sizes, job = self.sizes, products.job()
+        count, strides = products.available(), products.strides()
+        sizes, job = self.sizes, products.job(strides)
+        aligns = stream.ready() if sizes.overlap else jnp.bool_(False)
+        if sizes.overlap:
+            pl.when(aligns)(stream.prepare)
         work: list[tuple[int, Callable[[int], None]]] = []
         slots = range(sizes.row_slots)
-        work += [(sizes.converted, collector.converter(slot, i32(slot) < converts)) for slot in slots]
-        writers = [collector.row_writer(slot, i32(slot) < rows) for slot in slots]
+        rows, converts = (collector.rows_left(), collector.converts_left()) if slots else (i32(0), i32(0))
+        converters = [collector.converter(i32(slot), i32(slot) < converts) for slot in slots]
+        work.append((sizes.converted * len(slots), lambda i: converters[i % len(slots)]([i // len(slots)])))
+        writers = [collector.row_writer(i32(slot), i32(slot) < rows) for slot in slots]
         # all rows of a slot before those of the next: what is written past the end of a row is overwritten
         work.append((sizes.slot_rows * len(slots), lambda i: writers[i // sizes.slot_rows](i % sizes.slot_rows)))
         if sizes.overlap:
-            work.append((sizes.rows // PAIR, stream.align(aligns & stream.has_rows())))
+            work.append((sizes.rows // PAIR, stream.stager(aligns & stream.has_rows())))
         for i in range(sizes.products):
             for count_of, do in work:
                 for number in range(count_of * i // sizes.products, count_of * (i + 1) // sizes.products):
                     do(number)
-            real = i32(i) < count
-            products.compute(job, entry, real)
-            following = products.following(job, entry)
-            job = jax.tree.map(lambda new, old, real=real: jnp.where(real, new, old), following, job)
-        products.advance(job)
-        pl.when(aligns)(stream.finish)
-        collector.advance(*(jnp.minimum(each, i32(sizes.row_slots)) for each in (rows, converts)))
+            products.compute(job, strides, i32(i) < count)
+            job = products.following(job, strides)
+        products.advance(count)
+        if sizes.overlap:
+            pl.when(aligns)(stream.finish_staged)
+        if slots:
+            collector.advance(*(jnp.minimum(each, i32(sizes.row_slots)) for each in (rows, converts)))
 
 
 def _while(condition: Callable[[], Condition], body: Callable[[], None]) -> None:

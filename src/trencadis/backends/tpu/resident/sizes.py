@@ -10,6 +10,8 @@ from trencadis.backends.tpu.ragged.flat import TILE
 
 COLUMNS = 2 * LANES  # n of a product
 CHUNK = 8  # vectors of 128 words of a row that are copied at a time: those of a vector register
+WIDE = 2  # chunks of a row of the result that are written at a time
+CLAMPED = 32  # rows of a slot after which their place is compared with the end of the buffer
 PAIR = 16  # rows that are aligned together; of 16-bit entries, two of them share their words
 
 
@@ -37,6 +39,12 @@ class Sizes:
         return self.rows + 1
 
     @property
+    def spare(self) -> int:
+        """The rows of 128 float32 numbers for a strip; what no strip has is written after them."""
+        return round_up(self.strip, 2 * TILE) // LANES + (WIDE + 1) * PAIR
+
+    @property
     def flat_rows(self) -> int:
         """The rows of 128 float32 numbers of a buffer for a strip, and for what is written past it."""
-        return round_up(self.strip, 2 * TILE) // LANES + PAIR * (4 + self.converted)
+        past = -(-CLAMPED * self.longest // LANES) + (WIDE + 1) * CHUNK
+        return self.spare + round_up(max(past, PAIR * self.converted), 2 * PAIR)

@@ -15,23 +15,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.tpu.indexing import LANES, Condition, Index, Ref, aligned_ds, i32
+from trencadis.backends.tpu.indexing import LANES, Condition, Index, Ref, Value, aligned_ds, i32
 from trencadis.backends.tpu.ragged.flat import TILE, FlatCopy, fetch
 from trencadis.backends.tpu.resident import align
 from trencadis.backends.tpu.resident.align import Operand
 from trencadis.backends.tpu.resident.sizes import CHUNK, PAIR
 from trencadis.backends.tpu.resident.state import Ring, State
-from trencadis.backends.tpu.resident.table import Table
+from trencadis.backends.tpu.resident.table import MATRIX, Table
 
 IN_FLIGHT = 8  # copies
+Put = Callable[[int, int, int, Value], None]  # of a pair of eight rows; the others are those of `align.Put`
 CURSOR = ("entry", "lhs", "segment")  # which matrix is next, and which segment of it; "lhs" is 1 for lhs, 0 for rhs
+NUMBERS = {  # of the matrix that is next, which are kept in the state
+    "fetch": (*MATRIX, "fetched", "room"),
+    "align": (*MATRIX, "fetched", "room", "segments", "chunks", "vectors", "kept", "piece", "apart"),
+}
 
 
 class Stream:
     """The segments of both operands: copied from HBM as they are, then aligned."""
 
     NAMES = (
-        *(f"{what}_{name}" for what in ("fetch", "align") for name in CURSOR),
+        *(f"{what}_{name}" for what, names in NUMBERS.items() for name in (*CURSOR, *names)),
         "fetch_number", "align_number", "align_chunk", "align_place",
         *Ring.names("raw"), *Ring.names("lhs"), *Ring.names("rhs"),
     )  # fmt: skip
@@ -48,14 +53,17 @@ class Stream:
     def scratch(operands: tuple[Operand, Operand]) -> dict[str, Any]:
         """The memory of both operands, by name; no one's chunk is read past the last segment."""
         sizes, packing = operands[0].sizes, operands[0].packing
-        return {
+        found = {
             "raw": pltpu.VMEM((sizes.raw * TILE + CHUNK * LANES * packing,), operands[0].dtype),
             "raw_sem": pltpu.SemaphoreType.DMA((IN_FLIGHT,)),
+            "flying": pltpu.SMEM((IN_FLIGHT,), jnp.int32),  # entries of each copy
             "spread": align.spread_scratch(sizes),
-            "staged": align.staged_scratch(sizes, packing),
-            "lhs_blocks": pltpu.VMEM((sizes.lhs, LANES), jnp.int32),
-            "rhs_blocks": pltpu.VMEM((sizes.rhs, LANES), jnp.int32),
+            "carry": align.carry_scratch(sizes),
+            "blocks": pltpu.VMEM((sizes.rhs + sizes.lhs + sizes.rows, LANES), jnp.int32),  # and for vectors of no one
         }
+        if sizes.overlap:
+            found["staged"] = align.staged_scratch(sizes)
+        return found
 
     # -- which segment is next -----------------------------------------------------------------------------------------
 
@@ -63,10 +71,18 @@ class Stream:
         entry, lhs, segment = (self.state[f"{what}_{name}"] for name in CURSOR)
         return entry, lhs, segment
 
-    def _of(self, lhs: Index, function: Callable[[Operand], Any]) -> Index:
-        """A number of one of the operands, by which is the next."""
-        rhs, left = (function(operand) for operand in self.operands)
-        return jnp.where(lhs > i32(0), left, rhs)
+    def start(self) -> None:
+        """Begin with the first entry."""
+        for what in NUMBERS:
+            self._read(what)
+        self.fetch()
+
+    def _read(self, what: str) -> None:
+        """Read the numbers of the matrix that is next."""
+        entry, lhs, _ = self._cursor(what)
+        for name in NUMBERS[what]:
+            rhs, left = (operand.number(self.table, name, entry) for operand in self.operands)
+            self.state[f"{what}_{name}"] = jnp.where(lhs > i32(0), left, rhs)
 
     def _each(self, lhs: Index, function: Callable[[Operand], None]) -> None:
         """Do something for the operand that is the next."""
@@ -79,6 +95,8 @@ class Stream:
         self.state[f"{what}_segment"] = jnp.where(last, i32(0), segment + i32(1))
         self.state[f"{what}_entry"] = jnp.where(last, entry + lhs, entry)
         self.state[f"{what}_lhs"] = jnp.where(last, i32(1) - lhs, lhs)
+        # a loop, since of a condition the compiler would issue all instructions in either case
+        lax.fori_loop(i32(0), last.astype(jnp.int32), lambda i, none: self._read(what), None)
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
@@ -87,37 +105,50 @@ class Stream:
 
         def step(go: Condition) -> Condition:
             del go
-            entry, lhs, segment = self._cursor("fetch")
-            there = segment < self._of(lhs, lambda x: x.fetched(self.table, entry))
+            _, lhs, segment = self._cursor("fetch")
+            count = self.state["fetch_fetched"]
 
-            @pl.when(there)
+            @pl.when(segment < count)
             def start() -> None:
-                place = self.raw.push(self._of(lhs, lambda x: x.room(self.table, entry)))
-                number = self.state["fetch_number"]
-                self._each(lhs, lambda x: self._copy(x, entry, segment, place, number).start())
+                place, window = self.raw.push(self.state["fetch_room"]), self._window(segment)
+                slot = self.state["fetch_number"] & i32(IN_FLIGHT - 1)
+                self._each(lhs, lambda x: self._copy(x, window, place, slot).start())
+                self.vmem["flying"][slot] = window[1]
                 self.state.add("fetch_number")
 
-            count = self._of(lhs, lambda x: x.fetched(self.table, entry))
             self._advance("fetch", segment + i32(1) >= count)
             return self._can_fetch()
 
         lax.while_loop(lambda go: go, step, self._can_fetch())
 
     def _can_fetch(self) -> Condition:
-        entry, lhs, _ = self._cursor("fetch")
         flying = self.state["fetch_number"] - self.state["align_number"] < i32(IN_FLIGHT)
-        fits = self.raw.fits(self._of(lhs, lambda x: x.room(self.table, entry)))
-        return (entry < self.table.entries) & flying & fits
+        fits = self.raw.fits(self.state["fetch_room"])
+        return (self.state["fetch_entry"] < self.table.entries) & flying & fits
 
-    def _copy(self, operand: Operand, entry: Index, segment: Index, place: Index, number: Index) -> FlatCopy:
-        first, count, _ = operand.window(self.table, entry, segment)
+    def _window(self, segment: Index) -> tuple[Index, Index]:
+        """The entries that hold a segment that is fetched: the first, and how many."""
+        first, stride, all_rows, columns = (self.state[f"fetch_{name}"] for name in MATRIX)
+        row = segment * i32(self.sizes.rows)
+        rows = jnp.clip(all_rows - row, i32(1), i32(self.sizes.rows))
+        start = first + row * stride
+        end = start + (rows - i32(1)) * stride + columns
+        first = start & i32(-TILE)
+        count = (end - first + i32(TILE - 1)) & i32(-TILE)
+        return pl.multiple_of(first, TILE), pl.multiple_of(count, TILE)
 
+    def _copy(self, operand: Operand, window: tuple[Index, Index], place: Index, slot: Index) -> FlatCopy:
         def target(at: Index, entries: Index) -> Ref:
             return self.vmem["raw"].at[aligned_ds(place * i32(TILE) + at, entries, TILE)]
 
         flat, tail = self.hbm[operand.name], self.hbm[f"{operand.name}_tail"]
-        sem = self.vmem["raw_sem"].at[number & i32(IN_FLIGHT - 1)]
-        return fetch(flat, tail, operand.length, first, count, target, sem)
+        return fetch(flat, tail, operand.length, *window, target, self.vmem["raw_sem"].at[slot])
+
+    def _wait(self) -> None:
+        """Wait for the oldest copy: all of its parts count for one semaphore, so only their size matters."""
+        slot = self.state["align_number"] & i32(IN_FLIGHT - 1)
+        part = self.vmem["raw"].at[aligned_ds(i32(0), self.vmem["flying"][slot], TILE)]
+        pltpu.make_async_copy(part, part, self.vmem["raw_sem"].at[slot]).wait()
 
     # -- alignment -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +162,7 @@ class Stream:
     def ready(self) -> Condition:
         """Whether there is another chunk, and room for its blocks."""
         entry, lhs, _ = self._cursor("align")
-        room = [ring.fits(x.piece(self.table, entry)) for ring, x in zip(self.rings, self.operands, strict=True)]
+        room = [ring.fits(self.state["align_piece"]) for ring in self.rings]
         begun = (self.state["align_chunk"] > i32(0)) | jnp.logical_not(self._opens())
         return (entry < self.table.entries) & (begun | jnp.where(lhs > i32(0), room[1], room[0]))
 
@@ -143,79 +174,121 @@ class Stream:
 
     def has_rows(self) -> Condition:
         """Whether the next segment is not only padding."""
-        entry, lhs, segment = self._cursor("align")
-        return segment < self._of(lhs, lambda x: x.fetched(self.table, entry))
+        return self.state["align_segment"] < self.state["align_fetched"]
 
     def prepare(self) -> None:
         """Take room for the blocks of the next chunk, and wait for its rows."""
-        entry, lhs, segment = self._cursor("align")
+
+        def take(ring: Ring) -> None:
+            self.state["align_place"] = ring.push(self.state["align_piece"])
 
         @pl.when(self.state["align_chunk"] == i32(0))
         def first_chunk() -> None:
-            @pl.when(self._opens())
-            def take() -> None:
-                for i, (ring, x) in enumerate(zip(self.rings, self.operands, strict=True)):
+            for i, ring in enumerate(self.rings):
+                pl.when(self._opens() & (self.state["align_lhs"] == i32(i)))(functools.partial(take, ring))
+            pl.when(self.has_rows())(self._wait)
 
-                    @pl.when(lhs == i32(i))
-                    def _(ring: Ring = ring, x: Operand = x) -> None:
-                        self.state["align_place"] = ring.push(x.piece(self.table, entry))
+    def stager(self, real: Condition) -> Callable[[int], None]:
+        """A function that aligns 16 rows of the next chunk and stages them; those of no one if not real."""
+        return self.align(self.state["align_chunk"], real, self._staged)
 
-            @pl.when(self.has_rows())
-            def wait() -> None:
-                place = self.raw.front(self._of(lhs, lambda x: x.room(self.table, entry)))
-                number = self.state["align_number"]
-                self._each(lhs, lambda x: self._copy(x, entry, segment, place, number).wait())
-
-    def align(self, real: Condition) -> Callable[[int], None]:
-        """A function that aligns 16 rows of the next chunk, by their number; those of no one if not real."""
-        entry, lhs, segment = self._cursor("align")
-        packing = self.operands[0].packing
-        place = self.raw.front(self._of(lhs, lambda x: x.room(self.table, entry)))
-        offset = self._of(lhs, lambda x: x.window(self.table, entry, segment)[2])
-        stride = self._of(lhs, lambda x: x.field(self.table, "stride", entry))
-        rows = self._of(lhs, lambda x: x.field(self.table, "rows", entry))
-        at = place * i32(TILE) + offset + self.state["align_chunk"] * i32(CHUNK * LANES * packing)
-        valid = rows - segment * i32(self.sizes.rows)
+    def align(self, chunk: Index, real: Condition, put: Put) -> Callable[[int], None]:
+        """A function that aligns 16 rows of a chunk, by their number; those of no one if not real."""
+        packing, segment = self.operands[0].packing, self.state["align_segment"]
+        start, stride, rows, _ = (self.state[f"align_{name}"] for name in MATRIX)
+        first = segment * i32(self.sizes.rows)
+        offset = (start + first * stride) & i32(TILE - 1)
+        at = self.raw.front(self.state["align_room"]) * i32(TILE) + offset + chunk * i32(CHUNK * LANES * packing)
+        valid = rows - first
         at, stride = jnp.where(real, at, i32(self.sizes.raw * TILE)), jnp.where(real, stride, i32(0))
 
         def pair(number: int) -> None:
-            align.align_pair(self.vmem, packing, number, at + i32(number * PAIR) * stride, stride, valid)
+            first = at + i32(number * PAIR) * stride
+            align.align_pair(self.vmem, packing, number, (first, stride, valid), functools.partial(put, number))
 
         return pair
 
+    def _staged(self, pair: int, vector: int, half: int, words: Value) -> None:
+        self.vmem["staged"][2 * vector + half, pl.ds(pair * CHUNK, CHUNK), :] = words
+
+    def _direct(self, chunk: Index) -> Put:
+        """A function that stores what is aligned of a chunk where it belongs."""
+        first, place, _ = self._chunk(chunk)
+        packing, words, count = self.operands[0].packing, self.operands[0].words, self.state["align_vectors"]
+        targets = []
+        for v in range(0, CHUNK * packing, packing):
+            there = (first + i32(v) >= i32(0)) & (first + i32(v) < count)
+            targets.append(jnp.where(there, place + i32(v * words), i32(self.sizes.rhs + self.sizes.lhs)))
+
+        even: dict[int, Value] = {}
+
+        def store(vector: int, row: int, value: Value) -> None:
+            self.vmem["blocks"][aligned_ds(targets[vector] + i32(row), CHUNK, CHUNK), :] = value
+
+        def put(pair: int, vector: int, half: int, value: Value) -> None:
+            if packing == 1:
+                store(vector, pair * PAIR + half * CHUNK, value)
+            elif half == 0:
+                even[vector] = value
+            else:
+                for i, words_of_two in enumerate(align.paired(even.pop(vector), value)):
+                    store(vector, i * words + pair * CHUNK, words_of_two)
+
+        return put
+
+    def _chunk(self, chunk: Index) -> tuple[Index, Index, Index]:
+        """The first vector of a chunk, where it belongs, and where its segment is."""
+        _, lhs, segment = self._cursor("align")
+        packing, words = self.operands[0].packing, self.operands[0].words
+        first = (chunk * i32(CHUNK) - i32(1)) * i32(packing)
+        base = jnp.where(lhs > i32(0), *(i32(operand.base) for operand in reversed(self.operands)))
+        place = base + self.state["align_place"] + segment * self.state["align_apart"]
+        return first, place + first * i32(words), place
+
+    def finish_staged(self) -> None:
+        """Copy a chunk that was staged to its blocks, and go on to the next."""
+        first, to, _ = self._chunk(self.state["align_chunk"])
+        packing, count = self.operands[0].packing, self.state["align_vectors"] - first
+        vectors = (first < i32(0)).astype(jnp.int32), jnp.minimum(align.over(count, packing), i32(CHUNK))
+
+        @pl.when(self.has_rows())
+        def commit() -> None:
+            align.commit(self.operands[0], self.vmem["staged"], self.vmem["blocks"], to, vectors)
+
+        self.finish()
+
     def finish(self) -> None:
-        """Copy the chunk to its blocks, and go on to the next."""
-        entry, lhs, segment = self._cursor("align")
-        chunk, place = self.state["align_chunk"], self.state["align_place"]
-        for i, x in enumerate(self.operands):
-
-            @pl.when(lhs == i32(i))
-            def _(x: Operand = x) -> None:
-                blocks = self.vmem[f"{x.name}_blocks"]
-                align.commit(x, self.table, self.vmem["staged"], blocks, (entry, segment, chunk), place)
-
-        last = chunk + i32(1) >= self._of(lhs, lambda x: x.chunks(self.table, entry))
-        self.state["align_chunk"] = jnp.where(last, i32(0), chunk + i32(1))
+        """Go on to the next chunk; what is past the end of a segment along k becomes zeros."""
+        state = self.state
+        chunk, real = state["align_chunk"], self.has_rows()
+        last = jnp.logical_not(real) | (chunk + i32(1) >= state["align_chunks"])
+        state["align_chunk"] = jnp.where(last, i32(0), chunk + i32(1))
 
         @pl.when(last)
         def next_segment() -> None:
-            @pl.when(self.has_rows())
-            def release() -> None:
-                self.raw.pop(self._of(lhs, lambda x: x.room(self.table, entry)))
-                self.state.add("align_number")
+            _, _, place = self._chunk(i32(0))
+            first = jnp.where(real, state["align_kept"], i32(0))
+            align.clear(self.vmem["blocks"], self.operands[0].words, place, first, state["align_vectors"])
 
-            count = self._of(lhs, lambda x: x.segments(self.table, entry))
-            self._advance("align", segment + i32(1) >= count)
+            @pl.when(real)
+            def release() -> None:
+                self.raw.pop(state["align_room"])
+                state.add("align_number")
+
+            self._advance("align", state["align_segment"] + i32(1) >= state["align_segments"])
             self.fetch()
 
     def step(self) -> None:
-        """Align a chunk by itself."""
+        """Align what is left of a segment by itself."""
         self.prepare()
+        chunks = self.state["align_chunks"]
 
-        @pl.when(self.has_rows())
-        def _() -> None:
-            pair = self.align(jnp.bool_(True))
+        def align_chunk(chunk: Index, none: None) -> None:
+            pair = self.align(chunk, jnp.bool_(True), self._direct(chunk))
             for number in range(self.sizes.rows // PAIR):
                 pair(number)
 
+        end = jnp.where(self.has_rows(), chunks, i32(0))
+        lax.fori_loop(self.state["align_chunk"], end, align_chunk, None)
+        self.state["align_chunk"] = chunks - i32(1)
         self.finish()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trencadis.backends.tpu.indexing import LANES, Index, i32
-from trencadis.backends.tpu.resident.sizes import CHUNK, Sizes
+from trencadis.backends.tpu.resident.sizes import CHUNK, WIDE, Sizes
 from trencadis.backends.tpu.resident.table import Table
 
 PIECE = 2048  # entries of the result that are converted together
@@ -53,8 +53,11 @@ class Strips:
     def slots(self, strip: Strip) -> tuple[Index, Index]:
         """The parts in which the rows of a strip are written: along the rows, and along n."""
         rows = lax.div(self.rows(strip) + i32(self.sizes.slot_rows - 1), i32(self.sizes.slot_rows))
-        chunks = lax.div(self.table.field("n", strip.entry) + i32(CHUNK * LANES - 1), i32(CHUNK * LANES))
-        return rows, chunks
+        return rows, lax.div(self.chunks(strip) + i32(WIDE - 1), i32(WIDE))
+
+    def chunks(self, strip: Strip) -> Index:
+        """The chunks of a row."""
+        return lax.div(self.table.field("n", strip.entry) + i32(CHUNK * LANES - 1), i32(CHUNK * LANES))
 
     def pieces(self, strip: Strip) -> Index:
         """The pieces of the flat result that a strip reaches into."""
