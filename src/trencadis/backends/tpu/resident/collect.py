@@ -2,7 +2,7 @@
 
 A row's vectors are rotated by the lane at which it starts, and stored twice: their first lanes end one vector of the
 flat buffer, the others start the next. Pieces of the flat result at the ends of a strip have entries of others: those
-of the strip before are kept from it, and those of no one from the existing values.
+of the strip before are kept from it, and unowned entries from the existing values.
 """
 
 from __future__ import annotations
@@ -245,9 +245,9 @@ class Collector:
     def row_writer(self, ahead: Index, real: Condition) -> Callable[[int], None]:
         """A function that writes a row of a slot, some slots ahead of the next, by its number in the slot.
 
-        If the slot is not real, it writes to no one's place. Rows are written in their order, two chunks of each that
-        share their address, those first that are at the end of rows: what is written past the end of a row is then
-        overwritten by the next. If the chunks of a row are an odd number, the second is written twice.
+        If the slot is not real, it writes to a place that is not read. Rows are written in their order, two chunks of
+        each that share their address, those first that are at the end of rows: what is written past the end of a row is
+        then overwritten by the next. If the chunks of a row are an odd number, the second is written twice.
         """
         sizes, strip = self.sizes, self._strip("row")
         n, slot = self.table.field("n", strip.entry), self.state["row_slot"] + ahead
@@ -298,7 +298,7 @@ class Collector:
         return flat, self._buffer(before) * i32(Collector.room(self.sizes))
 
     def converter(self, ahead: Index, real: Condition) -> Callable[[Iterable[int]], None]:
-        """A function that converts some pieces of a slot, some slots ahead of the next; one of no one if not real."""
+        """A function that converts some pieces of a slot, some slots ahead of the next; an unused slot if not real."""
         flat, result = self._places()
         first = (self.state["convert_slot"] + ahead) * i32(self.sizes.converted)
         spare = (

@@ -43,7 +43,7 @@ def _fixed(sizes: Sizes, itemsize: int, out_size: int) -> int:
     room = round_up(sizes.strip, 2 * TILE) + (2 + sizes.converted) * 2 * TILE
     rows = (
         sizes.rows // PAIR * CHUNK * (PAIR + 1)  # spread
-        + (CHUNK + 2) * sizes.rows  # staged, carried, and blocks of no one
+        + (CHUNK + 2) * sizes.rows  # staged, carried, and unused blocks
         + (sizes.sums + (WIDE + 1) * CHUNK) * sizes.pitch
         + 2 * sizes.flat_rows
     )

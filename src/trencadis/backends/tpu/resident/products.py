@@ -71,7 +71,7 @@ class Products:
 
     @staticmethod
     def scratch(lhs: Operand) -> dict[str, Any]:
-        """The memory of the sums, by name: some vectors more are read past the last panel, or written by no one's."""
+        """The memory of the sums, by name, with some vectors past the last panel for products that are not real."""
         rows = (lhs.sizes.sums + (WIDE + 1) * CHUNK) * lhs.sizes.pitch
         return {"sums": pltpu.VMEM((-(-rows // CHUNK) * CHUNK, LANES), jnp.float32)}
 
@@ -191,7 +191,7 @@ class Products:
     # -- arithmetic ----------------------------------------------------------------------------------------------------
 
     def compute(self, job: Job, strides: Strides, real: Condition) -> None:
-        """Add a product to its sums; to those of no one if it is not real."""
+        """Add a product to its sums; to spare ones that are not read if it is not real."""
         right = self._tile(self.rhs, job.right, strides.slabs[1])
         left = self._tile(self.lhs, i32(self.lhs.base) + job.left, strides.slabs[0])
         dims = ((0 if self.lhs.along_k == "rows" else 1,), (0 if self.rhs.along_k == "rows" else 1,))

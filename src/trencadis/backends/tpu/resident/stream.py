@@ -51,7 +51,7 @@ class Stream:
 
     @staticmethod
     def scratch(operands: tuple[Operand, Operand]) -> dict[str, Any]:
-        """The memory of both operands, by name; no one's chunk is read past the last segment."""
+        """The memory of both operands, by name; a chunk that is not used is read past the last segment."""
         sizes, packing = operands[0].sizes, operands[0].packing
         found = {
             "raw": pltpu.VMEM((sizes.raw * TILE + CHUNK * LANES * packing,), operands[0].dtype),
@@ -59,7 +59,7 @@ class Stream:
             "flying": pltpu.SMEM((IN_FLIGHT,), jnp.int32),  # entries of each copy
             "spread": align.spread_scratch(sizes),
             "carry": align.carry_scratch(sizes),
-            "blocks": pltpu.VMEM((sizes.rhs + sizes.lhs + sizes.rows, LANES), jnp.int32),  # and for vectors of no one
+            "blocks": pltpu.VMEM((sizes.rhs + sizes.lhs + sizes.rows, LANES), jnp.int32),  # and for unused vectors
         }
         if sizes.overlap:
             found["staged"] = align.staged_scratch(sizes)
@@ -189,11 +189,11 @@ class Stream:
             pl.when(self.has_rows())(self._wait)
 
     def stager(self, real: Condition) -> Callable[[int], None]:
-        """A function that aligns 16 rows of the next chunk and stages them; those of no one if not real."""
+        """A function that aligns 16 rows of the next chunk and stages them; unused rows if not real."""
         return self.align(self.state["align_chunk"], real, self._staged)
 
     def align(self, chunk: Index, real: Condition, put: Put) -> Callable[[int], None]:
-        """A function that aligns 16 rows of a chunk, by their number; those of no one if not real."""
+        """A function that aligns 16 rows of a chunk, by their number; unused rows if not real."""
         packing, segment = self.operands[0].packing, self.state["align_segment"]
         start, stride, rows, _ = (self.state[f"align_{name}"] for name in MATRIX)
         first = segment * i32(self.sizes.rows)
