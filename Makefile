@@ -40,7 +40,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -q
 
 test-core: $(STAMP)
-	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -q -m "core and not sweep"
+	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -q -m "core and not sweep and not once"
 
 # tests of native kernels, and the laws of products with them
 test-native: $(NATIVE_STAMP)

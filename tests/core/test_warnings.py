@@ -146,6 +146,7 @@ def test_automatic_axes_drop_a_tpu_kernel_aloud():
     assert "tpu_custom_call" in lowered.as_text()
 
 
+@pytest.mark.once
 def test_groups_that_differ_in_several_dimensions():
     text = lower("v6e", fn=ragged).as_text()
     assert text.count("tpu_custom_call") == 5  # one kernel; for other groups two copies, products and results

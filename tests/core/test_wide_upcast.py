@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sweep import sweep
 
 import trencadis as tr
 from tests.backends.gpu.ahead import lowered
@@ -46,11 +47,14 @@ def test_nothing_else_is_64_bits_wide():
     assert upcast(x[:0]).shape == (0, 3, 8)
 
 
-@pytest.mark.parametrize("rows", [("mxfp8", (1, 32)), ("float8_e4m3fn", "row")], ids=["mxfp8", "e4m3"])
-def test_rows_of_a_gpu_are_upcast_four_at_a_time(rows):
+ROWS = [("mxfp8", (1, 32)), ("float8_e4m3fn", "row")]
+
+
+@pytest.mark.parametrize(("name", "granularity"), sweep(ROWS, ROWS[:1]))
+def test_rows_of_a_gpu_are_upcast_four_at_a_time(name, granularity):
     """Beside weights that the kernel upcasts, as 64-bit numbers; on a CPU they are not."""
     m, k, n, g = 512, 128, 256, 2
-    x = jax.eval_shape(lambda: quantize(jnp.zeros((m, k)), *rows))
+    x = jax.eval_shape(lambda: quantize(jnp.zeros((m, k)), name, granularity))
     w = jax.eval_shape(lambda: quantize(jnp.zeros((g, k, n)), "mxfp4", (1, 32, 1)))
     leaves, tree = jax.tree.flatten((x, w, jax.ShapeDtypeStruct((g,), jnp.int32)))
 

@@ -46,6 +46,7 @@ APART = dict(overlap=False, row_slots=0, products=1, slot_rows=1)  # nothing amo
 CASES = [(*KINDS[0], SHORT, APART), *((*kind, SIZES, {}) for kind in KINDS)]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("dtype", "transposes", "epilogue", "sizes", "changes"), sweep(CASES, CASES[:1]))
 def test_values_are_those_of_a_loop(dtype, transposes, epilogue, sizes, changes, rng):
     """Nothing leaks: unowned entries are NaN, and uninitialized memory is too; rows that are too long go to XLA."""

@@ -105,6 +105,7 @@ def call(x, m, k, n, **options):
     return tr.grouped_gemm(lhs, rhs, contracting_dims=((1,), (0,)), out=out, **options).data
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("chip", sweep(["v5e", "v5p", "v6e", "v7x"], ["v6e"]))
 def test_compiles_to_kernels_and_a_condition(chip):
     """One kernel; behind a condition two copies to blocks, products, and results; then loops. There is no warning."""

@@ -87,6 +87,7 @@ def test_padded_columns_do_not_count():
         close(got, want)
 
 
+@pytest.mark.once
 def test_the_layer_and_its_gradients_through_interpreted_kernels():
     """Values and gradients of all inputs equal those of the layer as XLA operations, to the rounding of bfloat16."""
     t, d, f, e, rng = 12, 10, 6, 3, np.random.default_rng(0)

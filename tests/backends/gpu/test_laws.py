@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import trencadis as tr
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.once]
 
 M, K, N, G = 100, 32, 32, 4
 few = hypothesis.settings(max_examples=2, phases=[hypothesis.Phase.generate])  # an example is half a second

@@ -48,6 +48,7 @@ INTERPRETED = [
 ]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", sweep(INTERPRETED, [*INTERPRETED[1:5:3], INTERPRETED[7], INTERPRETED[-1]]))
 def test_by_value(name):
     """Unowned rows and their scales are NaN, sizes are no multiples of anything, the first group is not held here."""

@@ -54,7 +54,8 @@ def clean():
     pltpu.reset_tpu_interpret_mode_state()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.once
+@pytest.mark.parametrize("name", sweep(CASES, [name for name in CASES if name != "pullback"]))
 def test_equals_float64_with_poison_in_other_groups(name):
     """NaN and Inf in the operands of another group and in unowned rows, which are exactly 0 in every result."""
     problem, layout = CASES[name]

@@ -19,7 +19,7 @@ from trencadis.core.plan import plan
 from .ahead import compiled, kernels
 from .interpreted import STRICT, races_found, rows_layout
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.once]
 
 SIZES, FIRST = np.array([[10, 20, 7, 13, 3, 5]], np.int32), np.array([1], np.int32)
 

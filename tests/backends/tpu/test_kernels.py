@@ -207,6 +207,7 @@ def windows(problem):
     return [outside, outside // 2, 0, -1, problem.groups - 1, outside] if outside else [0]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", sweep(CASES, DEFAULT))
 def test_equals_float64_with_poison_in_other_groups(name):
     """NaN and Inf in the rows and weights of another group and in unowned rows, which are kept bit by bit."""

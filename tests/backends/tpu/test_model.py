@@ -13,7 +13,7 @@ from trencadis.backends.tpu.model import predict
 from trencadis.core.arguments import problem_of
 from trencadis.core.devices import CHIPS
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.once]
 
 
 @pytest.mark.parametrize(

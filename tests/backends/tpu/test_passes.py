@@ -18,7 +18,7 @@ from trencadis.core.epilogue import Epilogue
 from .ahead import compiled, kernels
 from .interpreted import contraction_layout, rows_layout, run
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.once]
 
 HIGH, HIGHEST, DEFAULT = jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST, jax.lax.Precision.DEFAULT
 ALGORITHMS = jax.lax.DotAlgorithmPreset
