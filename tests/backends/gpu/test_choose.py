@@ -122,7 +122,8 @@ def test_weights_with_scales_along_k_fit(values, scales, length, rows):
     operand = (2 * PART if parts else layout.unpacked_k) // 4
     registers = REGISTERS_OF_MORE_CONSUMERS[layout.consumers] if layout.consumers > CONSUMERS else REGISTERS[""]
     registers = registers if layout.pipelines == 1 else REGISTERS_OF_PIPELINES
-    assert sums + operand + 8 <= registers[0]  # ptxas spills nothing with 8 more: it has uniform registers, too
+    spare = 8 if layout.promoted else 24  # accumulators of promoted sums are free while weights are unpacked
+    assert sums + operand + spare <= registers[0]
     assert layout.pipelines == 1 + (rows == 4 and bits(problem.rhs) == 4)
     groups = layout.pipelines * (layout.consumers + 1)
     assert layout.pipelines * (layout.consumers * registers[0] + registers[1]) <= 512 // groups // 8 * 8 * groups
