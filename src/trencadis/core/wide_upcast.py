@@ -1,6 +1,6 @@
 """8-bit numbers as bfloat16 numbers by loops of XLA on GPUs, four of them at a time.
 
-Such a loop takes as long for an array of bytes as for one of as many 64-bit numbers: it is bound by their count. So
+Such a loop takes as long for an array of bytes as for one of as many bfloat16 numbers: it is bound by their count. So
 four neighbours are read as one word of 32 bits, and written as one of 64:
 
     float8    sign, exponent and mantissa are moved to those of a float32 number, whose exponent has another bias
