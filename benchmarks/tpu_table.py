@@ -1,4 +1,4 @@
-"""The cases of the TPU compiler's schedules, and their table in docs/performance.md."""
+"""The cases of the TPU compiler's schedules, and their table in docs/performance/tpu.md."""
 
 from __future__ import annotations
 

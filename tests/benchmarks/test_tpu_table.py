@@ -53,7 +53,7 @@ def test_the_table_of_schedules(tmp_path):
 
 def test_the_table_on_the_page_is_that_of_the_results():
     results = Results.read(max((RESULTS / "tpu-schedule").glob("*.json")))
-    assert tpu_table.markdown(results) in (ROOT / "docs" / "performance.md").read_text()
+    assert tpu_table.markdown(results) in (ROOT / "docs" / "performance" / "tpu.md").read_text()
 
 
 def test_the_table_says_how_two_cores_are_timed():

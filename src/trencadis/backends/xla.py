@@ -6,7 +6,7 @@
                 slice, multiply, select, store  costs about r rows, whatever the sizes of other groups are
 
 Every loop updates the carried result in place. On CPUs a gated activation, and rows that are gathered, are part of the
-tiles (`gated_loops.py`). `docs/performance.md` has the measurements.
+tiles (`gated_loops.py`). `docs/performance/cpu.md` has the measurements.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
     large tiles       256 x 192   where there is little padding or the result is float32, and in contractions
     smaller tiles     128 x 128   and sizes in between, where there are too few tiles to occupy all SMs
 
-The measurements behind the choice are in docs/performance.md.
+The measurements behind the choice are in docs/performance/gpu.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A basic block of straight-line code costs its products, and a fixed number of cycles while the MXUs fill and drain.
 Copies cost their bytes. The time of a group is the larger of the two sums. The constants are read off the compiler's
-schedules (docs/performance.md), and `tests/backends/tpu/test_model.py` compares the model with those schedules.
+schedules (docs/performance/tpu.md), and `tests/backends/tpu/test_model.py` compares the model with those schedules.
 """
 
 from __future__ import annotations

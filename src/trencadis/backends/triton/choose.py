@@ -5,7 +5,7 @@ takes longer, and each step costs some cycles more. Before its first step it wai
 stores its tile; a persistent program has the copies of its next tile on their way meanwhile, and does not wait.
 Programs that share an SM fill each other's gaps. The model of a kernel: waves of programs over all SMs, but never
 faster than memory moves operands and result. Its constants are fitted to measurements on an H200
-(docs/performance.md), as fractions of that card's figures, and are taken to be the same on others.
+(docs/performance/gpu.md), as fractions of that card's figures, and are taken to be the same on others.
 """
 
 from __future__ import annotations
