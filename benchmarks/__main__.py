@@ -96,7 +96,7 @@ def _tpu(commands: Commands) -> None:
                      help="take from there what is not compiled now, such as the peers with --peers ours")  # fmt: skip
     ask.add_argument("--timeout", type=float, default=300, metavar="S", help="per compile (default: %(default)s)")
     ask.add_argument("--page", type=pathlib.Path, default=ROOT / "docs" / "performance" / "tpu.md",
-                     help="renew the table in this page (default: docs/performance/tpu.md); none: in no page")  # fmt: skip
+                     help="renew the table in this page (default: docs/performance/tpu.md), or in none")  # fmt: skip
 
 
 def _quant(commands: Commands) -> None:

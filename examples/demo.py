@@ -102,7 +102,7 @@ def matmuls(checks: Checks, quick: bool) -> None:
     m, k, n = (256, 64, 64) if quick else (2048, 512, 512)
     heading(f"1. Grouped matmul, float32, m={m} k={k} n={n}")
     print("Each contender has a process of its own, and calls follow each other, as in a training loop. JAX's have")
-    print("GLIBC_TUNABLES=glibc.malloc.hugetlb=1: huge pages, for which numpy asks by itself. See docs/performance/cpu.md.")
+    print("GLIBC_TUNABLES=glibc.malloc.hugetlb=1: huge pages, as numpy asks for them. See docs/performance/cpu.md.")
     problems = [
         BenchProblem(name=f"{g} groups", m=m, k=k, n=n, g=g, sizes="random") for g in ((8,) if quick else (8, 64))
     ]

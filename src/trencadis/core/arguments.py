@@ -5,6 +5,7 @@ A function that checks an argument raises an error that names the argument, what
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeGuard
 
 import jax
@@ -251,15 +252,21 @@ def checked_precision(precision: Any) -> PrecisionLike:
     """Precision in a hashable spelling that lax understands, or an error."""
     if isinstance(precision, list):
         precision = tuple(precision)
-    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     try:
-        jax.eval_shape(lambda a, b: lax.dot(a, b, precision=precision), one, one)
+        _accepted_by_dot(precision)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"precision: want None, a jax.lax.Precision, its name, a pair of these, or a jax.lax.DotAlgorithm; "
             f"got {precision!r}"
         ) from error
     return precision
+
+
+@functools.lru_cache(maxsize=64)  # tracing a product takes longer than all other checks of a call together
+def _accepted_by_dot(precision: PrecisionLike) -> None:
+    """Raise what lax raises for a precision that it does not know."""
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    jax.eval_shape(lambda a, b: lax.dot(a, b, precision=precision), one, one)
 
 
 def checked_flag(name: str, value: object) -> bool:

@@ -7,6 +7,7 @@ or on-chip memory; otherwise `core.unfused` computes the same steps with XLA ope
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -264,6 +265,25 @@ def static_activation(activation: object, dtype: DTypeLike, result: DTypeLike, a
 
     None if it closes over traced values or has no hash: then it has to be applied after the product.
     """
+    find = _static_value if _is_frozen(activation) else _static_activation
+    return find(activation, np.dtype(dtype), np.dtype(result), arguments)
+
+
+def _is_frozen(activation: object) -> bool:
+    """Whether it is its fields and nothing else, as `moe.swiglu()` is: then it need not be traced for every call."""
+    params = getattr(type(activation), "__dataclass_params__", None)
+    if params is None or not params.frozen or not params.eq:
+        return False
+    try:
+        hash(activation)
+    except TypeError:
+        return False
+    return True
+
+
+def _static_activation(
+    activation: object, dtype: np.dtype[Any], result: np.dtype[Any], arguments: int
+) -> Activation | None:
     if not callable(activation):
         such = "one number, such as jax.nn.relu" if arguments == 1 else "two numbers, such as moe.swiglu()"
         raise TypeError(f"activation: want a function of {such}; got {activation!r}")
@@ -288,3 +308,6 @@ def static_activation(activation: object, dtype: DTypeLike, result: DTypeLike, a
     except TypeError:
         return None
     return None if any(isinstance(const, jax.core.Tracer) for const in traced.consts) else activation
+
+
+_static_value = functools.lru_cache(maxsize=64)(_static_activation)

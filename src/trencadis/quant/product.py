@@ -152,7 +152,7 @@ def sizes_and_window(problem: Problem, group_sizes: Sizes, group_offset: Any) ->
         first = clamp_first(first, problem.groups, problem.local_groups)
     if sizes.ndim == 2:
         return sizes, jnp.broadcast_to(jnp.asarray(first), (problem.batch,))
-    return sizes[None], jnp.asarray(first)[None]
+    return lax.expand_dims(sizes, (0,)), jnp.asarray(first.reshape(1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
