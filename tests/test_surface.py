@@ -1,7 +1,9 @@
-"""The public surface: names, lazily reachable packages, types that checkers accept, and what the extras install."""
+"""The public surface: names, packages that are imported when used, types, extras, and the overhead of a call."""
 
+import functools
 import importlib.metadata
 import importlib.util
+import os
 import pathlib
 import re
 import runpy
@@ -9,6 +11,8 @@ import subprocess
 import sys
 import textwrap
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import trencadis as tr
@@ -85,6 +89,44 @@ def test_the_extras_install_what_the_kernels_import(extra, module):
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.core
+def test_a_product_on_a_cpu_imports_no_kernels_of_other_devices():
+    """What takes long to import waits until a program needs it."""
+    program = """
+        import sys, jax.numpy as jnp, trencadis as tr
+        x, w = jnp.ones((4, 3)), jnp.ones((2, 3, 5))
+        tr.grouped_matmul(x, w, [1, 3])
+        tr.grouped_gemm(*(tr.GroupedTensor.stacked(w),) * 2, contracting_dims=((1,), (1,)))
+        pallas = "jax.experimental.pallas"
+        slow = f"{pallas}.tpu", f"{pallas}.mosaic_gpu", "triton", "typer", "matplotlib", "flax"
+        sys.exit(", ".join(name for name in slow if name in sys.modules) or None)
+    """
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    run = functools.partial(subprocess.run, env=environment, capture_output=True, text=True, timeout=120)
+    done = run([sys.executable, "-c", textwrap.dedent(program)])
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_call_like_one_before_it_traces_nothing():
+    x, w, sizes = jnp.ones((33, 7)), jnp.ones((4, 7, 5)), (10, 0, 20, 3)
+    routing = tr.moe.route(x[:, :4], 2)
+
+    def calls():
+        tr.grouped_matmul(x, w, sizes, precision="highest")
+        tr.transposed_grouped_matmul(x.T, x, sizes)
+        tr.moe_mlp(x, routing, w, w, w.mT)
+
+    events = []
+    listener = lambda name, seconds, **_: events.append(name)
+    calls()
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        calls()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert not [name for name in events if "trace" in name or "compile" in name]
 
 
 @pytest.mark.core

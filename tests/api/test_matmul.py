@@ -82,27 +82,6 @@ def test_numpy_and_lists_are_arrays_too(xwy):
     oracle.check(tr.grouped_matmul(x.tolist(), w.tolist(), (10, 0, 20, 3)), oracle.rows(x, w, SIZES))
 
 
-def test_a_call_like_one_before_it_traces_nothing(xwy):
-    x, w, y = xwy
-    routing = tr.moe.route(x, 2)
-    experts = w, w, jnp.ones((G, N, K), jnp.float32)
-
-    def calls():
-        tr.grouped_matmul(x, w, SIZES, precision="highest")
-        tr.transposed_grouped_matmul(x.T, y, SIZES)
-        tr.moe_mlp(x, routing._replace(sizes=routing.sizes[:G]), *experts)
-
-    events = []
-    listener = lambda name, seconds, **_: events.append(name)
-    calls()
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
-        calls()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
-    assert not [name for name in events if "trace" in name or "compile" in name]
-
-
 @pytest.mark.parametrize("backend", ["xla", marked("reference")])
 @pytest.mark.parametrize(
     "spelling", [2, np.int64(2), np.array(2), np.array([2]), jnp.array(2), jnp.array([2], jnp.uint8)]

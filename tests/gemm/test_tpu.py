@@ -74,7 +74,7 @@ V6E = target_of("v6e")
     ],
 )
 def test_refusals(problem, target, reason):
-    answer = tpu.plan(problem, target)
+    answer = planning.answers(problem, target)["tpu"]
     assert isinstance(answer, Refusal) and re.search(reason, answer.reason)
     assert planning.plan(problem, target).backend == "xla"
 

@@ -7,11 +7,12 @@ import dataclasses
 import jax
 
 from trencadis.backends import INTERPRETED, KERNELS
+from trencadis.backends.tpu import elsewhere
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.plan import warn_slow
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
-from trencadis.gemm import cpu, tpu, triton, xla
+from trencadis.gemm import cpu, triton, xla
 from trencadis.gemm.problem import GemmProblem
 
 Array = jax.Array
@@ -24,14 +25,21 @@ def answers(problem: GemmProblem, target: Target, overrides: Overrides = Overrid
     return {name: _answer(name, problem, target, overrides) for name in NAMES}
 
 
-def _answer(name: str, problem: GemmProblem, target: Target, overrides: Overrides) -> Plan | Refusal:
+def _answer(name: str, problem: GemmProblem, target: Target, overrides: Overrides = Overrides()) -> Plan | Refusal:
     if name == "xla":
         return xla.plan(problem, target)
     if name == "cpu":
         return cpu.plan(problem, target, overrides)
     if overrides.interpret and target.platform != INTERPRETED[name].platform:  # planned for their own device
         target = INTERPRETED[name]
-    return (tpu if name == "tpu" else triton).plan(problem, target, overrides)
+    if name == "triton":
+        return triton.plan(problem, target, overrides)
+    refusal = elsewhere(target)
+    if refusal is not None:
+        return refusal
+    from trencadis.gemm import tpu  # Pallas for TPUs takes long to import, and few programs need it
+
+    return tpu.plan(problem, target, overrides)
 
 
 def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides()) -> Plan:
@@ -52,11 +60,15 @@ def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
     looped = chosen.backend == "xla" and not chosen.layout.unrolled and not problem.empty
     if not looped or platform not in KERNELS or overrides.backend is not None:
         return
-    refusal = (tpu if platform == "tpu" else triton).plan(problem, chosen.target)
+    refusal = _answer("tpu" if platform == "tpu" else "triton", problem, chosen.target)
     if isinstance(refusal, Refusal) and refusal.costly:
         warn_slow(f"a grouped GEMM runs as XLA loops instead of a kernel: {refusal.reason}", refusal.advice)
 
 
 def run(plan: Plan, *operands: Array) -> Array:
     """The product of a plan's problem, from lhs, rhs and the six arrays i32[g] of `Groups`."""
-    return {"tpu": tpu, "triton": triton, "cpu": cpu, "xla": xla}[plan.backend].run(plan, *operands)
+    if plan.backend == "tpu":
+        from trencadis.gemm import tpu
+
+        return tpu.run(plan, *operands)
+    return {"triton": triton, "cpu": cpu, "xla": xla}[plan.backend].run(plan, *operands)

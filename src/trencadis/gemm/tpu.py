@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from trencadis.backends import tpu as backend
 from trencadis.backends.tpu.choose import chip_for
+from trencadis.backends.tpu.execution import call_options
 from trencadis.backends.tpu.passes import precision_of
 from trencadis.backends.tpu.ragged import align, collect, multiply
 from trencadis.backends.tpu.ragged.blocks import BLOCK, Room
@@ -66,13 +66,10 @@ class GemmLayout:
 
 
 def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides()) -> Plan | Refusal:
-    """The plan of the kernels, or why there is none."""
+    """The plan of the kernels for a TPU that `backends.tpu.elsewhere` does not refuse, or why there is none."""
     asked: Any = problem  # a plan's problem is any that has an epilogue; this one has none
     if problem.empty:
         return _refusal("there is nothing to multiply", costly=False)
-    elsewhere = backend.elsewhere(target)
-    if elsewhere is not None:
-        return elsewhere
     chip = chip_for(target)
     refusal = _arithmetic(problem) or _size(problem, chip)
     if refusal is not None:
@@ -239,7 +236,7 @@ def run(plan: Plan, *operands: Array) -> Array:
     """The result of a plan's problem: operands are lhs, rhs, the six arrays of `Groups`, and those of `Extras`."""
     problem, layout = plan.problem, plan.layout
     assert isinstance(problem, GemmProblem)
-    options = backend.call_options(plan)
+    options = call_options(plan)
 
     def in_blocks(problem: GemmProblem, *operands: Array) -> Array:
         out, left = execute(problem, layout, *operands, **options)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from trencadis.backends.tpu import moe as tpu_kernels
 from trencadis.backends.triton import moe as kernels
 from trencadis.core.mesh import explicit_mesh
 from trencadis.core.operation import Operation, run
@@ -74,6 +73,8 @@ class SpreadRows(Operation):
 
     def on_tpu(self, target: Target, x: Array, token: Array, rows: Array, *weights: Array) -> list[Array] | None:
         """The result by a kernel that copies rows, if they are long, and the weights by a sort."""
+        from trencadis.backends.tpu import moe as tpu_kernels  # imports Pallas for TPUs, which takes long
+
         kernel = not target.partitioned and x.shape[1] * x.dtype.itemsize > LEAST_BYTES
         found = tpu_kernels.spread_rows(x, token) if kernel else None
         entries = (_sorted_by(rows.reshape(-1), each.reshape(-1)) for each in weights)
@@ -100,6 +101,8 @@ class SumRows(Operation):
         """The result by a kernel that copies the rows of some tokens and sums them."""
         if target.partitioned:
             return None
+        from trencadis.backends.tpu import moe as tpu_kernels
+
         found = tpu_kernels.sum_rows(y, rows, weights[0] if weights else None, masked=self.masked)
         return None if found is None else [found]
 

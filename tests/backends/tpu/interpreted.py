@@ -9,7 +9,7 @@ import poisoned
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
-from trencadis.backends.tpu import execute
+from trencadis.backends.tpu.execution import execute
 from trencadis.backends.tpu.layout import Layout, cheapest_heights
 
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")

@@ -13,7 +13,8 @@ from sweep import sweep
 
 from trencadis import inspect as tpu
 from trencadis import moe
-from trencadis.backends.tpu import execute, plan
+from trencadis.backends.tpu import plan
+from trencadis.backends.tpu.execution import execute
 from trencadis.core import autodiff, gated
 from trencadis.core.devices import CHIPS
 from trencadis.core.epilogue import Epilogue, Gate

@@ -11,7 +11,8 @@ from poisoned import check_unowned, numbers, rows_problem, spoil
 from sweep import marked
 
 import trencadis as tr
-from trencadis.backends.tpu import execute_parts, k_parts
+from trencadis.backends.tpu import k_parts
+from trencadis.backends.tpu.execution import execute_parts
 from trencadis.core.devices import CHIPS, target_of
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import plan
