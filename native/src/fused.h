@@ -1,8 +1,8 @@
 // Rows products with a program in their epilogue: an activation, a gated one, or its pullback.
 //
 // The sums of a tile are float32 in memory of the thread, and the program reads them there. Its inputs are the sums of
-// the product, those of a second product if there is one (gate and up), and what follows as arrays; its results are
-// arrays of as many rows and columns, or, of one dimension, sums over the columns of each row.
+// the product, those of a second product if there is one (gate and up, or two that are added), and what follows as
+// arrays; its results are arrays of as many rows and columns, or, of one dimension, sums over the columns of each row.
 
 #ifndef TRENCADIS_FUSED_H_
 #define TRENCADIS_FUSED_H_
@@ -23,8 +23,8 @@ namespace trencadis {
 static_assert(kFewestColumns % kChunk == 0, "tiles are cut between the chunks of which row sums are computed");
 
 struct FusedOptions {
-  bool transpose_rhs, up, bias, gather;
-  Index local;
+  bool transpose_rhs, bias, gather;
+  Index local, second;  // operands of the second product that follow: 0: there is none; 1: its rhs; 2: both
   Limits limits;
 };
 
@@ -91,8 +91,9 @@ inline ffi::Error fused(ffi::ThreadPool& pool, ffi::AnyBuffer lhs, ffi::AnyBuffe
   Index k = lhs.dimensions()[1], a_rows = lhs.dimensions()[0], b_rows = rhs.dimensions()[0];
   Index n = rhs.dimensions()[o.transpose_rhs ? 1 : 2], chunks = (n + kChunk - 1) / kChunk;
   Rest rest(args);
-  const char* up = rest.next(o.up, rhs);
-  const float *bias = rest.next<float>(o.bias, o.local * n), *bias_up = rest.next<float>(o.bias && o.up, o.local * n);
+  const char *other_a = rest.next(o.second > 1, lhs), *other_b = rest.next(o.second > 0, rhs);
+  const float* bias = rest.next<float>(o.bias, o.local * n);
+  const float* other_bias = rest.next<float>(o.bias && o.second > 0, o.local * n);
   const std::int32_t* token = rest.next<std::int32_t>(o.gather, rows);
   if (o.gather && a_rows == 0) return wrong("there are no rows to gather from");
 
@@ -119,7 +120,7 @@ inline ffi::Error fused(ffi::ThreadPool& pool, ffi::AnyBuffer lhs, ffi::AnyBuffe
     state->results.push_back(block);
   }
   if (!rest.right()) return wrong("operands of the epilogue are not as announced");
-  if (program.inputs != 1 + o.up + static_cast<Index>(state->inputs.size()) ||
+  if (program.inputs != 1 + (o.second > 0) + static_cast<Index>(state->inputs.size()) ||
       program.result_count != static_cast<Index>(rets.size()) || !program.valid()) {
     return wrong("the program of the epilogue is not valid");
   }
@@ -135,9 +136,12 @@ inline ffi::Error fused(ffi::ThreadPool& pool, ffi::AnyBuffer lhs, ffi::AnyBuffe
       if (bias != nullptr) p.bias = bias + i % o.local * n;
     }
     products.push_back(p);
-    if (!o.up) return;
-    if (i >= 0) p.b.data = up + i % b_rows * k * n * b.size;
-    if (bias_up != nullptr && i >= 0) p.bias = bias_up + i % o.local * n;
+    if (o.second == 0) return;
+    if (i >= 0) {
+      p.b.data = other_b + i % b_rows * k * n * b.size;
+      if (other_a != nullptr) p.a.data = other_a + start * k * a.size;
+      if (other_bias != nullptr) p.bias = other_bias + i % o.local * n;
+    }
     state->seconds.push_back(p);
   });
   compute_all(std::move(products), o.limits, pool,
@@ -158,15 +162,16 @@ inline ffi::Error fused(ffi::ThreadPool& pool, ffi::AnyBuffer lhs, ffi::AnyBuffe
 
 inline ffi::Error fused_handler(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                                 ffi::Buffer<ffi::S32> sizes, ffi::Buffer<ffi::S32> first, ffi::RemainingArgs args,
-                                ffi::RemainingRets rets, bool transpose_rhs, bool up, bool bias, bool gather,
-                                Index rows, Index local, Index registers, ffi::Span<const std::int64_t> tile,
+                                ffi::RemainingRets rets, bool transpose_rhs, bool bias, bool gather,
+                                Index second, Index rows, Index local, Index registers, ffi::Span<const std::int64_t> tile,
                                 ffi::Span<const std::int64_t> code, ffi::Span<const float> constants,
                                 ffi::Span<const std::int64_t> results) {
   auto x = lhs.dimensions(), w = rhs.dimensions();
   Index batch = static_cast<Index>(first.element_count()), m = batch > 0 ? rows / batch : 0;
   Index groups = batch > 0 ? static_cast<Index>(sizes.element_count()) / batch : 0;
   if (x.size() != 2 || w.size() != 3 || w[transpose_rhs ? 2 : 1] != x[1] || rows < 0 || local < 0 ||
-      rows != batch * m || (!gather && x[0] != rows) || (w[0] == 0 && batch * local > 0)) {
+      rows != batch * m || (!gather && x[0] != rows) || (w[0] == 0 && batch * local > 0) || second < 0 || second > 2 ||
+      (second > 1 && gather)) {
     return wrong("shapes do not match");
   }
   std::optional<Limits> limits = limits_of(tile);
@@ -178,9 +183,9 @@ inline ffi::Error fused_handler(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::A
   program.constants = constants.begin(), program.constant_count = static_cast<Index>(constants.size());
   program.results = results.begin(), program.result_count = static_cast<Index>(results.size());
   std::vector<Span> spans = spans_of(sizes.typed_data(), first.typed_data(), batch, groups, local, m);
-  std::size_t others = (up ? 1 : 0) + (bias ? (up ? 2 : 1) : 0) + (gather ? 1 : 0);
-  program.inputs = 1 + up + static_cast<Index>(args.size() - std::min(others, args.size()));
-  FusedOptions options{transpose_rhs, up, bias, gather, local, *limits};
+  Index pair = second > 0, others = second + (bias ? 1 + pair : 0) + gather;
+  program.inputs = 1 + pair + static_cast<Index>(args.size()) - std::min(others, static_cast<Index>(args.size()));
+  FusedOptions options{transpose_rhs, bias, gather, local, second, *limits};
   return checked({lhs, rhs}, [&] { return fused(pool, lhs, rhs, spans, args, rets, rows, program, options); });
 }
 

@@ -86,6 +86,15 @@ def test_gated_activations(name):
     check(problem, sizes, first, operands, got)
 
 
+def test_the_sum_of_two_products_is_rounded_once():
+    """In bfloat16 two products that cancel leave nothing; what was rounded in between would be left."""
+    problem = total(700, 160, 136, 6, "bf16 bf16 bf16", local=5)
+    sizes, first = np.array([[3, 261, 0, 85, 22, 300]], np.int32), np.array([1], np.int32)
+    lhs, rhs, *_ = numbers(problem, 2)
+    (got,) = gated.run(problem, Overrides(backend="cpu"), lhs, rhs, sizes, first, -lhs, rhs)
+    assert not np.any(np.asarray(got, np.float32))
+
+
 def test_tiles_change_no_bit_of_a_gated_activation():
     """The sums over the columns of each row are those of chunks of columns, whatever the tiles."""
     problem, sizes, first = GATED["pullback"], np.array([[3, 261, 0, 85, 22, 300]], np.int32), np.array([1], np.int32)

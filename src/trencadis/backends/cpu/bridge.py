@@ -79,7 +79,7 @@ def grouped(
 
 def fused(
     problem: Problem, tile: Tiling, program: Program, operands: Sequence[Array], *,
-    up: Array | None = None, biases: Sequence[Array] = (), token: Array | None = None, inputs: Sequence[Array] = (),
+    second: Sequence[Array] = (), biases: Sequence[Array] = (), token: Array | None = None, inputs: Sequence[Array] = (),
 ) -> list[Array]:  # fmt: skip
     """What a program makes of the sums of a rows problem, and of other arrays.
 
@@ -88,22 +88,18 @@ def fused(
       tile: the largest tile of a thread.
       program: it reads the sums, those of a second product if there is one, and the inputs; results are the problem's.
       operands: lhs, rhs, group sizes and first group.
-      up: the rhs of a second product.
+      second: the rhs of a second product, or its lhs and rhs.
       biases: of the product, and of the second one.
       token: i32[rows], the row of lhs that each row is, if they are gathered.
       inputs: arrays [rows, n], which the first results take the memory of, or [rows].
     """
     lhs, rhs, sizes, first = operands
-    given = [
-        *(() if up is None else (up,)),
-        *(x.astype(problem.acc) for x in biases),
-        *(() if token is None else (token,)),
-    ]
+    given = [*second, *(x.astype(problem.acc) for x in biases), *(() if token is None else (token,))]
     attributes = {
         "transpose_rhs": problem.transpose_rhs,
-        "up": up is not None,
         "bias": len(biases) > 0,
         "gather": token is not None,
+        "second": np.int64(len(second)),
         "rows": np.int64(problem.rows),
         "local": np.int64(problem.local_groups),
         "tile": np.array((tile.m, tile.k, tile.n), np.int64),

@@ -8,7 +8,6 @@ import jax
 
 from trencadis.backends.cpu import bridge, programs
 from trencadis.core.decision import Plan
-from trencadis.core.epilogue import Extras
 from trencadis.core.problem import Form
 
 Array = jax.Array
@@ -21,16 +20,14 @@ def run(plan: Plan, *operands: Array) -> list[Array]:
     assert gate is not None
     token = None if problem.gather is None else rest[-2]
     rest = rest if problem.gather is None else rest[:-2]
-    multiply = functools.partial(bridge.grouped, problem, plan.tiling, token=token)
     if problem.form is Form.CONTRACTION:
-        return [multiply((lhs, each, sizes, first)) for each in (rhs, *rest)]
-    if gate.activation is None:
-        total = multiply((lhs, rhs, sizes, first))
-        return [multiply((*rest, sizes, first), Extras(existing=total))]
+        return [bridge.grouped(problem, plan.tiling, (lhs, each, sizes, first), token=token) for each in (rhs, *rest)]
     program = programs.of_gate(gate)
     assert program is not None  # or the plan had refused
     fused = functools.partial(bridge.fused, problem, plan.tiling, program, (lhs, rhs, sizes, first), token=token)
+    if gate.activation is None:  # the sum of two products
+        return fused(second=rest)
     if gate.pullback:  # of z_gate, z_up and the weights of rows, the first two become the first results
         return fused(inputs=rest)
     bias_gate, up, bias_up = rest if problem.epilogue.bias is not None else (None, rest[0], None)
-    return fused(up=up, biases=[bias for bias in (bias_gate, bias_up) if bias is not None])
+    return fused(second=[up], biases=[bias for bias in (bias_gate, bias_up) if bias is not None])

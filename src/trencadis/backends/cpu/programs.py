@@ -58,9 +58,10 @@ def of_activation(activation: Activation) -> Program | None:
 
 @functools.lru_cache(maxsize=256)
 def of_gate(gate: Gate) -> Program | None:
-    """The program of a gated activation or of its pullback, in the order of their inputs and results."""
+    """The program of a gated activation, of its pullback, or of the sum of two products."""
     activation = gate.activation
-    assert activation is not None
+    if activation is None:
+        return program(lambda x, y: [x + y], 2)
 
     def forward(z_gate: Any, z_up: Any) -> list[Any]:
         return [activation(z_gate, z_up), *((z_gate, z_up) if gate.keep else ())]
