@@ -79,7 +79,8 @@ def grouped(
 
 def fused(
     problem: Problem, tile: Tiling, program: Program, operands: Sequence[Array], *,
-    second: Sequence[Array] = (), biases: Sequence[Array] = (), token: Array | None = None, inputs: Sequence[Array] = (),
+    second: Sequence[Array] = (), biases: Sequence[Array] = (), token: Array | None = None,
+    inputs: Sequence[Array] = (),
 ) -> list[Array]:  # fmt: skip
     """What a program makes of the sums of a rows problem, and of other arrays.
 
