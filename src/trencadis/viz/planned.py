@@ -11,10 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from trencadis.backends import cpu, xla
-from trencadis.backends.gpu import tile_scheduler as gpu_scheduler
-from trencadis.backends.tpu import tile_scheduler as tpu_scheduler
-from trencadis.backends.triton import tile_scheduler as triton_scheduler
+from trencadis.backends import BACKENDS
 from trencadis.core import arguments
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import plan
@@ -41,10 +38,7 @@ def planned(rows: Rows, problem: Problem, target: Target) -> Mosaic:
 def planned_row_tiles(problem: Problem, target: Target) -> tuple[str, RowTiles]:
     """The name of the backend that the plan chooses, and its function from the rows of a group to their tiles."""
     chosen = plan(problem, target)
-    backends: dict[str, Callable[..., list[RowTile]]]
-    backends = {"tpu": tpu_scheduler.row_tiles, "gpu": gpu_scheduler.row_tiles, "xla": xla.row_tiles}
-    backends |= {"triton": triton_scheduler.row_tiles, "cpu": cpu.row_tiles}
-    return chosen.backend, functools.partial(backends[chosen.backend], chosen.problem, chosen.layout)
+    return chosen.backend, functools.partial(BACKENDS[chosen.backend].row_tiles, chosen.problem, chosen.layout)
 
 
 def problem_of(
