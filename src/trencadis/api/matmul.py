@@ -13,12 +13,13 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int32, Num
 
 from trencadis.core import arguments
+from trencadis.core.call import Options, Steps
 from trencadis.core.debug import check_traced
 from trencadis.core.epilogue import Activation
 from trencadis.core.schedule import visits
 from trencadis.core.tiling import TilingLike
 from trencadis.quant.operand import Operand, Sizes
-from trencadis.quant.product import Options, Steps, contraction_product, rows_product
+from trencadis.quant.product import contraction_product, rows_product
 
 
 def grouped_matmul(

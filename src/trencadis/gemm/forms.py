@@ -19,6 +19,7 @@ from jax import lax
 
 from trencadis.backends import INTERPRETED
 from trencadis.core import arguments
+from trencadis.core.call import Options, Steps
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Activation
 from trencadis.core.plan import check_backend
@@ -28,7 +29,7 @@ from trencadis.gemm.lowering import general_product
 from trencadis.gemm.operand import GemmOperand, as_matrices, contracted_axes, merged_sizes, result_tensor
 from trencadis.gemm.plan import BACKENDS
 from trencadis.gemm.tensor import GroupedTensor
-from trencadis.quant.product import Options, Steps, contraction_product, rows_product
+from trencadis.quant.product import contraction_product, rows_product
 
 Array = jax.Array
 

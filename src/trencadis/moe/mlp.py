@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from trencadis.core import arguments
 from trencadis.core.alike import sharded_like
+from trencadis.core.call import Options
 from trencadis.core.epilogue import Activation, static_activation
 from trencadis.core.mesh import Over, replicated, resharded_like
 from trencadis.core.plan import check_backend
@@ -25,7 +26,6 @@ from trencadis.moe.layer import SAVE, Experts, Indices, Inputs, Layer, Save
 from trencadis.moe.permutation import sort_by_expert
 from trencadis.moe.routing import Routing
 from trencadis.quant.operand import Operand, array_operand
-from trencadis.quant.product import Options
 from trencadis.quant.recipe import Recipe
 from trencadis.quant.scaled import Scaled
 

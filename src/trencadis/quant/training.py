@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh
 
 from trencadis.core import arguments, unfused
 from trencadis.core.alike import sharded_like
+from trencadis.core.call import Options, Steps, sizes_and_window
 from trencadis.core.epilogue import Epilogue, static_activation
 from trencadis.core.jax_compat import vary_alike
 from trencadis.core.mesh import (
@@ -44,7 +45,7 @@ from trencadis.core.partition import Partition, compute, dimensions, partition
 from trencadis.core.problem import Problem
 from trencadis.core.spans import local_group, owned
 from trencadis.core.tiling import Tilings, resolve
-from trencadis.quant.product import Options, Steps, contraction_product, rows_product, sizes_and_window
+from trencadis.quant.product import contraction_product, rows_product
 from trencadis.quant.recipe import Recipe
 from trencadis.quant.scaled import Scaled
 

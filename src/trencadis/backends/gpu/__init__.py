@@ -160,10 +160,10 @@ def _elsewhere(target: Target) -> Refusal | None:
 
 def _peeled(problem: Problem) -> Problem:
     """The problem without an activation that does not lower in a kernel: XLA applies it after the kernel."""
-    epilogue = problem.epilogue
-    if epilogue.activation is None or _lowers(epilogue.activation, accumulator(problem.sum, problem.out)):
+    activation = problem.epilogue.activation
+    if activation is None or _lowers(activation, accumulator(problem.sum, problem.out)):
         return problem
-    return problem.replace(epilogue=epilogue.without_activation, out=problem.sum)
+    return problem.without_activation
 
 
 def _missing() -> Refusal | None:

@@ -141,7 +141,7 @@ def _peeled(problem: Problem) -> Problem:
         return problem
     if source(epilogue.activation) is not None and problem.out.name in FLOATS:
         return problem
-    return problem.replace(epilogue=problem.epilogue.without_activation, out=problem.sum)
+    return problem.without_activation
 
 
 def _converted(problem: Problem) -> Problem:
