@@ -35,7 +35,7 @@ from trencadis.core.spans import offsets
 from trencadis.core.split import SHORT
 from trencadis.core.traced import Collective
 
-Named: TypeAlias = dict[str, Axes]  # the same, by the names of its dimensions
+Named: TypeAlias = dict[str, Axes]  # the mesh axes over which each dimension is divided, by its name
 Multiply: TypeAlias = Callable[..., Array]  # problem, operands -> the result of a product
 
 

@@ -20,7 +20,12 @@ from trencadis.moe.selection import SCORES, Rule, Score, choose, picked
 
 
 class Routing(NamedTuple):
-    """The experts of each token. An id outside of `[0, e)` is no expert: a masked or dropped assignment."""
+    """The experts of each token. An id outside of `[0, e)` is no expert: a masked or dropped assignment.
+
+    >>> routing = route(jnp.array([[1.0, 0.0], [2.0, 0.0]]), 1)
+    >>> routing.experts.tolist(), routing.weights.tolist(), routing.sizes.tolist()
+    ([[0], [0]], [[1.0], [1.0]], [2, 0])
+    """
 
     experts: Int32[Array, "t k"]
     weights: Float[Array, "t k"]  # float32; 0 where there is no expert
@@ -29,7 +34,12 @@ class Routing(NamedTuple):
 
 
 class Load(NamedTuple):
-    """How many rows each expert gets, and how evenly they are distributed."""
+    """How many rows each expert gets, and how evenly they are distributed.
+
+    >>> load = load_of(route(jnp.array([[1.0, 0.0], [2.0, 0.0]]), 1))
+    >>> load.rows.tolist(), int(load.dropped), float(load.imbalance)
+    ([2, 0], 0, 2.0)
+    """
 
     rows: Int32[Array, " e"]
     dropped: Int32[Array, ""]  # assignments to an expert that are not computed

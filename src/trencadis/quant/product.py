@@ -27,8 +27,9 @@ from trencadis.core.sharded import run
 from trencadis.core.spans import local_group, owned
 from trencadis.core.split import SHORT
 from trencadis.core.wide_upcast import WORD, takes, upcast
+from trencadis.quant.blocks import expanded
 from trencadis.quant.operand import Operand, Sizes, array_operand
-from trencadis.quant.scaled import Scaled, expanded
+from trencadis.quant.scaled import Scaled
 
 Array = jax.Array
 
