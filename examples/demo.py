@@ -123,8 +123,8 @@ def matmuls(checks: Checks, quick: bool) -> None:
     table(["problem", "what", *contenders.values()], rows)
     print("In brackets: how many times as long as ours. The dense matmul has the same FLOPs, and a single matrix.")
     if importlib.util.find_spec("trencadis_cpu") is None:
-        print("Ours are loops of XLA here. Native kernels (pip install ./native) are faster than numpy's loop in every row:")
-        print("docs/performance/cpu.md.")
+        print("Ours are loops of XLA here. Native kernels (pip install ./native) are faster than numpy's loop in every")
+        print("row, see docs/performance/cpu.md.")
     others = max((record.details.get("others") or 0.0 for record in records), default=0.0)
     if others > BUSY:
         print(

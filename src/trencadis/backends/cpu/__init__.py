@@ -50,7 +50,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
         return refusal
     inner, activation = problem, problem.epilogue.activation
     if activation is not None and programs.of_activation(activation) is None:  # XLA applies it to the finished sum
-        inner = problem.replace(epilogue=problem.epilogue.without_activation, out=problem.sum)
+        inner = problem.without_activation
     largest = (ROWS, SUMMED, COLUMNS) if problem.form is Form.ROWS else (SUMMED, ROWS, COLUMNS)
     asked, layout = overrides.tilings.forward or Tiling(*largest), layout_here()
     sizes = zip((asked.m, asked.k, asked.n), largest, (inner.m, inner.k, inner.n), strict=True)
