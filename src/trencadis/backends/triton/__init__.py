@@ -128,10 +128,14 @@ def _elsewhere(target: Target, card: Card | None) -> Refusal | None:
     return None
 
 
-def card_of(target: Target) -> Card | None:
-    """The card of a target on which the kernels run, if Triton is here to compile them; None of any other."""
+def card_of(target: Target) -> Card | Refusal:
+    """The card of a target on which the kernels run, if Triton is here to compile them, or why there are none."""
     card = card_for(target)
-    return card if _elsewhere(target, card) is None and _missing() is None else None
+    refusal = _elsewhere(target, card) or _missing()
+    if refusal is not None:
+        return refusal
+    assert card is not None  # or `_elsewhere` had refused
+    return card
 
 
 def _peeled(problem: Problem) -> Problem:
