@@ -138,6 +138,16 @@ def test_windows_of_the_experts(rng, first):
     check(rng, routings(rng)["masked"], parameters(rng, experts=2), first=first)
 
 
+def test_without_jit(rng):
+    routing, params, x = routings(rng)["top2"], parameters(rng), jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
+    f = lambda x: call(moe.limit_rows(routing, 3)[0], x, routing.weights, params, backend="reference")
+    with jax.disable_jit():
+        routing = moe.route(jnp.asarray(rng.normal(size=(T, E)), jnp.float32), 2)
+        out, slope = jax.value_and_grad(lambda x: jnp.sum(f(x) ** 2))(x)
+    want, wanted = jax.value_and_grad(lambda x: jnp.sum(f(x) ** 2))(x)
+    same({"out": out, "x": slope}, {"out": want, "x": wanted})
+
+
 def test_no_tokens(rng):
     """The result is empty, and so are the gradients of tokens; those of the experts are zero."""
     routing, params, x = moe.route(jnp.zeros((0, E)), 2), parameters(rng, bias=True), jnp.zeros((0, D))
