@@ -23,7 +23,7 @@ class Routing(NamedTuple):
 
     experts: Int32[Array, "t k"]
     weights: Float[Array, "t k"]  # float32; 0 where there is no expert
-    probs: Float[Array, "t e"]  # float32: the scores of all experts, which sum to 1; 0 for masked tokens
+    probs: Float[Array, "t e"]  # float32: the scores of all experts, which sum to 1; 0 for masked tokens, and where all are 0
     sizes: Int32[Array, " e"]  # the number of assignments of each expert
 
 
@@ -146,7 +146,7 @@ def _keys(rule: Rule, logits: Array, bias: Array | None, groups: int | None, gro
     if bias is not None:
         keys = keys + lax.stop_gradient(jnp.asarray(bias)).astype(keys.dtype)
     if groups is not None and group_k is not None:
-        each = keys.reshape(keys.shape[0], groups, -1)  # [t, groups, e / groups]
+        each = keys.reshape(keys.shape[0], groups, keys.shape[1] // groups)  # [t, groups, e / groups]
         best = lax.top_k(each, min(2, each.shape[2]))[0].sum(axis=-1)
         _, eligible = lax.top_k(best, group_k)
         there = (eligible[:, :, None] == jnp.arange(groups, dtype=jnp.int32)).any(axis=1)
