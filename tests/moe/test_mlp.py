@@ -322,14 +322,16 @@ def test_an_activation_over_traced_values(rng, backend):
     routing, params = routings(rng)["top2"], parameters(rng)
     x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
 
-    def both(layer):
+    def both(layer, swiglu):
         def loss(slope):
-            activation = lambda gate, up: jnp.tanh(slope * gate) * up
-            return jnp.sum(layer(routing, x, routing.weights, params, activation=activation))
+            return jnp.sum(layer(routing, x, routing.weights, params, activation=swiglu(alpha=slope, shift=slope**2)))
 
         return jax.jit(lambda slope: (jax.grad(loss)(slope), jax.jvp(loss, (slope,), (1.0,))))(0.7)
 
-    jax.tree.map(close, both(functools.partial(call, backend=backend)), both(plain))
+    def written_out(alpha, shift):
+        return lambda gate, up: gate / (1 + jnp.exp(-alpha * gate)) * (up + shift)
+
+    jax.tree.map(close, both(functools.partial(call, backend=backend), moe.swiglu), both(plain, written_out))
 
 
 def test_deterministic(rng):
