@@ -146,5 +146,5 @@ def test_a_rule_that_closes_over_a_traced_value_keeps_it_out_of_kernels():
 
 
 def test_the_reason_of_a_failing_activation_is_in_the_error():
-    with pytest.raises(ValueError, match="activation: .*ZeroDivisionError: division by zero"):
+    with pytest.raises(ValueError, match=r"activation: .*ZeroDivisionError: division by zero"):
         static_activation(lambda z: z + 1 / 0, F32, F32)

@@ -226,6 +226,22 @@ def test_residuals(rng, save, wanted):
     assert sum(aval.size for aval in made if aval.dtype != jnp.bfloat16) <= 3 * 2 * T
 
 
+@pytest.mark.parametrize("quantization", [None, quant.Recipe("int8", "int8")])
+def test_residuals_of_inputs_alone(rng, quantization):
+    """Also where the layer's own backward pass is not used."""
+    routing, params = routings(rng)["top2"], parameters(rng)
+    x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
+
+    def loss(x, alpha):
+        options = {"activation": moe.swiglu(alpha=alpha), "save": "inputs", "quantization": quantization}
+        return call(routing, x, routing.weights, params, **options, backend="reference").sum()
+
+    kept = saved_residuals(loss, x, jnp.float32(1.5))
+    assert not [
+        aval for aval, source in kept if aval.ndim > 1 and "argument" not in source and "constant" not in source
+    ]
+
+
 def test_no_scatter_of_floats_and_no_tensor_of_tokens_experts_and_features(rng):
     routing, params = routings(rng)["top2"], parameters(rng, bias=True)
     x = jnp.zeros((T, D))

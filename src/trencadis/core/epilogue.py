@@ -281,23 +281,30 @@ def static_activation(activation: object, dtype: DTypeLike, result: DTypeLike, a
 
     None if it closes over traced values or has no hash: then it has to be applied after the product.
     """
-    find = _static_value if _is_constant(activation) else _static_activation
+    find = _static_value if is_constant(activation) else _static_activation
     return find(activation, np.dtype(dtype), np.dtype(result), arguments)
 
 
-def _is_constant(activation: object) -> bool:
+def is_constant(activation: object) -> bool:
     """Whether it never changes, so that it need not be traced for every call.
 
     A function of JAX does not, nor does a value that is its fields and nothing else, as `moe.swiglu()` is.
     """
     name = getattr(activation, "__name__", "")
-    if any(getattr(module, name, None) is activation for module in (jax.nn, jnp, jax.lax)):
+    if isinstance(activation, Elementwise) or any(
+        getattr(module, name, None) is activation for module in (jax.nn, jnp, jax.lax)
+    ):
         return True
     params = getattr(type(activation), "__dataclass_params__", None)
     if params is None or not params.frozen or not params.eq:
         return False
+    return is_hashable(activation)
+
+
+def is_hashable(x: object) -> bool:
+    """Whether a value has a hash, so that it can be a part of what a program is found by."""
     try:
-        hash(activation)
+        hash(x)
     except TypeError:
         return False
     return True
@@ -337,11 +344,8 @@ def _static_activation(
 
 def _by_identity(activation: Any, known: Sequence[ClosedJaxpr]) -> Activation | None:
     """The activation, which equals itself alone; None if it has no hash, or holds traced values."""
-    try:
-        hash(activation)
-    except TypeError:
-        return None
-    return None if any(isinstance(const, jax.core.Tracer) for each in known for const in each.consts) else activation
+    traced = any(isinstance(const, jax.core.Tracer) for each in known for const in each.consts)
+    return activation if is_hashable(activation) and not traced else None
 
 
 _static_value = functools.lru_cache(maxsize=64)(_static_activation)
