@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from trencadis.quant.blocks import Shape, expanded
 from trencadis.quant.formats import Format, FormatLike, format_of
-from trencadis.quant.scaled import Scaled, Shape, expanded
+from trencadis.quant.scaled import Scaled
 
 Array = jax.Array
 Granularity = str | tuple[int, ...] | None

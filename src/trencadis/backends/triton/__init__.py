@@ -32,7 +32,7 @@ from trencadis.backends.triton.choose import (
     tiling_of,
 )
 from trencadis.backends.triton.layout import Layout
-from trencadis.backends.triton.tile_scheduler import align_of, most_tiles, tiles
+from trencadis.backends.triton.tile_scheduler import align_of, most_tiles, row_tiles, tiles
 from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, unknown_dtype
 from trencadis.core.devices import Card, card_for
 from trencadis.core.dtypes import bits
@@ -40,6 +40,8 @@ from trencadis.core.epilogue import ALONG_K
 from trencadis.core.problem import Form, Problem
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
+
+__all__ = ["plan", "row_tiles", "run"]
 
 Array = jax.Array
 
@@ -139,7 +141,7 @@ def _peeled(problem: Problem) -> Problem:
         return problem
     if source(epilogue.activation) is not None and problem.out.name in FLOATS:
         return problem
-    return problem.replace(epilogue=problem.epilogue.without_activation, out=problem.sum)
+    return problem.without_activation
 
 
 def _converted(problem: Problem) -> Problem:
@@ -154,7 +156,7 @@ def _converted(problem: Problem) -> Problem:
 
 def _missing() -> Refusal | None:
     """The refusal if Triton does not import: jax does not install it."""
-    advice = "pip install 'trencadis[cuda]' or 'trencadis[rocm]' brings it"
+    advice = "pip install 'trencadis[cuda]' or 'trencadis[rocm]', or in a checkout: pip install '.[cuda]' or '.[rocm]'"
     return missing("triton", "trencadis.backends.triton.bridge", "Triton", advice)
 
 
