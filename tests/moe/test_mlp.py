@@ -138,6 +138,16 @@ def test_windows_of_the_experts(rng, first):
     check(rng, routings(rng)["masked"], parameters(rng, experts=2), first=first)
 
 
+def test_float64(rng, x64):
+    """No step of the layer or of its gradients is narrower."""
+    wide = lambda tree: jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape)), tree)
+    params, routing = wide(parameters(rng, bias=True)), routings(rng)["top2"]
+    x, ct, weights = (jnp.asarray(rng.normal(size=shape)) for shape in ((T, D), (T, D), (T, 2)))
+    out, found = value_and_gradients(routing._replace(weights=weights), x, params, ct, backend="reference")
+    want, wanted = moe_oracle.layer(x, routing.experts, weights, params, ct)
+    same({"out": out, **found}, {"out": want, **wanted}, tolerance=1e-12)
+
+
 def test_without_jit(rng):
     routing, params, x = routings(rng)["top2"], parameters(rng), jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
     f = lambda x: call(moe.limit_rows(routing, 3)[0], x, routing.weights, params, backend="reference")
@@ -454,6 +464,7 @@ INT8 = quant.Scaled(np.ones((E, D, F), np.int8), np.ones((E, 1, F), np.float32),
     [
         (["x", "[t, d]"], {"x": jnp.ones((T, 2, D))}),
         (["x", "int32"], {"x": jnp.ones((T, D), jnp.int32)}),
+        (["x", "16 bits", "float8_e4m3fn"], {"x": jnp.ones((T, D), "float8_e4m3fn")}),
         (["routing", "moe.route", "tuple"], {"routing": (1, 2)}),
         (["w_up", "d = 6"], {"w_up": jnp.ones((E, D + 1, F))}),
         (["w_down", "(4, 5, 6)", "(4, 6, 5)"], {"w_down": jnp.ones((E, D, F))}),

@@ -205,6 +205,11 @@ def test_capacity_drops_the_last_tokens_and_counts_them(seed, capacity):
     [
         (["logits", "[t, e]"], {"logits": jnp.ones(3)}),
         (["k", "8", "9"], {"k": 9}),
+        (["k", "int", "[2]"], {"k": [2]}),
+        (["k", "int", "True"], {"k": True}),
+        (["scale", "(8,)", "(3,)"], {"scale": jnp.ones(3)}),
+        (["score", "(9, 8)", "(9,)"], {"score": lambda z: z.sum(axis=1)}),
+        (["groups", "int", "2.0"], {"groups": 2.0, "group_k": 1}),
         (["score", "'softmax'", "'max'"], {"score": "max"}),
         (["groups", "group_k"], {"groups": 2}),
         (["groups", "divisor", "3"], {"groups": 3, "group_k": 1}),
@@ -234,3 +239,26 @@ def test_lists_are_arrays():
     assert routing.experts.ravel().tolist() == [2, 3]
     np.testing.assert_allclose(moe.z_loss(logits, mask=mask), np.log(3) ** 2, rtol=1e-6)
     np.testing.assert_array_equal(moe.update_bias(bias, routing.sizes, 0.5), [0.5, 0.5, 0.5])
+
+
+def test_the_bias_keeps_its_dtype():
+    bias = moe.update_bias(jnp.zeros(3, jnp.bfloat16), jnp.array([1, 3, 5]), jnp.float32(0.5))
+    assert bias.dtype == jnp.bfloat16 and bias.tolist() == [0.5, 0, -0.5]
+
+
+def test_no_tokens_have_no_loss():
+    assert moe.z_loss(jnp.zeros((0, 3))) == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        (r"mask: want shape \(2,\); got \(1,\)", lambda: moe.z_loss(jnp.zeros((2, 3)), mask=jnp.ones(1, bool))),
+        (r"sizes: want shape \(3,\), that of bias; got \(2,\)", lambda: moe.update_bias(jnp.zeros(3), [1, 2], 0.5)),
+        (r"bias: want floats of shape \[e\]; got int32", lambda: moe.update_bias(jnp.arange(2), [1, 2], 0.5)),
+        (r"rate: want one number; got shape \(2,\)", lambda: moe.update_bias(jnp.zeros(2), [1, 2], jnp.ones(2))),
+    ],
+)
+def test_errors_about_balance_name_the_argument(message, call):
+    with pytest.raises(ValueError, match=message):
+        call()

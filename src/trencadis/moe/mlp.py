@@ -155,10 +155,18 @@ def _run(one: _OneDevice, chosen: Array, first: Any, frozen: Experts, inputs: In
     return one.run(chosen, first, frozen, inputs)
 
 
+def check_tokens(x: Array) -> None:
+    """Raise unless x holds tokens `[t, d]` in a dtype that a result can have."""
+    if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize == 1:
+        raise ValueError(
+            f"x: want floats of 16 bits or more, of shape [t, d]; got {x.dtype} of shape {x.shape}. "
+            "Products in 8 bits are for quantization to choose"
+        )
+
+
 def _check(x: Array, routing: Routing, experts: Experts, save: str) -> None:
     """Raise an error that names the argument if shapes or dtypes do not fit."""
-    if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"x: want floats of shape [t, d]; got {x.dtype} of shape {x.shape}")
+    check_tokens(x)
     t, d = x.shape
     if not isinstance(routing, Routing):
         raise TypeError(f"routing: want what moe.route returns; got {type(routing).__name__}")

@@ -41,7 +41,12 @@ class Rule:
     def scores(self, logits: Array) -> Array:
         """The scores of all experts, in float32."""
         function = SCORES[self.score] if isinstance(self.score, str) else self.score
-        return function(logits.astype(jnp.float32)).astype(jnp.float32)
+        scores = function(logits.astype(jnp.float32))
+        if jnp.shape(scores) != logits.shape:
+            raise ValueError(
+                f"score: want a function whose result has the shape {logits.shape}; got {jnp.shape(scores)}"
+            )
+        return scores.astype(jnp.float32)
 
     def keys(self, logits: Array) -> Array:
         """What experts are chosen by, if nothing is added to it."""
@@ -51,7 +56,7 @@ class Rule:
         """The weights [t, k] of given experts, and the scores of all experts, which sum to 1."""
         scores = self.scores(logits)
         # a comparison with every id instead of a gather, whose gradient would be a scatter
-        hot = experts[:, :, None] == jnp.arange(logits.shape[1], dtype=jnp.int32)  # [t, k, e]
+        hot = one_hot(experts, logits.shape[1])
         return self._chosen(logits, scores, hot), _normalized(scores)
 
     def _chosen(self, logits: Array, scores: Array, hot: Array) -> Array:
@@ -78,6 +83,11 @@ def _normalized(x: Array) -> Array:
     total = jnp.sum(x, axis=-1, keepdims=True)
     none = none | (total == 0)
     return jnp.where(none, 0, x / jnp.where(none, 1, total))
+
+
+def one_hot(ids: Array, size: int) -> Array:
+    """Whether each of the ids [t, k] is each of `size`: [t, k, size]."""
+    return ids[:, :, None] == jnp.arange(size, dtype=jnp.int32)[None, None]
 
 
 def picked(hot: Array, x: Array) -> Array:

@@ -17,6 +17,7 @@ from trencadis.core.alike import sharded_like
 from trencadis.core.epilogue import is_hashable, static_activation
 from trencadis.core.mesh import placed
 from trencadis.moe.activation import swiglu
+from trencadis.moe.mlp import check_tokens
 from trencadis.moe.routing import Load, Routing
 from trencadis.parallel.choice import Strategy
 from trencadis.parallel.collectives import Axis, names_of, ordered_pvary
@@ -74,8 +75,7 @@ def moe_mlp(
     _check_axes(used, axis=axis, data_axis=data_axis, tensor_axis=() if tensor_axis is None else tensor_axis)
     shards = math.prod(used.shape[name] for name in (*data, *names_of(axis)))
     x = arguments.as_array("x", x)
-    if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"x: want floats of shape [t, d]; got {x.dtype} of shape {x.shape}")
+    check_tokens(x)
     if x.shape[0] % shards:
         raise ValueError(f"x: want tokens that {shards} shards divide evenly, padded and masked; got {x.shape[0]}")
     if not isinstance(routing, Routing):
