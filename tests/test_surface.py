@@ -112,8 +112,14 @@ def test_a_product_on_a_cpu_imports_no_kernels_of_other_devices():
 def test_a_call_like_one_before_it_traces_nothing():
     x, w, sizes = jnp.ones((33, 7)), jnp.ones((4, 7, 5)), (10, 0, 20, 3)
     routing = tr.moe.route(x[:, :4], 2)
+    mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    spec, recipe = jax.sharding.PartitionSpec("expert"), tr.quant.Recipe("int8", "int8")
+    multiply = tr.sharded(mesh, spec, spec, spec)(tr.grouped_matmul)
 
     def calls():
+        multiply(x, w, jnp.array(sizes))
+        tr.moe_mlp(x, routing, w, w, w.mT, quantization=recipe)
+        tr.parallel.moe_mlp(x, routing, w, w, w.mT, axis="expert", mesh=mesh)
         tr.grouped_matmul(x, w, sizes, precision="highest")
         tr.transposed_grouped_matmul(x.T, x, sizes)
         tr.moe_mlp(x, routing, w, w, w.mT)

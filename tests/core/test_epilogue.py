@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import trencadis as tr
+from trencadis import moe
 from trencadis.core.epilogue import Epilogue, Extras, add, elementwise, inlined, static_activation
 
 pytestmark = pytest.mark.core
@@ -100,3 +102,49 @@ def test_python_functions_are_told_apart_even_if_they_look_alike():
     assert static_activation(activation(2), F32, F32) != static_activation(activation(3), F32, F32)
     fresh = (static_activation(lambda z: jax.nn.relu(z) * 0.5, F32, F32) for _ in range(2))
     assert next(fresh) == next(fresh)
+
+
+def rounded(slope, kind):
+    """Rounding with a derivative of its own, which only its rule has."""
+    if kind == "jvp":
+        call = jax.custom_jvp(lambda z: jnp.round(z))
+        call.defjvp(lambda primals, tangents: (call(*primals), slope * tangents[0]))
+    elif kind == "vjp":
+        call = jax.custom_vjp(lambda z: jnp.round(z))
+        call.defvjp(lambda z: (call(z), None), lambda _, ct: (slope * ct,))
+    else:  # only its second derivative is its own
+        inner = jax.custom_jvp(lambda z: jnp.round(z))
+        inner.defjvp(lambda primals, tangents: (inner(*primals), slope * tangents[0]))
+        call = jax.custom_jvp(lambda z: jnp.round(z))
+        call.defjvp(lambda primals, tangents: (call(*primals), inner(*primals) * tangents[0]))
+    return call
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp", "second"])
+def test_activations_with_other_derivatives_are_different(kind):
+    one, again, other = (static_activation(rounded(slope, kind), F32, F32) for slope in (1.0, 1.0, 5.0))
+    assert one == again != other
+    if kind != "second":  # outside of jit, equal activations have one program
+        x, w = jnp.ones((2, 3)), jnp.ones((1, 3, 2))
+        slope = lambda s: jax.grad(
+            lambda x: tr.grouped_matmul(x, w, [2], activation=rounded(s, kind), backend="reference").sum()
+        )(x)
+        np.testing.assert_array_equal(5 * slope(1.0), slope(5.0))
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.silu, jax.nn.softplus, moe.swiglu(limit=7.0, alpha=1.7)])
+def test_fresh_functions_of_the_same_operations_are_equal(activation):
+    numbers = 2 if isinstance(activation, moe.activation.SwiGLU) else 1
+    one, other = (static_activation(lambda *z: activation(*z), F32, F32, numbers) for _ in range(2))
+    assert one is not other and one == other
+
+
+def test_a_rule_that_closes_over_a_traced_value_keeps_it_out_of_kernels():
+    seen = []
+    jax.jit(lambda s: seen.append(static_activation(rounded(s, "jvp"), F32, F32)) or s)(2.0)
+    assert seen == [None]
+
+
+def test_the_reason_of_a_failing_activation_is_in_the_error():
+    with pytest.raises(ValueError, match=r"activation: .*ZeroDivisionError: division by zero"):
+        static_activation(lambda z: z + 1 / 0, F32, F32)

@@ -5,7 +5,6 @@ any products, run on the backend `reference` by default, and on `xla` in the swe
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -16,80 +15,34 @@ from hypothesis import strategies as st
 from jax._src.ad_checkpoint import saved_residuals
 
 import trencadis as tr
+from tests.moe.cases import (
+    BACKENDS,
+    DEFAULT,
+    NAMES,
+    D,
+    E,
+    F,
+    T,
+    call,
+    check,
+    close,
+    compiled,
+    parameters,
+    plain,
+    routings,
+    same,
+    value_and_gradients,
+)
 from tests.support import moe_oracle
-from tests.support.sweep import marked, sweep
+from tests.support.sweep import sweep
 from trencadis import moe, quant
 
 pytestmark = pytest.mark.core
-
-T, D, F, E = 8, 6, 5, 4
-BACKENDS = pytest.mark.parametrize("backend", sweep(["reference", "xla"], ["reference"]))
 
 
 @pytest.fixture
 def rng():
     return np.random.default_rng(7)
-
-
-def parameters(rng, experts=E, gate=True, bias=False):
-    shapes = {"gate": (experts, D, F) if gate else None, "up": (experts, D, F), "down": (experts, F, D)}
-    shapes |= {"bias_gate": (experts, F) if bias and gate else None, "bias_up": (experts, F) if bias else None}
-    shapes["bias_down"] = (experts, D) if bias else None
-    return {
-        name: None if shape is None else jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for name, shape in shapes.items()
-    }
-
-
-def routings(rng):
-    """Routings by name: even and uneven, empty experts, all to one, masked tokens, an expert twice, k up to all."""
-    logits = jnp.asarray(rng.normal(size=(T, E)), jnp.float32)
-    mask = jnp.arange(T) % 3 != 1
-    return {
-        "top2": moe.route(logits, 2),
-        "top1": moe.route(logits, 1, normalize=False),
-        "all": moe.route(logits, E, score="sigmoid"),
-        "empty": moe.route(logits.at[:, 1].set(-100.0).at[:, 3].set(-100.0), 2),
-        "one": moe.route(logits, 2, experts=jnp.tile(jnp.array([[2, E]]), (T, 1)), normalize=False),
-        "masked": moe.route(logits, 2, mask=mask),
-        "nobody": moe.route(logits, 2, mask=jnp.zeros(T, bool)),
-        "twice": moe.route(logits, 2, experts=jnp.tile(jnp.array([[1, 1]]), (T, 1))),
-    }
-
-
-NAMES = ["top2", "top1", "all", "empty", "one", "masked", "nobody", "twice"]
-DEFAULT = [name for name in NAMES if name != "top1"]  # each k is a program of its own
-
-
-def call(routing, x, weights, params, **options):
-    named = {name: params[name] for name in ("bias_gate", "bias_up", "bias_down")}
-    routing = routing._replace(weights=weights)
-    return tr.moe_mlp(x, routing, params["gate"], params["up"], params["down"], **named, **options)
-
-
-def value_and_gradients(routing, x, params, ct, first=None, **options):
-    return compiled(routing, x, routing.weights, params, ct, first, tuple(options.items()))
-
-
-@functools.partial(jax.jit, static_argnames=("options",))
-def compiled(routing, x, weights, params, ct, first, options):
-    options = dict(options) | ({} if first is None else {"group_offset": first})
-    out, pullback = jax.vjp(lambda *args: call(routing, *args, **options), x, weights, params)
-    d_x, d_weights, d_params = pullback(ct)
-    return out, {"x": d_x, "weights": d_weights, **d_params}
-
-
-def same(found, wanted, tolerance=2e-5):
-    for name, want in wanted.items():
-        if want is not None:
-            np.testing.assert_allclose(found[name], want, rtol=tolerance, atol=tolerance, err_msg=name)
-
-
-def check(rng, routing, params, first=None, oracle=None, **options):
-    x, ct = (jnp.asarray(rng.normal(size=(T, D)), jnp.float32) for _ in range(2))
-    out, gradients = value_and_gradients(routing, x, params, ct, first, **options)
-    want, wanted = moe_oracle.layer(x, routing.experts, routing.weights, params, ct, first=first or 0, **(oracle or {}))
-    same({"out": out, **gradients}, {"out": want, **wanted})
 
 
 @pytest.mark.parametrize("name", sweep(NAMES, DEFAULT))
@@ -136,6 +89,26 @@ def test_without_a_gate(rng, backend):
 def test_windows_of_the_experts(rng, first):
     """Experts that are not there add nothing, to the result or to a gradient; the window is traced."""
     check(rng, routings(rng)["masked"], parameters(rng, experts=2), first=first)
+
+
+def test_float64(rng, x64):
+    """No step of the layer or of its gradients is narrower."""
+    wide = lambda tree: jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape)), tree)
+    params, routing = wide(parameters(rng, bias=True)), routings(rng)["top2"]
+    x, ct, weights = (jnp.asarray(rng.normal(size=shape)) for shape in ((T, D), (T, D), (T, 2)))
+    out, found = value_and_gradients(routing._replace(weights=weights), x, params, ct, backend="reference")
+    want, wanted = moe_oracle.layer(x, routing.experts, weights, params, ct)
+    same({"out": out, **found}, {"out": want, **wanted}, tolerance=1e-12)
+
+
+def test_without_jit(rng):
+    routing, params, x = routings(rng)["top2"], parameters(rng), jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
+    f = lambda x: call(moe.limit_rows(routing, 3)[0], x, routing.weights, params, backend="reference")
+    with jax.disable_jit():
+        routing = moe.route(jnp.asarray(rng.normal(size=(T, E)), jnp.float32), 2)
+        out, slope = jax.value_and_grad(lambda x: jnp.sum(f(x) ** 2))(x)
+    want, wanted = jax.value_and_grad(lambda x: jnp.sum(f(x) ** 2))(x)
+    same({"out": out, "x": slope}, {"out": want, "x": wanted})
 
 
 def test_no_tokens(rng):
@@ -216,6 +189,22 @@ def test_residuals(rng, save, wanted):
     assert sum(aval.size for aval in made if aval.dtype != jnp.bfloat16) <= 3 * 2 * T
 
 
+@pytest.mark.parametrize("quantization", [None, quant.Recipe("int8", "int8")])
+def test_residuals_of_inputs_alone(rng, quantization):
+    """Also where the layer's own backward pass is not used."""
+    routing, params = routings(rng)["top2"], parameters(rng)
+    x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
+
+    def loss(x, alpha):
+        options = {"activation": moe.swiglu(alpha=alpha), "save": "inputs", "quantization": quantization}
+        return call(routing, x, routing.weights, params, **options, backend="reference").sum()
+
+    kept = saved_residuals(loss, x, jnp.float32(1.5))
+    assert not [
+        aval for aval, source in kept if aval.ndim > 1 and "argument" not in source and "constant" not in source
+    ]
+
+
 def test_no_scatter_of_floats_and_no_tensor_of_tokens_experts_and_features(rng):
     routing, params = routings(rng)["top2"], parameters(rng, bias=True)
     x = jnp.zeros((T, D))
@@ -259,22 +248,6 @@ def test_second_order_and_forward_mode(rng, backend):
     jax.tree.map(close, derivatives(functools.partial(call, backend=backend)), derivatives(plain))
 
 
-def plain(routing, x, weights, params, activation=lambda gate, up: jax.nn.silu(gate) * up):
-    """The layer over all experts, without the package."""
-    experts = jnp.arange(params["up"].shape[0])
-    combine = jnp.sum(jnp.where(routing.experts[:, :, None] == experts, weights[:, :, None], 0), axis=1)  # [t, e]
-    named = {name: jnp.zeros((1, 1)) if p is None else p for name, p in params.items()}
-    gate = jnp.einsum("td,edf->etf", x, params["gate"]) + named["bias_gate"][:, None]
-    up = jnp.einsum("td,edf->etf", x, params["up"]) + named["bias_up"][:, None]
-    y = jnp.einsum("etf,efd->etd", activation(gate, up), params["down"]) + named["bias_down"][:, None]
-    return jnp.einsum("te,etd->td", combine, y)
-
-
-def close(a, b):
-    if getattr(a, "dtype", None) != jax.dtypes.float0:
-        np.testing.assert_allclose(a, b, rtol=3e-4, atol=3e-4)
-
-
 @BACKENDS
 def test_vmap_remat_scan_and_shard_map(rng, backend):
     """Each gives the gradients of one layer after the other."""
@@ -312,14 +285,16 @@ def test_an_activation_over_traced_values(rng, backend):
     routing, params = routings(rng)["top2"], parameters(rng)
     x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
 
-    def both(layer):
+    def both(layer, swiglu):
         def loss(slope):
-            activation = lambda gate, up: jnp.tanh(slope * gate) * up
-            return jnp.sum(layer(routing, x, routing.weights, params, activation=activation))
+            return jnp.sum(layer(routing, x, routing.weights, params, activation=swiglu(alpha=slope, shift=slope**2)))
 
         return jax.jit(lambda slope: (jax.grad(loss)(slope), jax.jvp(loss, (slope,), (1.0,))))(0.7)
 
-    jax.tree.map(close, both(functools.partial(call, backend=backend)), both(plain))
+    def written_out(alpha, shift):
+        return lambda gate, up: gate / (1 + jnp.exp(-alpha * gate)) * (up + shift)
+
+    jax.tree.map(close, both(functools.partial(call, backend=backend), moe.swiglu), both(plain, written_out))
 
 
 def test_deterministic(rng):
@@ -327,92 +302,6 @@ def test_deterministic(rng):
     x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
     runs = [value_and_gradients(routing, x, params, x) for _ in range(2)]
     jax.tree.map(np.testing.assert_array_equal, *runs)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Quantized
-
-
-@pytest.mark.parametrize("format", sweep(["int4", "float8_e4m3fn", "mxfp4"], ["mxfp4"]))
-def test_quantized_weights(rng, format):
-    """The result is that of the dequantized weights, and so is the gradient of x."""
-    routing = routings(rng)["top2"]
-    wide = {"gate": (E, 32, 32), "up": (E, 32, 32), "down": (E, 32, 32)}
-    stored = {
-        n: quant.quantize(jnp.asarray(rng.normal(size=s), jnp.float32), format, contracting=1) for n, s in wide.items()
-    }
-    x = jnp.asarray(rng.normal(size=(T, 32)), jnp.float32)
-    full = {name: w.dequantize() for name, w in stored.items()}
-
-    @jax.jit
-    @jax.value_and_grad
-    def found(x, w):
-        return jnp.sum(jnp.tanh(tr.moe_mlp(x, routing, w["gate"], w["up"], w["down"], backend="reference")))
-
-    jax.tree.map(close, found(x, stored), found(x, full))
-
-
-@BACKENDS
-def test_quantization_for_training(rng, backend):
-    """A recipe gives the products of grouped_dense with it."""
-    routing, params = routings(rng)["top2"], parameters(rng, bias=True)
-    x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
-    recipe = quant.Recipe("int8", "int8")
-
-    def composed(x, params):
-        permutation = moe.sort_by_expert(routing.experts, E)
-        dense = functools.partial(tr.grouped_dense, group_sizes=permutation.sizes, quantization=recipe, backend=backend)
-        rows = moe.permute(x, permutation)
-        gate, up = (dense(rows, params[name], bias=params[f"bias_{name}"]) for name in ("gate", "up"))
-        y = dense(jax.nn.silu(gate) * up, params["down"], bias=params["bias_down"])
-        return jnp.sum(jnp.tanh(moe.combine(y, routing.weights, permutation)))
-
-    def loss(x, params):
-        y = call(routing, x, routing.weights, params, quantization=recipe, backend=backend)
-        return jnp.sum(jnp.tanh(y))
-
-    found, want = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x, params) for f in (loss, composed))
-    jax.tree.map(close, found, want)
-
-
-@pytest.mark.parametrize("lhs", ["mxfp8", marked("int8"), marked((("int8", "tensor"),))])
-def test_tokens_are_quantized_before_they_become_rows(rng, lhs):
-    """The numbers are those of quantized rows, with a window and a masked NaN too; and 8-bit rows are gathered."""
-    t, d, f, e = 10, 64, 32, 4
-    routing = moe.route(jnp.asarray(rng.normal(size=(t, e)), jnp.float32), 2, mask=jnp.arange(t) != 3)
-    x = jnp.asarray(rng.normal(size=(t, d)) * np.exp(rng.normal(size=(t, 1))), jnp.float32).at[3].set(jnp.nan)
-    w = {name: jnp.asarray(rng.normal(size=s), jnp.float32) for name, s in (("up", (2, d, f)), ("down", (2, f, d)))}
-    options = dict(quantization=quant.Recipe(lhs, "int8", "int8"), group_offset=1, backend="reference")
-    permutation = moe.sort_by_expert(routing.experts, e)
-
-    def ours(x, w):
-        return jnp.sum(jnp.sin(tr.moe_mlp(x, routing, None, w["up"], w["down"], activation=jnp.tanh, **options)))
-
-    def composed(x, w):
-        z = tr.grouped_dense(moe.permute(x, permutation), w["up"], permutation.sizes, **options)
-        y = tr.grouped_dense(jnp.tanh(z), w["down"], permutation.sizes, **options)
-        return jnp.sum(jnp.sin(moe.combine(y, routing.weights, permutation)))
-
-    found, want = (jax.jit(jax.value_and_grad(g, argnums=(0, 1)))(x, w) for g in (ours, composed))
-    jax.tree.map(np.testing.assert_array_equal, found, want)
-    text = jax.jit(ours).lower(x, w).compile().as_text()
-    moved = re.findall(rf"= (\w+)\[{2 * t},1,{d}\]\S* gather\(", text)
-    assert moved and "f32" not in moved
-
-
-def test_quantization_with_an_activation_over_traced_values(rng):
-    """The recipe is obeyed, whatever the activation closes over."""
-    routing, params = routings(rng)["top2"], parameters(rng)
-    x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
-
-    @jax.jit
-    def both(one):
-        run = functools.partial(call, routing, x, routing.weights, params, quantization=quant.Recipe("int8", "int8"))
-        return run(backend="reference"), run(
-            backend="reference", activation=lambda gate, up: jax.nn.silu(one * gate) * up
-        )
-
-    np.testing.assert_allclose(*both(1.0), rtol=1e-5, atol=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -426,6 +315,7 @@ INT8 = quant.Scaled(np.ones((E, D, F), np.int8), np.ones((E, 1, F), np.float32),
     [
         (["x", "[t, d]"], {"x": jnp.ones((T, 2, D))}),
         (["x", "int32"], {"x": jnp.ones((T, D), jnp.int32)}),
+        (["x", "16 bits", "float8_e4m3fn"], {"x": jnp.ones((T, D), "float8_e4m3fn")}),
         (["routing", "moe.route", "tuple"], {"routing": (1, 2)}),
         (["w_up", "d = 6"], {"w_up": jnp.ones((E, D + 1, F))}),
         (["w_down", "(4, 5, 6)", "(4, 6, 5)"], {"w_down": jnp.ones((E, D, F))}),
@@ -440,7 +330,7 @@ INT8 = quant.Scaled(np.ones((E, D, F), np.int8), np.ones((E, 1, F), np.float32),
         (["quantization", "Recipe"], {"quantization": "int8"}),
         (["quantization", "quantized already"], {"w_gate": INT8, "quantization": quant.Recipe("int8", "int8")}),
     ],
-)  # fmt: skip
+)
 def test_errors_name_the_argument(rng, words, change):
     params = parameters(rng)
     given = {"x": jnp.ones((T, D)), "routing": routings(rng)["top2"], "w_gate": params["gate"]}

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from trencadis import moe, quant
 
@@ -11,6 +13,7 @@ pytestmark = pytest.mark.core
 
 SMALL = moe.Config(d=6, f=5, experts=4, k=2, score="sigmoid", scale=2.5, biases=True, shared=3)
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 6)), jnp.float32)
+PARAMS = moe.init(jax.random.key(0), SMALL)
 BIAS = jnp.array([0.0, 0.3, -0.2, 0.1])
 
 
@@ -80,15 +83,57 @@ def test_dtypes():
 
 
 @pytest.mark.parametrize(
+    "promotion", [lambda: jax.numpy_dtype_promotion("strict"), lambda: jax.numpy_rank_promotion("raise")]
+)
+def test_without_implicit_promotion(promotion):
+    """Nothing has to be compiled to see it."""
+
+    def loss(params, x):
+        y, routing = moe.apply(params, x, SMALL, bias=BIAS, mask=jnp.ones((2, 2), bool))
+        limited, load = moe.limit_rows(routing, 2)
+        bias = moe.update_bias(BIAS, limited.sizes, 1e-3)
+        losses = moe.balance_loss(limited) + moe.z_loss(x[0].astype(jnp.float32), mask=jnp.ones(2, bool))
+        return jnp.sum(y.astype(jnp.float32)) + losses + load.imbalance + jnp.sum(bias)
+
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    with promotion():
+        jax.jit(jax.grad(loss, (0, 1))).lower(params, X.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("a", "b"), P(None, "b", "a")])
+def test_tokens_that_are_sharded_over_explicit_axes(spec):
+    """The result is sharded like x, and the routing over the mesh axes of all tokens."""
+    x, mask = (
+        jnp.asarray(np.random.default_rng(1).normal(size=(2, 4, 6)), jnp.float32),
+        jnp.arange(8).reshape(2, 4) % 3 > 0,
+    )
+    layer = lambda params, x: moe.apply(params, x, SMALL, mask=mask)
+    y, routing = layer(PARAMS, x)
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        found, sharded = jax.jit(layer)(PARAMS, jax.device_put(x, NamedSharding(mesh, spec)))
+    assert jax.typeof(found).sharding.spec == P(*spec, *(None,) * (3 - len(spec)))
+    np.testing.assert_allclose(np.asarray(found), y, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(sharded.experts), routing.experts)
+
+
+def without(name):
+    return {key: p for key, p in PARAMS.items() if key != name}
+
+
+@pytest.mark.parametrize(
     ("words", "change"),
     [
         (["x", "d = 6", "(2, 5)"], {"x": jnp.ones((2, 5))}),
+        (["params", "without bias_down", "router, w_gate"], {"params": without("bias_down")}),
+        (["params", "without router"], {"params": without("router")}),
+        (["params", "unknown w_side"], {"params": PARAMS | {"w_side": X}}),
+        (["params", "w_up", "(4, 6, 5)", "(4, 6, 3)"], {"params": PARAMS | {"w_up": PARAMS["w_up"][:, :, :3]}}),
         (["mask", "(2, 2)", "(4,)"], {"mask": jnp.ones(4, bool)}),
         (["experts", "(2, 2, 2)"], {"experts": jnp.ones((2, 2), jnp.int32)}),
     ],
 )
 def test_errors_name_the_argument(words, change):
-    params = moe.init(jax.random.key(0), SMALL)
     with pytest.raises(ValueError) as error:
-        moe.apply(**({"params": params, "x": X, "config": SMALL} | change))
+        moe.apply(**({"params": PARAMS, "x": X, "config": SMALL} | change))
     assert all(word in str(error.value) for word in words)

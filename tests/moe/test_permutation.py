@@ -42,6 +42,16 @@ def test_sorted_rows(seed):
     np.testing.assert_array_equal(moe.permute(x, moe.sort_by_expert(experts, E)), np.asarray(x)[order // K])
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int64", "uint64"])
+def test_ids_of_any_dtype(x64, dtype):
+    """Those that int32 cannot hold are no expert."""
+    ids = np.array([[2**32, 1], [2**32 - 1, 0], [2**31 + 1, 2]]).astype(dtype)
+    want = np.sort(np.append(np.where(ids < E, ids, E), range(E)))
+    sizes = moe.sort_by_expert(jnp.asarray(ids), E).sizes
+    np.testing.assert_array_equal(sizes, np.bincount(want[want < E].astype(int), minlength=E) - 1)
+    np.testing.assert_array_equal(moe.route(jnp.zeros((3, E)), 2, experts=jnp.asarray(ids)).sizes, sizes)
+
+
 @given(st.integers(0, 2**31 - 1))
 def test_combine_is_the_weighted_sum_over_the_rows_of_a_token(seed):
     experts, _, y, w = drawn(seed)

@@ -108,6 +108,47 @@ def test_gradients(score):
     check_grads(loss, (jnp.asarray(LOGITS, jnp.float32),), order=1, atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("score", SCORES)
+def test_second_derivatives(score):
+    """Those of a score with a name are those of the same score as a function."""
+
+    def slope(score):
+        def loss(z):
+            routing = moe.route(z, 2, score=score, normalize=False)
+            return jnp.sum(routing.weights**2) + jnp.sum(routing.probs**3)
+
+        return jax.jvp(jax.grad(loss), (z,), (direction,))[1]
+
+    z, direction = jnp.asarray(LOGITS, jnp.float32), jnp.asarray(LOGITS[::-1].copy(), jnp.float32)
+    want = slope(moe.selection.SCORES[score])
+    np.testing.assert_allclose(jax.jit(slope, static_argnums=0)(score), want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("score", [*SCORES, "softmax_topk", jax.nn.relu])
+def test_gradients_of_scores_that_underflow(score):
+    rows = [[1, 2, -88, 0.5], [1, 2, -np.inf, 0.5], [-50] * 4, [-75, -76, -77, -74], [-200] * 4, [-88] * 4]
+
+    def slopes(score):
+        def loss(z):
+            routing = moe.route(z, 2, score=score)
+            losses = moe.balance_loss(routing) + jnp.sum(routing.probs**2)
+            return jnp.sum(routing.weights[:, 0]), losses
+
+        return jax.jit(jax.jacrev(loss))(jnp.asarray(rows, jnp.float32))
+
+    found = slopes(score)
+    for each in found:
+        assert np.isfinite(each).all() and not each[1, 2]
+        np.testing.assert_allclose(each[0], each[1], rtol=1e-4)
+    if score == "sigmoid":  # far below 0 it is an exponential
+        np.testing.assert_allclose(found[0][2:4], slopes("softmax")[0][2:4], rtol=1e-4, atol=1e-7)
+
+
+def test_no_tokens():
+    routing = moe.route(jnp.zeros((0, E)), 2, groups=4, group_k=2, bias=jnp.zeros(E))
+    assert routing.weights.shape == (0, 2) and not routing.sizes.any() and moe.balance_loss(routing) == 0
+
+
 def test_no_floating_point_scatter():
     def loss(z):
         routing = moe.route(z, 2, groups=4, group_k=2, bias=jnp.zeros(E))
@@ -164,6 +205,11 @@ def test_capacity_drops_the_last_tokens_and_counts_them(seed, capacity):
     [
         (["logits", "[t, e]"], {"logits": jnp.ones(3)}),
         (["k", "8", "9"], {"k": 9}),
+        (["k", "int", "[2]"], {"k": [2]}),
+        (["k", "int", "True"], {"k": True}),
+        (["scale", "(8,)", "(3,)"], {"scale": jnp.ones(3)}),
+        (["score", "(9, 8)", "(9,)"], {"score": lambda z: z.sum(axis=1)}),
+        (["groups", "int", "2.0"], {"groups": 2.0, "group_k": 1}),
         (["score", "'softmax'", "'max'"], {"score": "max"}),
         (["groups", "group_k"], {"groups": 2}),
         (["groups", "divisor", "3"], {"groups": 3, "group_k": 1}),
@@ -193,3 +239,26 @@ def test_lists_are_arrays():
     assert routing.experts.ravel().tolist() == [2, 3]
     np.testing.assert_allclose(moe.z_loss(logits, mask=mask), np.log(3) ** 2, rtol=1e-6)
     np.testing.assert_array_equal(moe.update_bias(bias, routing.sizes, 0.5), [0.5, 0.5, 0.5])
+
+
+def test_the_bias_keeps_its_dtype():
+    bias = moe.update_bias(jnp.zeros(3, jnp.bfloat16), jnp.array([1, 3, 5]), jnp.float32(0.5))
+    assert bias.dtype == jnp.bfloat16 and bias.tolist() == [0.5, 0, -0.5]
+
+
+def test_no_tokens_have_no_loss():
+    assert moe.z_loss(jnp.zeros((0, 3))) == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        (r"mask: want shape \(2,\); got \(1,\)", lambda: moe.z_loss(jnp.zeros((2, 3)), mask=jnp.ones(1, bool))),
+        (r"sizes: want shape \(3,\), that of bias; got \(2,\)", lambda: moe.update_bias(jnp.zeros(3), [1, 2], 0.5)),
+        (r"bias: want floats of shape \[e\]; got int32", lambda: moe.update_bias(jnp.arange(2), [1, 2], 0.5)),
+        (r"rate: want one number; got shape \(2,\)", lambda: moe.update_bias(jnp.zeros(2), [1, 2], jnp.ones(2))),
+    ],
+)
+def test_errors_about_balance_name_the_argument(message, call):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -109,6 +109,9 @@ def test_tokens_that_shards_do_not_divide():
         ({"axis": "expert"}, "axis: want axes of the mesh, 'e'; got 'expert'"),
         ({"data_axis": ("e", "d")}, "data_axis: want axes of the mesh, 'e'; got ('e', 'd')"),
         ({"tensor_axis": "f"}, "tensor_axis: want axes of the mesh, 'e'; got 'f'"),
+        ({"x": None}, "x: want an array; got NoneType"),
+        ({"routing": None}, "routing: want what moe.route returns; got NoneType"),
+        ({"w_up": np.ones((6, 4), np.float32)}, "w_up: want 3 dimensions; got (6, 4)"),
         ({"group_offset": 1}, "group_offset: want one of the options bias_gate"),
     ],
 )
@@ -116,8 +119,26 @@ def test_errors_name_the_argument(change, message):
     numbers = given()
     routing = moe.route(numbers["x"] @ numbers["router"], cases.K)
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
-        experts = (numbers[name] for name in ("gate", "up", "down"))
-        parallel.moe_mlp(numbers["x"], routing, *experts, **({"mesh": cases.mesh_of(2), "axis": "e"} | change))
+        given_to = {f"w_{name}": numbers[name] for name in ("gate", "up", "down")} | {"x": numbers["x"]}
+        given_to |= {"routing": routing, "mesh": cases.mesh_of(2), "axis": "e"}
+        parallel.moe_mlp(**(given_to | change))
+
+
+@pytest.mark.parametrize("strategy", parallel.STRATEGIES)
+@pytest.mark.parametrize(
+    "promotion", [lambda: jax.numpy_dtype_promotion("strict"), lambda: jax.numpy_rank_promotion("raise")]
+)
+def test_without_implicit_promotion(strategy, promotion):
+    numbers, mesh = given(), cases.mesh_of(2)
+    x, *experts = (jnp.asarray(numbers[name], jnp.bfloat16) for name in ("x", "gate", "up", "down"))
+    routing = moe.route(numbers["x"] @ numbers["router"], 5)  # of 4 experts of a shard
+
+    def loss(x):
+        y, load = parallel.moe_mlp(x, routing, *experts, mesh=mesh, axis="e", strategy=strategy)
+        return jnp.sum(y.astype(jnp.float32)) + load.imbalance
+
+    with promotion():
+        jax.jit(jax.grad(loss)).lower(x)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -152,6 +152,8 @@ def test_is_transposed_and_cut(w):
 def test_prints_and_weighs_what_it_holds(w):
     q = jax.eval_shape(lambda w: quantize(w, "int8", (1, 32, 1)), w)
     assert repr(q) == "Scaled(int8[3,70,6], scales float32[3,3,6] of blocks 1 x 32 x 1)"
+    gradient = jax.grad(lambda q: q.dequantize().sum(), allow_int=True)(quantize(w, "int8", (1, 32, 1)))
+    assert repr(gradient) == "Scaled(int8: void[3,70,6], scales float32[3,3,6] of blocks 1 x 32 x 1)"
     assert repr(jax.eval_shape(lambda w: quantize(w, "nvfp4", (1, 16, 1)), w)) == (
         "Scaled(nvfp4: float4_e2m1fn[3,70,6], scales float8_e4m3fn[3,5,6] of blocks 1 x 16 x 1, "
         "times a total float32[])"

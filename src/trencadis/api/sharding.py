@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
 
+from trencadis.core.epilogue import is_constant, is_hashable
 from trencadis.core.mesh import entries
 
 
@@ -65,20 +69,49 @@ def _wrapped(mesh: Mesh | None, specs: Sequence[PartitionSpec], function: Callab
         fitted = [
             _fitted(used, spec, leaf) for spec, arg in zip(specs, args, strict=True) for leaf in jax.tree.leaves(arg)
         ]
-
-        def inside(*leaves: Any) -> Any:
-            return function(*jax.tree.unflatten(tree, leaves), **options)
-
-        @jax.jit
-        def program(*leaves: Any) -> Any:
-            shardings = [NamedSharding(used, spec) for spec in fitted]
-            placed = map(jax.lax.with_sharding_constraint, leaves, shardings)
-            return jax.sharding.explicit_axes(inside, in_sharding=tuple(fitted))(*placed)
-
+        program = _Program(function, tuple(options.items()), tree, used, tuple(fitted))
         with jax.sharding.use_abstract_mesh(used.abstract_mesh):
-            return program(*map(jax.numpy.asarray, leaves))
+            leaves = list(map(jax.numpy.asarray, leaves))
+            if program.is_constant:
+                return _kept(program, *leaves)
+            return jax.jit(program.run)(*leaves)
 
     return call
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Program:
+    """A function of leaves that are sharded over a mesh, as its specs say."""
+
+    function: Callable[..., Any]
+    options: tuple[tuple[str, Any], ...]
+    tree: PyTreeDef
+    mesh: Mesh | AbstractMesh
+    specs: tuple[PartitionSpec, ...]
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it surely computes the same in every call: its function closes over nothing, nor do its options."""
+        if not inspect.isfunction(self.function) or self.function.__closure__ is not None:
+            return False
+        return all(isinstance(each, type) or not callable(each) or is_constant(each) for _, each in self.options) and (
+            is_hashable(self.options)
+        )
+
+    def run(self, *leaves: Any) -> Any:
+        shardings = [NamedSharding(self.mesh, spec) for spec in self.specs]
+        placed = map(jax.lax.with_sharding_constraint, leaves, shardings)
+        return jax.sharding.explicit_axes(self.inside, in_sharding=self.specs)(*placed)
+
+    def inside(self, *leaves: Any) -> Any:
+        """The function, where the axes of the mesh are explicit."""
+        return self.function(*jax.tree.unflatten(self.tree, leaves), **dict(self.options))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _kept(program: _Program, *leaves: Any) -> Any:
+    """The result of a program that is traced and compiled once."""
+    return program.run(*leaves)
 
 
 def _fitted(mesh: Mesh | AbstractMesh, spec: PartitionSpec, x: Any) -> PartitionSpec:

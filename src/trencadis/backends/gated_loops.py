@@ -62,7 +62,7 @@ def _pullback(
         # in a loop of one iteration; without it XLA would read gate while it stores up, and copy both arrays before
         once, state = (tile.row >= 0).astype(jnp.int32), (*z, d_h, jnp.zeros(tile.height, problem.acc))
         new = lax.fori_loop(_0, once, functools.partial(pulled_back, problem, scale), state)
-        kinds = (problem.out,) * 3 + (np.dtype(np.float32),)
+        kinds = (problem.out,) * 3 + (problem.acc,)
         return [tile.stored(out, *each) for out, *each in zip(outs, new, kinds, strict=True)]
 
     assert problem.batch == 1  # so that the rows of the groups are adjacent

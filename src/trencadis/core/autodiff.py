@@ -401,11 +401,6 @@ def _eager(*operands: Value, problem: Problem, overrides: Overrides) -> Array:
     return grouped_p.bind(*operands, problem=problem, overrides=overrides)
 
 
-def _impl(*operands: Value, problem: Problem, overrides: Overrides) -> Array:
-    with jax.disable_jit(False):  # there is nothing below the primitive to run without jit
-        return _eager(*operands, problem=problem, overrides=overrides)
-
-
 def _divide(
     specs: Sequence[Spec], devices: Mapping[Hashable, int], wanted: Spec, *, problem: Problem, overrides: Overrides
 ) -> Divided:
@@ -427,5 +422,5 @@ def _factors(*, problem: Problem, overrides: Overrides) -> Factors:
     return Factors(operands, list(result_dimensions(problem)), whole)
 
 
-register(local_p, Rules(_impl, _abstract, _jvp, _transpose, _batch, executed))
-register(grouped_p, Rules(_impl, _abstract, _jvp, _transpose, _batch, executed, _divide, _factors))
+register(local_p, Rules(_eager, _abstract, _jvp, _transpose, _batch, executed))
+register(grouped_p, Rules(_eager, _abstract, _jvp, _transpose, _batch, executed, _divide, _factors))

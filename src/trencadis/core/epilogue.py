@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Num
 
@@ -222,7 +222,7 @@ def _says_all(jaxpr: Any, consts: Any) -> bool:
     """Whether the text of a traced function says what it computes: it holds no arrays and calls no Python function.
 
     Arrays that a jitted function closes over are constants of an inner jaxpr, whose values are not in the text. Rules
-    for derivatives are not in it either, and need not be: autodiff takes those of the very function it is given.
+    for derivatives are not in it either: see `_pullbacks`.
     """
     if consts:
         return False
@@ -236,6 +236,22 @@ def _says_all(jaxpr: Any, consts: Any) -> bool:
                 if hasattr(inner, "eqns") and not _says_all(inner, ()):
                     return False
     return True
+
+
+def _pullbacks(activation: Activation, *numbers: jax.ShapeDtypeStruct, out: Any) -> list[ClosedJaxpr]:
+    """The first and the second derivative of an activation, traced: its rules by what they compute.
+
+    Activations of the same operations may have other rules (`jax.custom_jvp`, `jax.custom_vjp`), of which the text of a
+    jaxpr has only the names. Many rules call the function itself again, so that this has to end at some order.
+    """
+
+    def pullback(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *operands: jax.vjp(function, *operands[:-1])[1](operands[-1])
+
+    first = pullback(activation)
+    cotangent = jax.ShapeDtypeStruct(out.shape, out.dtype)
+    operands = (*numbers, cotangent)
+    return [jax.make_jaxpr(first)(*operands), jax.make_jaxpr(pullback(first))(*operands, numbers)]
 
 
 class Elementwise:
@@ -265,17 +281,30 @@ def static_activation(activation: object, dtype: DTypeLike, result: DTypeLike, a
 
     None if it closes over traced values or has no hash: then it has to be applied after the product.
     """
-    find = _static_value if _is_frozen(activation) else _static_activation
+    find = _static_value if is_constant(activation) else _static_activation
     return find(activation, np.dtype(dtype), np.dtype(result), arguments)
 
 
-def _is_frozen(activation: object) -> bool:
-    """Whether it is its fields and nothing else, as `moe.swiglu()` is: then it need not be traced for every call."""
+def is_constant(activation: object) -> bool:
+    """Whether it never changes, so that it need not be traced for every call.
+
+    A function of JAX does not, nor does a value that is its fields and nothing else, as `moe.swiglu()` is.
+    """
+    name = getattr(activation, "__name__", "")
+    if isinstance(activation, Elementwise) or any(
+        getattr(module, name, None) is activation for module in (jax.nn, jnp, jax.lax)
+    ):
+        return True
     params = getattr(type(activation), "__dataclass_params__", None)
     if params is None or not params.frozen or not params.eq:
         return False
+    return is_hashable(activation)
+
+
+def is_hashable(x: object) -> bool:
+    """Whether a value has a hash, so that it can be a part of what a program is found by."""
     try:
-        hash(activation)
+        hash(x)
     except TypeError:
         return False
     return True
@@ -294,20 +323,29 @@ def _static_activation(
     except Exception as error:
         raise ValueError(
             f"activation: want a function that maps {'one number' if arguments == 1 else 'two numbers'} to one number; "
-            f"{activation!r} failed on {'a scalar' if arguments == 1 else 'two scalars'} {number.dtype}"
+            f"{activation!r} failed on {'a scalar' if arguments == 1 else 'two scalars'} {number.dtype}: "
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error
     if out.shape != () or not jnp.issubdtype(out.dtype, jnp.number):
         raise ValueError(f"activation: want one number as the result; got {out.str_short()}")
     if jnp.issubdtype(out.dtype, jnp.complexfloating) and not jnp.issubdtype(result, jnp.complexfloating):
         raise ValueError(f"activation: gives {out.dtype}, which the result's {result} cannot hold")
-    text = str(traced.jaxpr)
-    if " at 0x" not in text and _says_all(traced.jaxpr, traced.consts):
-        return Elementwise(activation, text)
-    try:
-        hash(activation)
-    except TypeError:
-        return None
-    return None if any(isinstance(const, jax.core.Tracer) for const in traced.consts) else activation
+    known = [traced]
+    if "custom_" in str(traced.jaxpr) and all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (number, out)):
+        try:
+            known += _pullbacks(activation, *(number,) * arguments, out=out)
+        except Exception:  # a rule that fails, where nothing may ever ask for it
+            return _by_identity(activation, known)
+    texts = [str(each.jaxpr) for each in known]
+    if not any(" at 0x" in text for text in texts) and all(_says_all(each.jaxpr, each.consts) for each in known):
+        return Elementwise(activation, "\n".join(texts))
+    return _by_identity(activation, known)
+
+
+def _by_identity(activation: Any, known: Sequence[ClosedJaxpr]) -> Activation | None:
+    """The activation, which equals itself alone; None if it has no hash, or holds traced values."""
+    traced = any(isinstance(const, jax.core.Tracer) for each in known for const in each.consts)
+    return activation if is_hashable(activation) and not traced else None
 
 
 _static_value = functools.lru_cache(maxsize=64)(_static_activation)

@@ -18,7 +18,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Effect, Primitive
@@ -132,7 +131,7 @@ def _pulled_back(
     """The results of the pullback from its finished product d_h [m, n]."""
     h, pullback = jax.vjp(functools.partial(_activated, gate), z_gate, z_up)
     d_h, weight = d_h.astype(h.dtype), weight.astype(h.dtype)[:, None]
-    d_weight = jnp.sum(jnp.where(mine, d_h * h, 0), axis=1).astype(np.float32)
+    d_weight = jnp.sum(jnp.where(mine, d_h * h, 0), axis=1).astype(problem.acc)
     found = (*pullback(weight * d_h), weight * h)
     return [*(jnp.where(mine, each, 0).astype(problem.out) for each in found), d_weight]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -130,6 +131,33 @@ def resharded_as(x: Array, sharding: NamedSharding) -> Array:
     if mesh.empty or jax.typeof(x).sharding.spec == sharding.spec or not explicit_axes(mesh):
         return x
     return resharded(x, mesh, spec_of(sharding, mesh, x.ndim))
+
+
+def flattened(x: Array, axes: int) -> Array:
+    """The array with its first axes, so many, as one, over all explicit mesh axes that these are sharded over.
+
+    >>> flattened(jax.numpy.ones((2, 3, 4)), 2).shape
+    (6, 4)
+    """
+    shape = (math.prod(x.shape[:axes]), *x.shape[axes:])
+    mesh = explicit_mesh(x)
+    if mesh is None:
+        return x.reshape(shape)
+    spec = spec_of(jax.typeof(x).sharding, mesh, x.ndim)
+    return _reshaped(x, shape, mesh, (sum(spec[:axes], ()), *spec[axes:]))
+
+
+def unflattened(x: Array, like: Array) -> Array:
+    """The array with the shape of another, sharded over explicit mesh axes as that one is."""
+    mesh = explicit_mesh(like)
+    if mesh is None:
+        return x.reshape(like.shape)
+    return _reshaped(x, like.shape, mesh, spec_of(jax.typeof(like).sharding, mesh, like.ndim))
+
+
+def _reshaped(x: Array, shape: tuple[int, ...], mesh: AbstractMesh, spec: Spec) -> Array:
+    sharding = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))
+    return lax.reshape(x, shape, out_sharding=sharding)
 
 
 def mapped(

@@ -59,7 +59,12 @@ class Rules(NamedTuple):
 
 def register(primitive: Primitive, rules: Rules) -> None:
     """Give a primitive its rules, the last of them on every platform."""
-    primitive.def_impl(rules.impl)
+
+    def impl(*operands: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):  # there is nothing below a primitive to run without jit
+            return rules.impl(*operands, **params)
+
+    primitive.def_impl(impl)
     primitive.def_effectful_abstract_eval(rules.abstract)
     ad.primitive_jvps[primitive] = rules.jvp
     if rules.transpose is not None:

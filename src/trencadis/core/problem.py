@@ -165,7 +165,7 @@ class Problem:
         if self.gate.activation is None:
             return [(self.lhs_shape, self.lhs), (self.rhs_shape, self.rhs)]
         if self.gate.pullback:  # gate, up, weight
-            return [*[(self.out_shape, self.out)] * 2, ((self.rows,), np.float32), *indices]
+            return [*[(self.out_shape, self.out)] * 2, ((self.rows,), self.acc), *indices]
         bias = [] if self.epilogue.bias is None else [((self.local_groups, self.n), self.epilogue.bias)]
         return [(self.rhs_shape, self.rhs), *bias, *indices]  # up
 
@@ -174,7 +174,7 @@ class Problem:
         """Shapes and dtypes of the results of a problem with a gated activation."""
         assert self.gate is not None
         if self.gate.pullback:  # d gate, d up, weight * h, d weight
-            return [(self.out_shape, self.out)] * 3 + [((self.rows,), np.float32)]
+            return [(self.out_shape, self.out)] * 3 + [((self.rows,), self.acc)]
         return [(self.out_shape, self.out)] * (3 if self.gate.keep else 1 + self.gate.pair)  # h, gate, up
 
     def replace(self, **changes: Any) -> Problem:

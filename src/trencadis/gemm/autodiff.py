@@ -165,8 +165,7 @@ def _eager(*operands: Any, problem: GemmProblem, overrides: Overrides) -> Array:
 
 def _impl(*operands: Any, problem: GemmProblem, overrides: Overrides) -> Array:
     """A call outside of `jit`: sizes are operands even if they are known, so that one program serves all values."""
-    with jax.disable_jit(False):  # there is nothing below the primitive to run without jit
-        return _eager(*operands, problem=problem.replace(known=None), overrides=overrides)
+    return _eager(*operands, problem=problem.replace(known=None), overrides=overrides)
 
 
 register(gemm_p, Rules(_impl, _abstract, _jvp, _transpose, _batch, _execute))

@@ -31,6 +31,7 @@ from jaxtyping import Array
 from trencadis.core import arguments, gated
 from trencadis.core.alike import sharded_like
 from trencadis.core.call import Options, Steps, overrides_of, sizes_and_window
+from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Activation, Epilogue, Gate, Gather
 from trencadis.core.linear import with_backward
 from trencadis.core.mesh import explicit_mesh, sharding_of
@@ -109,7 +110,7 @@ class Layer:
     @property
     def wide(self) -> np.dtype[Any]:
         """The dtype in which elementwise functions and sums are computed."""
-        return np.dtype(jnp.promote_types(self.dtype, jnp.float32))
+        return accumulator(self.dtype, np.float32)
 
     def apply(self, z: tuple[Array, ...]) -> Array:
         """The activation of pre-activations [m, f], in the wide dtype."""
@@ -186,10 +187,11 @@ def _backward(layer: Layer, indices: Indices, inputs: Inputs, kept: Kept, ct: Ar
     if not gathers or experts.bias_down is not None:
         d_y = Rows(ct, _rows(indices, d_y))
     z = kept.z or _activations(layer, indices, experts, x, keep=True)[1]
-    weight = rows_of(inputs.weights, permutation).astype(jnp.float32)  # [m]
+    weight = rows_of(inputs.weights, permutation).astype(layer.wide)  # [m]
     d_z, weighted, d_weight = _pullback(layer, indices, experts, d_y, z, weight)
     if experts.bias_down is not None:  # d y by the bias of its expert: a product with [e, d, 1]
-        d_weight = d_weight + _product(layer, indices, _rows(indices, d_y), experts.bias_down[:, :, None])[:, 0]
+        of_bias = _product(layer, indices, _rows(indices, d_y), experts.bias_down[:, :, None])[:, 0]
+        d_weight = d_weight + of_bias.astype(d_weight.dtype)
     d_experts = _d_experts(layer, indices, inputs.experts, (x, weighted, weight[:, None]), (d_z, d_y), gathers=gathers)
     # on CPUs d rows take the memory of arrays that only d experts need
     late = permutation._replace(sizes=after(permutation.sizes, *jax.tree.leaves(d_experts)))

@@ -64,7 +64,9 @@ def moe_mlp(
       bias_down: `[e, d]`, added to the output of an expert, before the weight of the routing.
       activation: a function of two numbers, gate and up, such as `swiglu()`; of one without w_gate, `jax.nn.relu`.
       save: what the backward pass keeps. "least": x and the pre-activations; "fast": the sorted rows, too,
-        `t * k * d` more numbers; "inputs": x alone, so that gate and up are multiplied again.
+        `t * k * d` more numbers; "inputs": x alone, so that gate and up are multiplied again. With quantization, or an
+        activation that closes over traced values, the first two are the same: JAX keeps what derivatives of the
+        products and the activation need, such as quantized weights and factors of the activation.
       quantization: a `quant.Recipe` by which all three products quantize their operands, for training.
       group_offset: the first expert of these weights, if they are a window of all experts. Other experts add nothing.
       backend: as in `grouped_matmul`.
@@ -130,30 +132,41 @@ class _OneDevice:
     def __call__(self, x: Array, chosen: Array, weights: Array, experts: Experts, first: Any) -> Array:
         frozen = Experts(*(w if isinstance(w, Scaled) else None for w in experts))
         learned = Experts(*(None if isinstance(w, Scaled) else w for w in experts))
-        inputs = Inputs(x, weights, learned)
+        # a program that others may share closes over no traced values
+        run = self.run if self.layer.traced else functools.partial(_run, self)
+        return run(chosen, first, frozen, Inputs(x, weights, learned))
+
+    def run(self, chosen: Array, first: Any, frozen: Experts, inputs: Inputs) -> Array:
+        """The result for parameters that are quantized already, frozen, and others, among the inputs."""
+        permutation = sort_by_expert(chosen, self.num_experts)
+        indices = Indices(permutation, jnp.asarray(first, jnp.int32), jax.lax.stop_gradient(frozen))
+        if self.recipe is None and not self.layer.traced:
+            return layers.run(self.layer, indices, inputs)
+        # the layer's own backward pass would miss gradients of what the activation closes over
+        function = functools.partial(layers.value, self.layer)
         if self.recipe is not None:
-            indices = _indices(self.num_experts, chosen, first, frozen)
-            return layers.quantized(self.layer, self.recipe, indices, inputs)
-        if self.layer.traced:  # it closes over traced values, whose gradients the layer's own backward pass would miss
-            return layers.value(self.layer, _indices(self.num_experts, chosen, first, frozen), inputs)
-        return _run(self.layer, self.num_experts, chosen, first, frozen, inputs)
+            function = functools.partial(layers.quantized, self.layer, self.recipe)
+        return (jax.checkpoint(function) if self.layer.save == "inputs" else function)(indices, inputs)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(layer: Layer, num_experts: int, chosen: Array, first: Any, frozen: Experts, inputs: Inputs) -> Array:
+@functools.partial(jax.jit, static_argnums=0)
+def _run(one: _OneDevice, chosen: Array, first: Any, frozen: Experts, inputs: Inputs) -> Array:
     """The layer as one function, so that equal layers are lowered once."""
-    return layers.run(layer, _indices(num_experts, chosen, first, frozen), inputs)
+    return one.run(chosen, first, frozen, inputs)
 
 
-def _indices(num_experts: int, chosen: Array, first: Any, frozen: Experts) -> Indices:
-    permutation = sort_by_expert(chosen, num_experts)
-    return Indices(permutation, jnp.asarray(first, jnp.int32), jax.lax.stop_gradient(frozen))
+def check_tokens(x: Array) -> None:
+    """Raise unless x holds tokens `[t, d]` in a dtype that a result can have."""
+    if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize == 1:
+        raise ValueError(
+            f"x: want floats of 16 bits or more, of shape [t, d]; got {x.dtype} of shape {x.shape}. "
+            "Products in 8 bits are for quantization to choose"
+        )
 
 
 def _check(x: Array, routing: Routing, experts: Experts, save: str) -> None:
     """Raise an error that names the argument if shapes or dtypes do not fit."""
-    if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"x: want floats of shape [t, d]; got {x.dtype} of shape {x.shape}")
+    check_tokens(x)
     t, d = x.shape
     if not isinstance(routing, Routing):
         raise TypeError(f"routing: want what moe.route returns; got {type(routing).__name__}")

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from trencadis.core import arguments
 from trencadis.core.epilogue import Activation
+from trencadis.core.mesh import flattened, unflattened
 from trencadis.moe.activation import swiglu
 from trencadis.moe.layer import Save
 from trencadis.moe.mlp import moe_mlp
@@ -122,7 +123,8 @@ def apply(
     x = jnp.asarray(x)
     if x.ndim < 1 or x.shape[-1] != config.d:
         raise ValueError(f"x: want [..., d] with d = {config.d}; got {x.shape}")
-    tokens, mask = x.reshape(-1, config.d), _flat("mask", mask, x.shape[:-1])
+    _check(params, config, whole=mlp is moe_mlp)
+    tokens, mask = flattened(x, x.ndim - 1), _flat("mask", mask, x.shape[:-1])
     if mask is not None:  # NaN of a masked token reaches no gradient of the router or of the shared expert
         tokens = jnp.where(mask[:, None], tokens, 0)
     routing = route(
@@ -139,13 +141,31 @@ def apply(
     if config.shared:
         shared = _shared(own, tokens, config.activation)
         y = y + (shared if mask is None else jnp.where(mask[:, None], shared, 0))
-    return y.reshape(x.shape), routing
+    return unflattened(y, x), routing
+
+
+def _check(params: Params, config: Config, *, whole: bool) -> None:
+    """Raise an error unless params are those of the config; those of the router alone where others may be shards."""
+    shapes = config.shapes
+    for what, names in (
+        ("without", shapes.keys() - params.keys()),
+        ("with the unknown", params.keys() - shapes.keys()),
+    ):
+        if names:
+            raise ValueError(
+                f"params: want {', '.join(shapes)}, as config has them; got those {what} {', '.join(sorted(names))}"
+            )
+    for name, want in shapes.items():
+        if (whole or name in ROUTER) and tuple(jnp.shape(params[name])) != want:
+            raise ValueError(
+                f"params: want {name} of shape {want}, as config has it; got {tuple(jnp.shape(params[name]))}"
+            )
 
 
 def _logits(params: Params, tokens: Array) -> Array:
     """The logits [t, e] of the router in float32."""
     logits = tokens.astype(jnp.float32) @ params["router"].astype(jnp.float32)
-    return logits + params["bias_router"].astype(jnp.float32) if "bias_router" in params else logits
+    return logits + params["bias_router"].astype(jnp.float32)[None] if "bias_router" in params else logits
 
 
 def _shared(params: Params, tokens: Array, activation: Activation) -> Array:
@@ -161,8 +181,7 @@ def _flat(name: str, x: ArrayLike | None, shape: tuple[int, ...]) -> Array | Non
     x = arguments.as_array(name, x)
     if x.shape != shape:
         raise ValueError(f"{name}: want shape {shape}; got {x.shape}")
-    kept = shape[-1:] if name == "experts" else ()
-    return x.reshape(-1, *kept)
+    return flattened(x, x.ndim - (name == "experts"))
 
 
 def _as(p: Any, dtype: DTypeLike) -> Any:

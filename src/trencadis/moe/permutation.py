@@ -44,7 +44,14 @@ def sort_by_expert(experts: Integer[Array, "t k"], num_experts: int) -> Permutat
     experts = jnp.asarray(experts)
     if experts.ndim != 2 or not jnp.issubdtype(experts.dtype, jnp.integer):
         raise ValueError(f"experts: want integers of shape [t, k]; got {experts.dtype} of shape {experts.shape}")
-    return Permutation(*operation.run(SortByExpert(num_experts), experts.astype(jnp.int32)))
+    return Permutation(*operation.run(SortByExpert(num_experts), ids_of(experts, num_experts)))
+
+
+def ids_of(experts: Integer[Array, "t k"], num_experts: int) -> Int32[Array, "t k"]:
+    """Ids of experts in 32 bits; `num_experts`, which is no expert, where they do not fit."""
+    if jnp.iinfo(experts.dtype).max > jnp.iinfo(jnp.int32).max:
+        experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
+    return experts.astype(jnp.int32)
 
 
 def permute(x: Num[Array, "t d"], permutation: Permutation) -> Num[Array, "rows d"]:

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from trencadis.core import arguments
 from trencadis.core.mesh import Axes, explicit_axes, explicit_mesh, placed, replicated, spec_of
-from trencadis.moe.permutation import sort_by_expert
-from trencadis.moe.selection import SCORES, Rule, Score, choose, picked
+from trencadis.moe.permutation import ids_of, sort_by_expert
+from trencadis.moe.selection import SCORES, Rule, Score, choose, one_hot, picked
 
 
 class Routing(NamedTuple):
@@ -29,7 +29,9 @@ class Routing(NamedTuple):
 
     experts: Int32[Array, "t k"]
     weights: Float[Array, "t k"]  # float32; 0 where there is no expert
-    probs: Float[Array, "t e"]  # float32: the scores of all experts, which sum to 1; 0 for masked tokens
+    probs: Float[
+        Array, "t e"
+    ]  # float32: the scores of all experts, which sum to 1; 0 for masked tokens, and where all are 0
     sizes: Int32[Array, " e"]  # the number of assignments of each expert
 
 
@@ -86,9 +88,10 @@ def route(
     logits = jnp.asarray(logits)
     optional = {"bias": bias, "mask": mask, "experts": experts}
     bias, mask, experts = (None if x is None else arguments.as_array(name, x) for name, x in optional.items())
-    _check(logits, k, score, bias, groups, group_k, mask, experts)
+    scale = arguments.as_array("scale", scale)
+    _check(logits, k, score, {"scale": scale, "bias": bias, "mask": mask, "experts": experts}, groups, group_k)
     choice = _Choice(Rule(score, normalize), k, groups, group_k)
-    given: tuple[Any, ...] = logits, jnp.asarray(scale), bias, mask, experts
+    given: tuple[Any, ...] = logits, scale, bias, mask, experts
     mesh = explicit_mesh(logits)
     tokens = () if mesh is None else spec_of(jax.typeof(logits).sharding, mesh, 2)[0]
     if mesh is None or not tokens or not logits.size or callable(score):  # a function may close over arrays
@@ -120,13 +123,15 @@ class _Choice:
             if experts is None:
                 keys = _keys(rule, logits, bias, self.groups, self.group_k)
                 experts = lax.top_k(lax.stop_gradient(rule.keys(logits)) if keys is None else keys, k)[1]
-            experts = experts.astype(jnp.int32)
+            experts = ids_of(experts, logits.shape[1])
             weights, probs = rule.weights(experts, logits)
         if there is not None:
             experts = jnp.where(there, experts, logits.shape[1])
             weights, probs = jnp.where(there, weights, 0), jnp.where(there, probs, 0)
-        hot = experts[:, :, None] == jnp.arange(logits.shape[1], dtype=jnp.int32)  # [t, k, e]
-        weights = weights * (scale.astype(weights.dtype) if scale.ndim == 0 else picked(hot, scale[None]))
+        hot = one_hot(experts, logits.shape[1])
+        weights = weights * (
+            scale.astype(weights.dtype) if scale.ndim == 0 else picked(hot, scale[None].astype(weights.dtype))
+        )
         return Routing(experts, weights, probs, jnp.sum(hot, axis=(0, 1), dtype=jnp.int32))
 
 
@@ -156,40 +161,41 @@ def _keys(rule: Rule, logits: Array, bias: Array | None, groups: int | None, gro
         return None
     keys = lax.stop_gradient(rule.keys(logits))
     if bias is not None:
-        keys = keys + lax.stop_gradient(bias).astype(keys.dtype)
+        keys = keys + lax.stop_gradient(bias).astype(keys.dtype)[None]
     if groups is not None and group_k is not None:
-        each = keys.reshape(keys.shape[0], groups, -1)  # [t, groups, e / groups]
+        each = keys.reshape(keys.shape[0], groups, keys.shape[1] // groups)  # [t, groups, e / groups]
         best = lax.top_k(each, min(2, each.shape[2]))[0].sum(axis=-1)
         _, eligible = lax.top_k(best, group_k)
-        there = (eligible[:, :, None] == jnp.arange(groups, dtype=jnp.int32)).any(axis=1)
+        there = one_hot(eligible, groups).any(axis=1)
         keys = jnp.where(there[:, :, None], each, -jnp.inf).reshape(keys.shape)
     return keys
 
 
 def _check(
-    logits: Array, k: int, score: Score, bias: Array | None,
-    groups: int | None, group_k: int | None, mask: Array | None, experts: Array | None,
-) -> None:  # fmt: skip
+    logits: Array, k: int, score: Score, arrays: dict[str, Array | None], groups: int | None, group_k: int | None
+) -> None:
     """Raise an error that names the argument if one of those of `route` makes no sense."""
     if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"logits: want floats of shape [t, e]; got {logits.dtype} of shape {logits.shape}")
     t, e = logits.shape
-    if not 1 <= k <= e:
-        raise ValueError(f"k: want between 1 and the number of experts, {e}; got {k}")
-    if not (callable(score) or score in SCORES):
+    if not arguments.is_int(k) or not 1 <= k <= e:
+        raise ValueError(f"k: want an int between 1 and the number of experts, {e}; got {k!r}")
+    if not (callable(score) or (isinstance(score, str) and score in SCORES)):
         raise ValueError(f"score: want one of {', '.join(map(repr, SCORES))} or a function; got {score!r}")
     if (groups is None) != (group_k is None):
         raise ValueError(f"groups, group_k: want both or neither; got {groups} and {group_k}")
     if groups is not None and group_k is not None:
-        if groups < 1 or e % groups:
-            raise ValueError(f"groups: want a divisor of the number of experts, {e}; got {groups}")
-        if not 1 <= group_k <= groups or group_k * (e // groups) < k:
+        if not arguments.is_int(groups) or groups < 1 or e % groups:
+            raise ValueError(f"groups: want an int, a divisor of the number of experts, {e}; got {groups!r}")
+        if not arguments.is_int(group_k) or not 1 <= group_k <= groups or group_k * (e // groups) < k:
             raise ValueError(
                 f"group_k: want at most {groups} groups that hold k = {k} experts, {e // groups} each; got {group_k}"
             )
-    for name, x, want in (("bias", bias, (e,)), ("mask", mask, (t,)), ("experts", experts, (t, k))):
-        if x is not None and x.shape != want:
-            raise ValueError(f"{name}: want shape {want}; got {x.shape}")
+    shapes: dict[str, tuple[int, ...]] = {"scale": (e,), "bias": (e,), "mask": (t,), "experts": (t, k)}
+    for name, x in arrays.items():
+        if x is not None and x.shape != shapes[name] and not (name == "scale" and x.ndim == 0):
+            raise ValueError(f"{name}: want {'one number, or ' * (name == 'scale')}shape {shapes[name]}; got {x.shape}")
+    experts = arrays["experts"]
     if experts is not None and not jnp.issubdtype(experts.dtype, jnp.integer):
         raise TypeError(f"experts: want integers; got {experts.dtype}")
 
@@ -211,25 +217,32 @@ def balance_loss(routing: Routing, *, axis_name: str | tuple[str, ...] | None = 
         sizes, probs = lax.psum((sizes, probs), axis_name)
     assigned, tokens = jnp.maximum(jnp.sum(sizes), 1), lax.stop_gradient(jnp.sum(probs))
     shares = sizes / assigned * (probs / jnp.where(tokens == 0, 1, tokens))
-    return sizes.shape[0] * jnp.sum(shares)
+    return float(sizes.shape[0]) * jnp.sum(shares)
 
 
 def z_loss(logits: Float[Array, "t e"], *, mask: Bool[Array, " t"] | None = None) -> Float[Array, ""]:
-    """The mean over tokens of the squared logsumexp of their logits, which keeps logits small.
+    """The mean over tokens of the squared logsumexp of their logits, which keeps logits small; 0 without tokens.
 
     >>> z_loss(jnp.zeros((2, 1)))
     Array(0., dtype=float32)
     """
-    logits = jnp.asarray(logits).astype(jnp.float32)
+    logits = arguments.as_array("logits", logits).astype(jnp.float32)
     if mask is None:
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
-    mask = jnp.asarray(mask)
-    squares = jax.nn.logsumexp(jnp.where(mask[:, None], logits, 0), axis=-1) ** 2
-    return jnp.sum(jnp.where(mask, squares, 0)) / jnp.maximum(jnp.sum(mask), 1)
+        squares = jax.nn.logsumexp(logits, axis=-1) ** 2
+        return jnp.sum(squares) / max(squares.size, 1)
+    mask = arguments.as_array("mask", mask).astype(bool)
+    if mask.shape != logits.shape[:-1]:
+        raise ValueError(f"mask: want shape {logits.shape[:-1]}; got {mask.shape}")
+    squares = jax.nn.logsumexp(jnp.where(mask[..., None], logits, 0), axis=-1) ** 2
+    return jnp.sum(jnp.where(mask, squares, 0)) / jnp.maximum(jnp.sum(mask), 1).astype(jnp.float32)
 
 
 def update_bias(
-    bias: Float[Array, " e"], sizes: Int32[Array, " e"], rate: float, *, axis_name: str | tuple[str, ...] | None = None
+    bias: Float[Array, " e"],
+    sizes: Int32[Array, " e"],
+    rate: ArrayLike,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
 ) -> Float[Array, " e"]:
     """The bias for the choice of experts after a step: up by rate for experts with few rows, down for those with many.
 
@@ -238,9 +251,15 @@ def update_bias(
     >>> update_bias(jnp.zeros(3), jnp.array([1, 3, 5]), 0.5)
     Array([ 0.5,  0. , -0.5], dtype=float32)
     """
-    bias, sizes = jnp.asarray(bias), jnp.asarray(sizes)
+    bias, sizes, rate = (arguments.as_array(*each) for each in (("bias", bias), ("sizes", sizes), ("rate", rate)))
+    if bias.ndim != 1 or not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise ValueError(f"bias: want floats of shape [e]; got {bias.dtype} of shape {bias.shape}")
+    if sizes.shape != bias.shape:
+        raise ValueError(f"sizes: want shape {bias.shape}, that of bias; got {sizes.shape}")
+    if rate.ndim:
+        raise ValueError(f"rate: want one number; got shape {rate.shape}")
     sizes = (sizes if axis_name is None else lax.psum(sizes, axis_name)).astype(jnp.float32)
-    return bias + rate * jnp.sign(jnp.mean(sizes) - sizes).astype(bias.dtype)
+    return bias + rate.astype(bias.dtype) * jnp.sign(jnp.mean(sizes) - sizes).astype(bias.dtype)
 
 
 def load_of(routing: Routing, *, axis_name: str | tuple[str, ...] | None = None) -> Load:
@@ -279,4 +298,4 @@ def limit_rows(routing: Routing, capacity: int) -> tuple[Routing, Load]:
 
 def _load(rows: Array, dropped: Array) -> Load:
     mean = jnp.maximum(jnp.mean(rows.astype(jnp.float32)), jnp.finfo(jnp.float32).tiny)
-    return Load(rows, dropped, jnp.max(rows) / mean)
+    return Load(rows, dropped, jnp.max(rows).astype(mean.dtype) / mean)

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from trencadis.backends.triton import moe as kernels
+from trencadis.core.dtypes import accumulator
 from trencadis.core.mesh import explicit_mesh
 from trencadis.core.operation import Operation, run
 from trencadis.core.target import Target
@@ -53,7 +54,7 @@ class SortByExpert(Operation):
             order = lax.sort(ids * m + row, is_stable=False) % max(m, 1)
         else:
             _, order = lax.sort((ids, row), num_keys=1, is_stable=True)
-        sizes = jnp.sum(ids[:, None] == jnp.arange(self.num_experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
+        sizes = jnp.sum(ids[:, None] == jnp.arange(self.num_experts, dtype=jnp.int32)[None], axis=0, dtype=jnp.int32)
         return order, sizes
 
 
@@ -170,7 +171,7 @@ def _inverse(permutation: Array) -> Array:
 
 def _wide(x: Array) -> jnp.dtype:
     """The dtype in which entries of x are summed."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return accumulator(x.dtype, jnp.float32)
 
 
 def _assignment(token: Array, rows: Array) -> Array:

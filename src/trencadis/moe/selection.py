@@ -22,8 +22,13 @@ SCORES: dict[str, Callable[[Array], Array]] = {
     "softmax": lambda logits: jax.nn.softmax(logits, axis=-1),
     "softmax_topk": lambda logits: jax.nn.softmax(logits, axis=-1),
     "sigmoid": jax.nn.sigmoid,
-    "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+    "sqrtsoftplus": lambda logits: _sqrt(jax.nn.softplus(logits)),
 }
+
+
+def _sqrt(x: Array) -> Array:
+    """The square root, with the derivative 0 at 0, which is that of the whole score where softplus underflows."""
+    return jnp.where(x == 0, 0, jnp.sqrt(jnp.where(x == 0, 1, x)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +41,12 @@ class Rule:
     def scores(self, logits: Array) -> Array:
         """The scores of all experts, in float32."""
         function = SCORES[self.score] if isinstance(self.score, str) else self.score
-        return function(logits.astype(jnp.float32))
+        scores = function(logits.astype(jnp.float32))
+        if jnp.shape(scores) != logits.shape:
+            raise ValueError(
+                f"score: want a function whose result has the shape {logits.shape}; got {jnp.shape(scores)}"
+            )
+        return scores.astype(jnp.float32)
 
     def keys(self, logits: Array) -> Array:
         """What experts are chosen by, if nothing is added to it."""
@@ -46,8 +56,8 @@ class Rule:
         """The weights [t, k] of given experts, and the scores of all experts, which sum to 1."""
         scores = self.scores(logits)
         # a comparison with every id instead of a gather, whose gradient would be a scatter
-        hot = experts[:, :, None] == jnp.arange(logits.shape[1], dtype=jnp.int32)  # [t, k, e]
-        return self._chosen(logits, scores, hot), scores / jnp.sum(scores, axis=-1, keepdims=True)
+        hot = one_hot(experts, logits.shape[1])
+        return self._chosen(logits, scores, hot), _normalized(scores)
 
     def _chosen(self, logits: Array, scores: Array, hot: Array) -> Array:
         if self.score == "softmax_topk":  # normalized exponentials of the chosen logits, shifted by their maximum
@@ -59,8 +69,25 @@ class Rule:
             weights = picked(hot, scores)
             if not self.normalize:
                 return weights
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        return jnp.where(total == 0, 0, weights / jnp.where(total == 0, 1, total))
+        return _normalized(weights)
+
+
+def _normalized(x: Array) -> Array:
+    """Entries over their sum; 0 where all of them are 0, or subnormal, which some devices count as 0.
+
+    They are divided by the largest first, so that the square of the sum in the derivative does not underflow.
+    """
+    top = lax.stop_gradient(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
+    none = top < jnp.finfo(x.dtype).tiny
+    x = x / jnp.where(none, 1, top)
+    total = jnp.sum(x, axis=-1, keepdims=True)
+    none = none | (total == 0)
+    return jnp.where(none, 0, x / jnp.where(none, 1, total))
+
+
+def one_hot(ids: Array, size: int) -> Array:
+    """Whether each of the ids [t, k] is each of `size`: [t, k, size]."""
+    return ids[:, :, None] == jnp.arange(size, dtype=jnp.int32)[None, None]
 
 
 def picked(hot: Array, x: Array) -> Array:
@@ -132,4 +159,5 @@ def _(rule: Rule, primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tupl
     def cotangent(known: tuple[Array, Array], ct: tuple[Array, Array]) -> Array:
         return operation.run(PullBackWeights(rule), *known, *ct)[0]
 
-    return (weights, probs), linear(tangent, cotangent, (logits, experts), tangents[0])
+    # values by this function again, so that higher derivatives see that they are those of the logits
+    return _of_logits(rule, logits, experts, weights, probs), linear(tangent, cotangent, (logits, experts), tangents[0])

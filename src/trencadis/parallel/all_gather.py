@@ -36,8 +36,8 @@ def run(setting: Setting, compute: Compute, x: Array, experts: Array, weights: A
 def _all(setting: Setting, compute: Compute, x: Array, ids: Array, weights: Array) -> tuple[Array, Array]:
     """The results of all tokens `[shards * t, d]`, of this shard's experts alone, and the rows of each of them."""
     if ids.shape[1] > setting.local:  # a token cannot go to more experts than there are: a column for each of them
-        expert = jnp.arange(setting.local, dtype=jnp.int32)
-        hot = ids[:, None, :] == expert[:, None]  # [t, local, k]
+        expert = jnp.arange(setting.local, dtype=jnp.int32)[None]
+        hot = ids[:, None, :] == expert[:, :, None]  # [t, local, k]
         weights = picked(hot, weights) if hot.shape[1] else weights
         ids = jnp.where(hot.any(axis=2), expert, setting.local)
     return compute(x, ids, weights), counts(ids, setting.local)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from trencadis.core.dtypes import bits
+from trencadis.core.dtypes import accumulator, bits
 from trencadis.core.jax_compat import vary_over
 from trencadis.core.linear import linear
 from trencadis.core.spread import spread
@@ -86,7 +86,7 @@ def _ordered_scatter(x: Array, axis: Axis) -> Array:
 
 def _sum(parts: Array) -> Array:
     """The sum over the first axis, one after the other, in float32."""
-    return jnp.sum(parts.astype(jnp.promote_types(parts.dtype, jnp.float32)), axis=0).astype(parts.dtype)
+    return jnp.sum(parts.astype(accumulator(parts.dtype, jnp.float32)), axis=0).astype(parts.dtype)
 
 
 def swap_blocks(x: Array, axis: Axis) -> Array:

@@ -141,11 +141,11 @@ def _exchange(axis: Axis, most: int, rows: int, routes: Routes, x: Array) -> Arr
 
 
 def _by_blocks(axis: Axis, most: int, rows: int, routes: Routes, x: Array) -> Array:
-    at = jnp.arange(most, dtype=jnp.int32)
+    at = jnp.arange(most, dtype=jnp.int32)[None]
     index = jnp.where(at < routes.sent[:, None], routes.start[:, None] + at, 0)
     blocks = swap_blocks(take(x, index.reshape(-1)), axis)
     row = jnp.arange(rows, dtype=jnp.int32)
-    peer = jnp.maximum(jnp.sum(row[:, None] >= routes.place, axis=1, dtype=jnp.int32) - 1, 0)
+    peer = jnp.maximum(jnp.sum(row[:, None] >= routes.place[None], axis=1, dtype=jnp.int32) - 1, 0)
     behind = row - take(routes.place, peer)
     there = (behind >= 0) & (behind < take(routes.received, peer))
     found = take(blocks, jnp.where(there, peer * most + behind, 0))

@@ -145,7 +145,7 @@ def _merged(routing: Routing) -> tuple[Array, Array]:
     experts, weights = routing.experts, routing.weights
     same = experts[:, :, None] == experts[:, None, :]  # [t, k, k]
     k = experts.shape[1]
-    first = ~jnp.any(same & (jnp.arange(k)[:, None] > jnp.arange(k)), axis=2)
+    first = ~jnp.any(same & (jnp.arange(k)[:, None] > jnp.arange(k)[None])[None], axis=2)
     total = jnp.sum(jnp.where(same, weights[:, None, :], 0), axis=2)
     return jnp.where(first, experts, routing.sizes.shape[0]), jnp.where(first, total, 0)
 
@@ -165,9 +165,9 @@ def _split(tokens: int, chunks: int) -> list[slice]:
 
 def load_over(axis: Axis, rows: Array, dropped: Array) -> Load:
     """The load of the experts of all shards of an axis, given the rows of this shard's; without a host sync."""
-    mean = lax.psum(jnp.sum(rows), axis) / (rows.shape[0] * lax.axis_size(axis))
-    busiest = lax.pmax(jnp.max(rows, initial=0), axis)
-    return Load(rows, dropped, busiest / jnp.maximum(mean.astype(jnp.float32), jnp.finfo(jnp.float32).tiny))
+    mean = lax.psum(jnp.sum(rows), axis).astype(jnp.float32) / (rows.shape[0] * lax.axis_size(axis))
+    busiest = lax.pmax(jnp.max(rows, initial=0), axis).astype(jnp.float32)
+    return Load(rows, dropped, busiest / jnp.maximum(mean, jnp.finfo(jnp.float32).tiny))
 
 
 def check_options(options: Collection[str]) -> None:

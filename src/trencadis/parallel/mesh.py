@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, Unpack
 
@@ -11,8 +12,12 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from trencadis.core import arguments
 from trencadis.core.alike import sharded_like
+from trencadis.core.epilogue import is_hashable, static_activation
 from trencadis.core.mesh import placed
+from trencadis.moe.activation import swiglu
+from trencadis.moe.mlp import check_tokens
 from trencadis.moe.routing import Load, Routing
 from trencadis.parallel.choice import Strategy
 from trencadis.parallel.collectives import Axis, names_of, ordered_pvary
@@ -69,34 +74,73 @@ def moe_mlp(
     used = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     _check_axes(used, axis=axis, data_axis=data_axis, tensor_axis=() if tensor_axis is None else tensor_axis)
     shards = math.prod(used.shape[name] for name in (*data, *names_of(axis)))
-    if jnp.shape(x)[0] % shards:
-        raise ValueError(f"x: want tokens that {shards} shards divide evenly, padded and masked; got {jnp.shape(x)[0]}")
+    x = arguments.as_array("x", x)
+    check_tokens(x)
+    if x.shape[0] % shards:
+        raise ValueError(f"x: want tokens that {shards} shards divide evenly, padded and masked; got {x.shape[0]}")
+    if not isinstance(routing, Routing):
+        raise TypeError(f"routing: want what moe.route returns; got {type(routing).__name__}")
     names = {"bias_gate": options.pop("bias_gate", None), "bias_up": options.pop("bias_up", None)}
     names |= {"bias_down": options.pop("bias_down", None)}
     params: dict[str, Any] = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down} | names
     params = {name: None if w is None else array_operand(name, w) for name, w in params.items()}
-    tokens = PartitionSpec((*data, *names_of(axis)))
-    specs = {name: _spec(name, w, axis, tensor_axis) for name, w in params.items()}
-
-    def local(x: Array, experts: Array, weights: Array, params: dict[str, Any]) -> tuple[Array, tuple[Array, ...]]:
-        if ordered:
-            params = {name: _ordered(w, data) for name, w in params.items()}
-        mine = Routing(experts, weights, jnp.zeros((x.shape[0], 0)), jnp.zeros(routing.sizes.shape, jnp.int32))
-        matrices = (params.pop(name) for name in ("w_gate", "w_up", "w_down"))
-        y, load = expert_parallel(
-            x, mine, *matrices, axis=axis, strategy=strategy, capacity=capacity, chunks=chunks, ordered=ordered,
-            dispatch=dispatch, tensor_axis=tensor_axis, **params, **options,
-        )  # fmt: skip
-        rows, dropped = (lax.psum(each, data) if data else each for each in load[:2])
-        return y, tuple(load_over(axis, rows, lax.psum(dropped, axis)))
-
+    for name, w in params.items():
+        if w is not None and w.ndim != (rank := 3 if name.startswith("w_") else 2):
+            raise ValueError(f"{name}: want {rank} dimensions; got {tuple(w.shape)}")
     alike = {name: w if w is None or isinstance(w, Scaled) else sharded_like(w, w) for name, w in params.items()}
-    x = jnp.asarray(x)
     given = (sharded_like(x, x), routing.experts, routing.weights, alike)  # and so are their gradients
+    activation = options.pop("activation", swiglu())
+    static = static_activation(activation, x.dtype, x.dtype, 1 if w_gate is None else 2)
+    rest: dict[str, Any] = {"strategy": strategy, "capacity": capacity, "chunks": chunks, "dispatch": dispatch}
+    layer = _Layer(
+        mesh=mesh, axis=axis, data=data, tensor_axis=tensor_axis, ordered=ordered, num_experts=routing.sizes.shape[0],
+        options=tuple({**rest, **options, "activation": static or activation}.items()),
+    )  # fmt: skip
+    # an activation over traced values is no part of a program that others may share
+    return _program(layer, *given) if static is not None and is_hashable(layer) else _run(layer, *given)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """The static description of a layer over a mesh."""
+
+    mesh: Mesh | None
+    axis: Axis
+    data: tuple[str, ...]
+    tensor_axis: Axis | None
+    ordered: bool
+    num_experts: int
+    options: tuple[tuple[str, Any], ...]  # of `expert_parallel`, by name
+
+    def local(
+        self, x: Array, experts: Array, weights: Array, params: dict[str, Any]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """The result of one device, and the load: rows of its own experts, dropped and imbalance of all."""
+        if self.ordered:
+            params = {name: _ordered(w, self.data) for name, w in params.items()}
+        mine = Routing(experts, weights, jnp.zeros((x.shape[0], 0)), jnp.zeros((self.num_experts,), jnp.int32))
+        options: dict[str, Any] = params | dict(self.options)
+        matrices = [options.pop(name) for name in ("w_gate", "w_up", "w_down")]
+        y, load = expert_parallel(
+            x, mine, *matrices, axis=self.axis, ordered=self.ordered, tensor_axis=self.tensor_axis, **options
+        )
+        rows, dropped = (lax.psum(each, self.data) if self.data else each for each in load[:2])
+        return y, tuple(load_over(self.axis, rows, lax.psum(dropped, self.axis)))
+
+
+def _run(layer: _Layer, x: Array, experts: Array, weights: Array, params: dict[str, Any]) -> tuple[Array, Load]:
+    """The result of all devices, and the load."""
+    used = jax.sharding.get_abstract_mesh() if layer.mesh is None else layer.mesh
+    tokens = PartitionSpec((*layer.data, *names_of(layer.axis)))
+    specs = {name: _spec(name, w, layer.axis, layer.tensor_axis) for name, w in params.items()}
     in_specs = (tokens, tokens, tokens, specs)
-    out_specs = (tokens, (PartitionSpec(axis), PartitionSpec(), PartitionSpec()))
-    y, load = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*_placed(used, given, in_specs))
+    out_specs = (tokens, (PartitionSpec(layer.axis), PartitionSpec(), PartitionSpec()))
+    mapped = jax.shard_map(layer.local, mesh=layer.mesh, in_specs=in_specs, out_specs=out_specs)
+    y, load = mapped(*_placed(used, (x, experts, weights, params), in_specs))
     return y, Load(*load)
+
+
+_program = jax.jit(_run, static_argnums=0)
 
 
 def _check_axes(mesh: Mesh | AbstractMesh, **axes: Axis) -> None:

@@ -41,10 +41,10 @@ def padded_buffer(where: Int32[Array, "t k"], places: int, each: int) -> SendBuf
     m = permutation.token.shape[0]
     ends = jnp.cumsum(permutation.sizes, dtype=jnp.int32)
     starts = ends - permutation.sizes
-    at = jnp.arange(each, dtype=jnp.int32)
+    at = jnp.arange(each, dtype=jnp.int32)[None]
     row = jnp.where(at < permutation.sizes[:, None], starts[:, None] + at, -1).reshape(-1)
     order = jnp.arange(m, dtype=jnp.int32)
-    place = jnp.sum(order[:, None] >= ends, axis=1, dtype=jnp.int32)  # `places` for assignments to none
+    place = jnp.sum(order[:, None] >= ends[None], axis=1, dtype=jnp.int32)  # `places` for assignments to none
     behind = order - take(starts, jnp.minimum(place, places - 1))
     slot = jnp.where((place < places) & (behind < each), place * each + behind, -1)
     return SendBuffer(permutation, row, slot)

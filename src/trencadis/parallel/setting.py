@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 def counts(experts: Array, local: int) -> Array:
     """The number of assignments to each of `local` experts; other ids count nowhere."""
-    return jnp.sum(experts.reshape(-1, 1) == jnp.arange(local, dtype=jnp.int32), axis=0, dtype=jnp.int32)
+    return jnp.sum(experts.reshape(-1, 1) == jnp.arange(local, dtype=jnp.int32)[None], axis=0, dtype=jnp.int32)
 
 
 def dispatch_format(format: FormatLike | None) -> Format | None:

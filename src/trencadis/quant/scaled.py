@@ -289,7 +289,7 @@ class Scaled(_Fields):
 
     def __repr__(self) -> str:
         leaves = [x for x in self._stored if x is not None]
-        if None in self._stored[:2] or not all(hasattr(x, "dtype") for x in leaves):
+        if any(x is None for x in self._stored[:2]) or not all(hasattr(x, "dtype") for x in leaves):
             named = zip(LEAVES[2:], self._stored[2:], strict=True)
             others = "".join(f", {name}={x!r}" for name, x in named if x is not None)
             return f"Scaled({self._stored[0]!r}, {self._stored[1]!r}, {self.format!r}, {self.block!r}{others})"

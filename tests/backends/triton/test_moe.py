@@ -103,6 +103,20 @@ def test_routing(score, normalize):
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("score", SCORES)
+def test_routing_by_scores_that_underflow(score):
+    rows = [[1, 2, -120, 0.5], [1, 2, -np.inf, 0.5], [-50] * 4, [-75, -76, -77, -74], [-300] * 4]
+    rule, logits = Rule(score, True), jnp.asarray(rows, jnp.float32)
+    experts, weights, probs = kernels.route(logits, None, 2, score, True, "9.0", interpret=True)
+    gradients = [jnp.asarray(RNG.normal(size=x.shape), jnp.float32) for x in (weights, probs)]
+    found = kernels.route_backward(logits, experts, *gradients, score, True, "9.0", interpret=True)
+    wanted = *rule.weights(experts, logits), *PullBackWeights(rule).composed(logits, experts, *gradients)
+    for got, want in zip((weights, probs, found), wanted, strict=True):
+        assert np.isfinite(got).all()
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("small")
 def test_routing_by_other_keys():
     logits = jnp.asarray(RNG.normal(size=(T, E)), jnp.bfloat16)
     keys = jnp.asarray(RNG.normal(size=(T, E)), jnp.float32)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 LEAST = tl.constexpr(-(2**31))  # below every key
 MOST = tl.constexpr(2**31 - 1)  # NaN
+TINY = tl.constexpr(2.0**-126)  # the least normal number: sums below it count as 0
 
 
 @triton.jit
@@ -43,6 +44,21 @@ def scores_of(logits, inside, SCORE: tl.constexpr):
     else:
         scores = softmax(logits, inside)
     return tl.where(inside, scores, 0.0)
+
+
+@triton.jit
+def normalized(x):
+    """The entries of each row over their sum; 0 where that is 0 or subnormal."""
+    total = tl.sum(x, axis=1)[:, None]
+    none = tl.abs(total) < TINY
+    return tl.where(none, 0.0, x / tl.where(none, 1.0, total))
+
+
+@triton.jit
+def inverse(total):
+    """1 / total, and 0 where a total of scores is 0 or subnormal."""
+    none = tl.abs(total) < TINY
+    return tl.where(none, 0.0, 1.0 / tl.where(none, 1.0, total))
 
 
 @triton.jit
@@ -96,11 +112,10 @@ def route(
     if SCORE == "softmax_topk":
         chosen = softmax(chosen, j < K)
     elif NORMALIZE:
-        total = tl.sum(chosen, axis=1)[:, None]
-        chosen = tl.where(total == 0.0, 0.0, chosen / tl.where(total == 0.0, 1.0, total))
+        chosen = normalized(chosen)
     tl.store(experts + token * K + j, ids, mask=there & (j < K))
     tl.store(weights + token * K + j, chosen, mask=there & (j < K))
-    tl.store(probs + token * EXPERTS + expert, scores / tl.sum(scores, axis=1)[:, None], mask=inside)
+    tl.store(probs + token * EXPERTS + expert, normalized(scores), mask=inside)
 
 
 @triton.jit
@@ -124,18 +139,17 @@ def pull_back(
         d_chosen += tl.where(hit, tl.load(d_weights + token * K + j, mask=there, other=0.0), 0.0)
         times += tl.where(hit, 1.0, 0.0)
     scores = scores_of(z, real, SCORE)
-    total = tl.sum(scores, axis=1)[:, None]
-    d_scores = (d_prob - tl.sum(d_prob * scores, axis=1)[:, None] / total) / total
+    over = inverse(tl.sum(scores, axis=1)[:, None])
+    d_scores = (d_prob - tl.sum(d_prob * scores, axis=1)[:, None] * over) * over
     if SCORE != "softmax_topk":
         if NORMALIZE:
-            sum_chosen = tl.sum(times * scores, axis=1)[:, None]
-            over = tl.where(sum_chosen == 0.0, 0.0, 1.0 / tl.where(sum_chosen == 0.0, 1.0, sum_chosen))
+            over = inverse(tl.sum(times * scores, axis=1)[:, None])
             d_chosen = (d_chosen - times * (tl.sum(d_chosen * scores, axis=1)[:, None] * over)) * over
         d_scores += d_chosen
     if SCORE == "sigmoid":
         d_z = d_scores * scores * (1.0 - scores)
     elif SCORE == "sqrtsoftplus":
-        d_z = d_scores * sigmoid(z) / (2.0 * scores)
+        d_z = d_scores * sigmoid(z) / tl.where(scores == 0.0, 1.0, 2.0 * scores)
     else:
         d_z = scores * (d_scores - tl.sum(scores * d_scores, axis=1)[:, None])
     if SCORE == "softmax_topk":
