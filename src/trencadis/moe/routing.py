@@ -29,9 +29,7 @@ class Routing(NamedTuple):
 
     experts: Int32[Array, "t k"]
     weights: Float[Array, "t k"]  # float32; 0 where there is no expert
-    probs: Float[
-        Array, "t e"
-    ]  # float32: the scores of all experts, which sum to 1; 0 for masked tokens, and where all are 0
+    probs: Float[Array, "t e"]  # float32: all scores over their sum; 0 for masked tokens, and where all scores are 0
     sizes: Int32[Array, " e"]  # the number of assignments of each expert
 
 
