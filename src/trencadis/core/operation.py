@@ -16,7 +16,6 @@ from jax.core import ShapedArray
 from jax.extend.core import Effect, Primitive
 from jaxtyping import Array
 
-from trencadis.backends import KERNELS
 from trencadis.backends.triton import card_of
 from trencadis.core.devices import Card
 from trencadis.core.jax_compat import Value, result_type, vary_alike
@@ -82,7 +81,7 @@ def _on_gpu(operation: Operation, target: Target, *operands: Array) -> Sequence[
     card = card_of(target)
     if isinstance(card, Card):
         return operation.on_gpu(card.arch, *operands)
-    if target.platform in KERNELS and not target.partitioned and type(operation).on_gpu is not Operation.on_gpu:
+    if card.costly and type(operation).on_gpu is not Operation.on_gpu:
         what = "routing, sort and gathers of an MoE layer run as XLA operations instead of kernels"
         warn_slow(f"{what}: {card.reason}", card.advice)
     return None

@@ -12,6 +12,7 @@ interpreter      the same kernels in numpy, on any machine
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -129,13 +130,16 @@ def _elsewhere(target: Target, card: Card | None) -> Refusal | None:
 
 
 def card_of(target: Target) -> Card | Refusal:
-    """The card of a target on which the kernels run, if Triton is here to compile them, or why there are none."""
+    """The card of a target on which the kernels run, if Triton is here to compile them, or why there are none.
+
+    Only that Triton is missing is costly: products warn of targets on which there are no kernels.
+    """
     card = card_for(target)
-    refusal = _elsewhere(target, card) or _missing()
-    if refusal is not None:
-        return refusal
+    elsewhere = _elsewhere(target, card)
+    if elsewhere is not None:
+        return dataclasses.replace(elsewhere, costly=False)
     assert card is not None  # or `_elsewhere` had refused
-    return card
+    return _missing() or card
 
 
 def _peeled(problem: Problem) -> Problem:
