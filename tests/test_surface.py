@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 import trencadis as tr
+from trencadis.compat.maxtext import gmm
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -112,11 +113,18 @@ def test_a_product_on_a_cpu_imports_no_kernels_of_other_devices():
 def test_a_call_like_one_before_it_traces_nothing():
     x, w, sizes = jnp.ones((33, 7)), jnp.ones((4, 7, 5)), (10, 0, 20, 3)
     routing = tr.moe.route(x[:, :4], 2)
+    q, recipe, traced = tr.quant.quantize(w, "int8", "column"), tr.quant.Recipe(*["int8"] * 3), jnp.array(sizes)
+
+    def quantized(x, w):
+        out = tr.grouped_matmul(x, q, sizes) + tr.ragged_dot(x, q, traced)
+        out += tr.grouped_dense(x, w, sizes, contracting_dims=((1,), (1,)), quantization=recipe)
+        return (out + gmm(x, w, traced, lhs_quantize_dtype="int8", rhs_quantize_dtype="int8")).sum()
 
     def calls():
         tr.grouped_matmul(x, w, sizes, precision="highest")
         tr.transposed_grouped_matmul(x.T, x, sizes)
         tr.moe_mlp(x, routing, w, w, w.mT)
+        jax.grad(quantized, (0, 1))(x, w)
 
     events = []
     listener = lambda name, seconds, **_: events.append(name)
