@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from oracle import close
+from oracle import close, rows
 from sweep import sweep
 
 import trencadis as tr
@@ -247,6 +247,14 @@ def test_sums_are_those_of_what_the_operands_stand_for(format, left, right, x, r
     wants = by_sums(left, right), by_sums(x, right), by_sums(left, y), by_sums(left, right) + old
     for got, want in zip(products(q, r, x, y), wants, strict=True):
         close(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int4"])
+def test_packed_rows_beside_scales_that_columns_share(dtype, rng):
+    """JAX does not promote these rows to the dtype of the scales by itself."""
+    x, q = rng.integers(-4, 5, (4, 64)), quantize(rng.normal(size=(2, 64, 8)).astype("f"), "int8", "row")
+    got = tr.grouped_matmul(jnp.asarray(x).astype(dtype), q, [3, 1])
+    close(got, rows(x, exact(q), [3, 1]))
 
 
 def test_a_sum_is_not_cut_into_single_numbers(x, w):

@@ -246,7 +246,8 @@ def _contraction(lhs: Array, rhs: Array, sizes: SizesArray, dims: Dims, out: Sha
         )  # [g, i, n]
 
     each = jax.vmap(jax.vmap(entry, in_axes=(0, over, 0)), in_axes=(0, over, 0))
-    products = each(rows(lhs, lhs_k, lhs_b), sizes, rows(rhs, rhs_k, rhs_b)).sum(axis=1)  # [b, g, i, n]
+    products = each(rows(lhs, lhs_k, lhs_b), sizes, rows(rhs, rhs_k, rhs_b))  # [b, x, g, i, n]
+    products = products[:, 0] if x == 1 else products.sum(axis=1)
     return jnp.moveaxis(products, 0, 1).astype(out.dtype).reshape(out.shape)
 
 
