@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from trencadis.core import arguments
 from trencadis.core.mesh import Axes
 from trencadis.quant.formats import Format, FormatLike, format_of
 from trencadis.quant.scaled import Scaled, Shape, expanded
@@ -104,10 +105,10 @@ def checked_floats(name: str, x: Any) -> Array:
     """An argument that must be a float array, as float32."""
     if x is None or isinstance(x, (str, Scaled)):
         raise TypeError(f"{name}: want an array of floats; got {type(x).__name__}")
-    x = jnp.asarray(x)
+    x = x if isinstance(x, (np.ndarray, jax.Array)) else arguments.as_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name}: want a float dtype; got {x.dtype}")
-    return x.astype(jnp.float32)
+    return jnp.asarray(x).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
