@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import os
 import pathlib
 import sys
@@ -121,6 +122,9 @@ def matmuls(checks: Checks, quick: bool) -> None:
             rows.append([f"{problem.name} of {sizes.min()} to {sizes.max()} rows", what, *times(mine)])
     table(["problem", "what", *contenders.values()], rows)
     print("In brackets: how many times as long as ours. The dense matmul has the same FLOPs, and a single matrix.")
+    if importlib.util.find_spec("trencadis_cpu") is None:
+        print("Ours are loops of XLA here. Native kernels (pip install ./native) are faster than numpy's loop in every")
+        print("row, see docs/performance/cpu.md.")
     others = max((record.details.get("others") or 0.0 for record in records), default=0.0)
     if others > BUSY:
         print(

@@ -29,8 +29,8 @@ from jax.sharding import PartitionSpec as P
 from trencadis import inspect, moe, parallel
 from trencadis.inspect.aot import _ENVIRONMENT
 from trencadis.inspect.collectives import collectives
+from trencadis.parallel import Pod, step_times
 from trencadis.parallel.choice import worst_case
-from trencadis.parallel.network import Pod, step_times
 
 PODS = ("v5e:4x4", "v5p:4x4x4", "v6e:8x8", "tpu7x:4x4x4")
 AXIS = "expert"

@@ -9,8 +9,7 @@ import pathlib
 
 from matplotlib.figure import Figure
 
-from trencadis.parallel import STRATEGIES
-from trencadis.parallel.network import Pod, step_times
+from trencadis.parallel import STRATEGIES, Pod, step_times
 
 TOKENS = 4096  # on each device
 MODELS = {"qwen3-30b-a3b": (2048, 768, 128, 8), "gpt-oss-120b": (2880, 2880, 128, 4)}  # d, f, experts, k

@@ -1,17 +1,13 @@
 // The custom calls of XLA: from buffers and group sizes to products.
-//
-// Sizes are numbers of a program that runs, and may be anything. Every product is cut to what its arrays hold before
-// its addresses are computed; what no product writes is zero, or keeps its value where the call adds to a result.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <exception>
-#include <initializer_list>
 #include <optional>
-#include <string>
 #include <vector>
 
+#include "buffers.h"
+#include "fused.h"
 #include "machines.h"
 #include "tiles.h"
 #include "xla/ffi/api/ffi.h"
@@ -19,109 +15,8 @@
 namespace trencadis {
 namespace {
 
-namespace ffi = xla::ffi;
-
-ffi::Error wrong(const std::string& what) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, "trencadis_cpu: " + what); }
-
-// The buffers that follow the first ones, one after the other; those that are not there are null.
-class Rest {
- public:
-  explicit Rest(ffi::RemainingArgs args) : args_(args) {}
-
-  // The next buffer, if it is there at all; an error is kept if its numbers are not T, or not as many.
-  template <class T>
-  T* next(bool there, Index count) {
-    if (!there) return nullptr;
-    ffi::ErrorOr<ffi::AnyBuffer> found = args_.get<ffi::AnyBuffer>(used_++);
-    if (found.has_error() || found->element_type() != ffi::DataType(ffi::internal::NativeTypeToCApiDataType<T>()) ||
-        static_cast<Index>(found->element_count()) != count) {
-      ok_ = false;
-      return nullptr;
-    }
-    return static_cast<T*>(found->untyped_data());
-  }
-
-  // The same for a buffer like another.
-  const char* next(bool there, ffi::AnyBuffer like) {
-    if (!there) return nullptr;
-    ffi::ErrorOr<ffi::AnyBuffer> found = args_.get<ffi::AnyBuffer>(used_++);
-    if (found.has_error() || found->element_type() != like.element_type() || found->size_bytes() != like.size_bytes()) {
-      ok_ = false;
-      return nullptr;
-    }
-    return static_cast<const char*>(found->untyped_data());
-  }
-
-  bool ok() const { return ok_ && used_ == args_.size(); }
-
- private:
-  ffi::RemainingArgs args_;
-  std::size_t used_ = 0;
-  bool ok_ = true;
-};
-
-// An array by its bytes: numbers are counted here, and their size is known to few.
-struct Array {
-  char* data;
-  Index size;  // of a number in bytes
-  bool narrow;
-
-  explicit Array(ffi::AnyBuffer x)
-      : data(static_cast<char*>(x.untyped_data())),
-        size(static_cast<Index>(ffi::ByteWidth(x.element_type()))),
-        narrow(x.element_type() == ffi::DataType::BF16) {}
-
-  char* at(Index i) const { return data + i * size; }
-};
-
-// A part of a result that no group writes.
-Product zeros(const Array& c, Index start, Index m, Index n, Index stride) {
-  return Product{m, n, 0, {nullptr, 0, true}, {nullptr, 0, true}, c.at(start), stride, c.narrow};
-}
-
-// The largest tile that was asked for, as far as there is memory for it; null if there is none.
-std::optional<Limits> limits_of(ffi::Span<const std::int64_t> tile) {
-  if (tile.size() != 3 || std::min({tile[0], tile[1], tile[2]}) < 1) return std::nullopt;
-  return Limits{tile[0], std::min(tile[1], kBlock), std::min(tile[2], kColumns)};
-}
-
-// Run what computes, if all arrays are of dtypes that it knows; whatever it throws is an error of the call.
-template <class F>
-ffi::Error checked(std::initializer_list<ffi::AnyBuffer> arrays, const F& function) {
-  for (const ffi::AnyBuffer& each : arrays) {
-    if (each.element_type() != ffi::DataType::F32 && each.element_type() != ffi::DataType::BF16) {
-      return wrong("want float32 or bfloat16");
-    }
-  }
-  try {
-    return function();
-  } catch (const std::exception& error) {
-    return ffi::Error(ffi::ErrorCode::kInternal, error.what());
-  }
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // One ragged dimension: rows, or what is summed
-
-struct Span {
-  Index start, end;
-};
-
-// The rows of each local group, for all batch entries one after the other: sizes are cut to the m rows of their entry.
-std::vector<Span> spans_of(const std::int32_t* sizes, const std::int32_t* first, Index batch, Index groups, Index local,
-                           Index m) {
-  std::vector<Span> spans(static_cast<std::size_t>(batch * local), Span{0, 0});
-  for (Index entry = 0; entry < batch; entry++) {
-    Index end = 0;
-    for (Index group = 0; group < groups; group++) {
-      Index start = end;
-      end = std::min(m, end + std::max<Index>(sizes[entry * groups + group], 0));
-      Index at = group - first[entry];
-      if (at >= 0 && at < local) spans[entry * local + at] = Span{entry * m + start, entry * m + end};
-    }
-  }
-  return spans;
-}
 
 struct GroupedOptions {
   bool contraction, transpose_lhs, transpose_rhs, bias, accumulate;
@@ -147,25 +42,27 @@ ffi::Error grouped(ffi::ThreadPool& pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs
   };
 
   std::vector<Product> products;
-  Index done = 0;  // rows of the result that are written
-  for (std::size_t s = 0; s < spans.size(); s++) {
-    Index i = static_cast<Index>(s), start = spans[s].start, length = spans[s].end - start;
-    if (o.contraction) {
+  if (o.contraction) {
+    for (std::size_t s = 0; s < spans.size(); s++) {
+      Index i = static_cast<Index>(s), start = spans[s].start, length = spans[s].end - start;
       if (length == 0 && o.accumulate) continue;
       Operand left = o.transpose_lhs ? Operand{a.at(start), a_rows, true, a.narrow}
                                      : rows_of(a, o.gather == 1, a_rows, k, false, start);
       Operand right = rows_of(b, o.gather == 2, b_rows, n, false, start);
       products.push_back({k, n, length, left, right, c.at(i * k * n), n, c.narrow, o.accumulate});
-    } else if (length > 0) {
+    }
+  } else {
+    each_span(spans, rows, [&](Index i, Index start, Index length) {
+      if (i < 0) {
+        if (!o.accumulate) products.push_back(zeros(c, start * n, length, n, n));
+        return;
+      }
       Operand left = rows_of(a, o.gather == 1, a_rows, k, true, start);
       Operand right{b.at(i % b_rows * k * n), o.transpose_rhs ? k : n, o.transpose_rhs, b.narrow};
-      if (start > done && !o.accumulate) products.push_back(zeros(c, done * n, start - done, n, n));
       products.push_back({length, n, k, left, right, c.at(start * n), n, c.narrow, o.accumulate});
-      if (bias != nullptr) products.back().bias = bias + i * n;
-      done = start + length;
-    }
+      if (bias != nullptr) products.back().bias = bias + i % o.local * n;
+    });
   }
-  if (!o.contraction && !o.accumulate && done < rows) products.push_back(zeros(c, done * n, rows - done, n, n));
   if (!o.accumulate) advise_huge_pages(c.data, out.size_bytes());
   compute_all(std::move(products), o.limits, pool);
   return ffi::Error::Success();
@@ -347,13 +244,6 @@ ffi::Error ragged_handler(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuff
   });
 }
 
-// A result that holds anything, for loops that write all of it: in huge pages, and not filled with zeros.
-// XLA would merge two that are the same; so they have operands, and are counted.
-ffi::Error empty_handler(ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> out, Index) {
-  advise_huge_pages(out->untyped_data(), out->size_bytes());
-  return ffi::Error::Success();
-}
-
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(trencadis_grouped, grouped_handler,
@@ -375,6 +265,27 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(trencadis_grouped, grouped_handler,
                                   .Attr<Index>("local")
                                   .Attr<ffi::Span<const std::int64_t>>("tile"));
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(trencadis_fused, fused_handler,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<bool>("transpose_rhs")
+                                  .Attr<bool>("bias")
+                                  .Attr<bool>("gather")
+                                  .Attr<Index>("second")
+                                  .Attr<Index>("rows")
+                                  .Attr<Index>("local")
+                                  .Attr<Index>("registers")
+                                  .Attr<ffi::Span<const std::int64_t>>("tile")
+                                  .Attr<ffi::Span<const std::int64_t>>("code")
+                                  .Attr<ffi::Span<const float>>("constants")
+                                  .Attr<ffi::Span<const std::int64_t>>("results"));
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(trencadis_ragged, ragged_handler,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -389,9 +300,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(trencadis_ragged, ragged_handler,
                                   .Attr<ffi::Span<const std::int64_t>>("transposed")
                                   .Attr<ffi::Span<const std::int64_t>>("given")
                                   .Attr<ffi::Span<const std::int64_t>>("tile"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(trencadis_empty, empty_handler,
-                              ffi::Ffi::Bind().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<Index>("nth"));
 
 }  // namespace trencadis
 

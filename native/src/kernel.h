@@ -29,6 +29,7 @@ using Index = std::int64_t;
 using Narrow = std::uint16_t;  // the bits of a bfloat16
 
 #define INLINE [[gnu::always_inline]] inline
+#define INLINE_LAMBDA __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
 constexpr Index kBlock = 512;                // the longest block of k, in numbers or pairs
@@ -58,11 +59,12 @@ struct Product {
   Index m, n, k;
   Operand a, b;
   void* c;
-  Index stride;             // numbers from one row of C to the next
-  bool narrow = false;      // C is bfloat16
-  bool keep = false;        // C holds numbers that the product is added to
+  Index stride;                 // numbers from one row of C to the next
+  bool narrow = false;          // C is bfloat16
+  bool keep = false;            // C holds numbers that the product is added to
   float alpha = 1, beta = 1;    // beta counts if C is kept
   const float* bias = nullptr;  // [n]
+  Index top = 0, left = 0;      // the row and the column of the product that the first number of C is
 };
 
 // Rows [m0, m1) and columns [n0, n1) of a product.
@@ -93,9 +95,10 @@ class Memory {
   Index count_ = 0;
 };
 
-// A panel of A, a block of B of all columns of a tile, and a tile of C whose sums are not stored as they are.
+// A panel of A, a block of B of all columns of a tile, tiles whose sums are not stored as they are, the registers of
+// a program.
 struct Scratch {
-  Memory a, b, c;
+  Memory a, b, c, sums, registers;
 };
 
 // A vector that may be stored anywhere and read as other types; GCC takes these attributes in a member only.
@@ -419,7 +422,7 @@ template <class S>
 INLINE void begin(const Product& p, const Tile& t, float* c, Index stride) {
   bool read = p.keep && p.beta != 0.0f;  // NaN in C does not count if beta is 0
   for (Index i = t.m0; i < t.m1; i++, c += stride) {
-    const S* old = static_cast<const S*>(p.c) + i * p.stride;
+    const S* old = static_cast<const S*>(p.c) + (i - p.top) * p.stride - p.left;
     for (Index j = t.n0; j < t.n1; j++) {
       float start = p.bias != nullptr ? p.bias[j] : 0.0f;
       if constexpr (std::is_same_v<S, float>) {
@@ -488,7 +491,7 @@ INLINE void compute(const Product& p, const Tile& t, Index block, Scratch& scrat
     out.c = scratch.c.get(m * n), out.stride = n;
     if (begun) begin<Narrow>(p, t, out.c, out.stride);
   } else {
-    out.c = static_cast<float*>(p.c) + t.m0 * p.stride + t.n0;
+    out.c = static_cast<float*>(p.c) + (t.m0 - p.top) * p.stride + (t.n0 - p.left);
     if (begun) begin<float>(p, t, out.c, out.stride);
   }
   out.add = out.add || begun;
@@ -501,7 +504,7 @@ INLINE void compute(const Product& p, const Tile& t, Index block, Scratch& scrat
   }
   if (p.narrow) {
     for (Index i = 0; i < m; i++) {
-      Narrow* to = static_cast<Narrow*>(p.c) + (t.m0 + i) * p.stride + t.n0;
+      Narrow* to = static_cast<Narrow*>(p.c) + (t.m0 - p.top + i) * p.stride + (t.n0 - p.left);
       for (Index j = 0; j < n; j++) to[j] = narrowed(out.c[i * n + j]);
     }
   }

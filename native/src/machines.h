@@ -4,6 +4,7 @@
 #define TRENCADIS_MACHINES_H_
 
 #include "kernel.h"
+#include "program.h"
 
 namespace trencadis {
 
@@ -31,6 +32,16 @@ inline Instructions instructions() {
   compute<Machine<16, 4, 1>>(p, t, block, scratch);
 }
 
+// The blocks that a program reads and writes, all of which have as many rows and columns.
+struct Blocks {
+  const Block *inputs, *results;
+  Index m, n;
+};
+
+[[gnu::flatten]] inline void run_portable(const Program& p, const Blocks& x, Scratch& scratch) {
+  run<Machine<16, 4, 1>>(p, x.inputs, x.results, x.m, x.n, scratch);
+}
+
 #if defined(__x86_64__)
 
 #define TRENCADIS_TARGET(features) [[gnu::target(features), gnu::flatten]]
@@ -53,6 +64,12 @@ inline void compute_pairs(const Product& p, const Tile& t, Index block, Scratch&
 TRENCADIS_TARGET("avx2,fma")
 inline void compute_avx2(const Product& p, const Tile& t, Index block, Scratch& scratch) {
   compute<Machine<32, 6, 2>>(p, t, block, scratch);
+}
+
+// On machines with wider registers too: GCC has no comparison of 64 bytes in a function with a target of its own.
+TRENCADIS_TARGET("avx2,fma")
+inline void run_avx2(const Program& p, const Blocks& x, Scratch& scratch) {
+  run<Machine<32, 6, 2>>(p, x.inputs, x.results, x.m, x.n, scratch);
 }
 
 #elif defined(__aarch64__)
@@ -81,6 +98,20 @@ inline void compute_tile(Instructions with, const Product& p, const Tile& t, Ind
 #endif
     default:
       return compute_portable(p, t, block, scratch);
+  }
+}
+
+// Run a program over blocks with some instructions, which this machine must have. NEON is what the portable one uses.
+inline void run_program(Instructions with, const Program& p, const Blocks& x, Scratch& scratch) {
+  switch (with) {
+#if defined(__x86_64__)
+    case Instructions::kAvx512Bf16:
+    case Instructions::kAvx512:
+    case Instructions::kAvx2:
+      return run_avx2(p, x, scratch);
+#endif
+    default:
+      return run_portable(p, x, scratch);
   }
 }
 

@@ -96,8 +96,15 @@ inline std::vector<Tile> tiles_of(const std::vector<Product>& products, Index mo
   return tiles;
 }
 
-// Compute all products, which write different parts of memory.
-inline void compute_all(std::vector<Product> products, const Limits& limits, xla::ffi::ThreadPool& pool) {
+// The memory of this thread, kept from call to call, so that its pages are there.
+inline Scratch& scratch_of_thread() {
+  thread_local Scratch scratch;
+  return scratch;
+}
+
+// Compute all products, which write different parts of memory, by `function(products, tile, block of k, scratch)`.
+template <class F>
+void compute_all(std::vector<Product> products, const Limits& limits, xla::ffi::ThreadPool& pool, const F& function) {
   Index total = 0;
   for (const Product& p : products) total += work(p, p.m, p.n);
   Index threads = std::max<Index>(1, std::min<Index>(pool.num_threads(), total / kLeastWork));
@@ -107,21 +114,28 @@ inline void compute_all(std::vector<Product> products, const Limits& limits, xla
     std::vector<Product> products;
     std::vector<Tile> tiles;
     Index block;
+    F function;
     Shared shared;
     void run() {
-      thread_local Scratch scratch;  // kept from call to call, so that its pages are there
-      shared.take_all([this](Index i) {
-        compute_tile(instructions(), products[tiles[i].product], tiles[i], block, scratch);
-      });
+      Scratch& scratch = scratch_of_thread();
+      shared.take_all([&](Index i) { function(products, tiles[i], block, scratch); });
     }
   };
   std::vector<Tile> tiles = tiles_of(products, most, limits);
   Index count = static_cast<Index>(tiles.size());
   if (count == 0) return;
-  std::shared_ptr<State> state(new State{std::move(products), std::move(tiles), limits.k, Shared(count)});
+  std::shared_ptr<State> state(new State{std::move(products), std::move(tiles), limits.k, function, Shared(count)});
   for (Index i = 1; i < std::min(threads, count); i++) pool.Schedule([state] { state->run(); });
   state->run();
   state->shared.wait();
+}
+
+// The same by a product for each tile.
+inline void compute_all(std::vector<Product> products, const Limits& limits, xla::ffi::ThreadPool& pool) {
+  compute_all(std::move(products), limits, pool,
+              [](const std::vector<Product>& all, const Tile& t, Index block, Scratch& scratch) {
+                compute_tile(instructions(), all[static_cast<std::size_t>(t.product)], t, block, scratch);
+              });
 }
 
 // Ask for huge pages under a new result. Its pages are faults of the threads that write it, and there are 512 times fewer.

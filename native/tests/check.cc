@@ -1,4 +1,4 @@
-// Products of many ragged sizes with each of the instructions of this machine, against a loop in double.
+// Products and programs of many ragged sizes with each of the instructions of this machine, against a loop in double.
 //
 // Every matrix ends where its memory ends, so that a sanitizer sees whatever is read or written beside it, and what
 // must not count is NaN. Build with -fsanitize=address,undefined; the exit code is the number of wrong products.
@@ -84,6 +84,34 @@ bool right(Instructions with, const Case& s, Scratch& scratch) {
   return true;
 }
 
+// Whether a program is what it should be over all of m x n numbers: a * b + weight of the row, and its sum over columns.
+bool right(Instructions with, Index m, Index n, bool narrow, Scratch& scratch) {
+  const Index chunks = (n + kChunk - 1) / kChunk;
+  Numbers a(m * n, narrow), b(m * n, !narrow), weight(m, false), out(m * n, narrow), sums(m * chunks, false);
+  const Instruction code[] = {{static_cast<Index>(Operation::kMultiply), 4, 0, 1, 0},
+                              {static_cast<Index>(Operation::kMultiply), 5, 2, 3, 0},
+                              {static_cast<Index>(Operation::kAdd), 4, 4, 5, 0}};
+  const float two[] = {2};
+  const Index results[] = {4, 4};
+  const Program program{code, 3, 6, 3, two, 1, results, 2};
+  const Block inputs[] = {{a.data.get(), n, a.narrow}, {b.data.get(), n, b.narrow},
+                          {weight.data.get(), 1, false, Block::kByRow}};
+  const Block outputs[] = {{out.data.get(), n, out.narrow}, {sums.data.get(), chunks, false, Block::kRowSums}};
+  run_program(with, program, Blocks{inputs, outputs, m, n}, scratch);
+  bool good = program.valid();
+  for (Index i = 0; i < m; i++) {
+    double total = 0, found = 0;
+    for (Index j = 0; j < n; j++) {
+      double want = double(a.at(i * n + j)) * b.at(i * n + j) + 2.0 * weight.at(i);
+      total += want;
+      good = good && std::abs(out.at(i * n + j) - want) <= (narrow ? 0.02 : 1e-4) * (1 + std::abs(want));
+    }
+    for (Index j = 0; j < chunks; j++) found += sums.at(i * chunks + j);
+    good = good && std::abs(found - total) <= 1e-4 * (1 + std::abs(total)) * double(n);
+  }
+  return good;
+}
+
 int check(int count) {
   int wrong = 0;
   Scratch scratch;
@@ -104,6 +132,14 @@ int check(int count) {
       std::printf("wrong: instructions %d, m %ld n %ld k %ld, tile %ld %ld, block %ld, a_last %d b_last %d\n",
                   static_cast<int>(with), long(s.m), long(s.n), long(s.k), long(s.limit_m), long(s.limit_n),
                   long(s.block), s.a_last, s.b_last);
+    }
+  }
+  for (int i = 0; i < count / 10; i++) {
+    Index m = draw(1, 11), n = draw(1, 200);
+    for (Instructions with : all) {
+      if (right(with, m, n, i % 2 == 0, scratch)) continue;
+      wrong++;
+      std::printf("wrong: a program, instructions %d, m %ld n %ld\n", static_cast<int>(with), long(m), long(n));
     }
   }
   std::printf("%d products with each of %d kinds of instructions, %d wrong\n", count, int(all.size()), wrong);

@@ -12,7 +12,7 @@ import jax
 __version__ = "0.1.0"
 __all__ = ["INSTRUCTIONS", "INTERFACE", "TARGETS"]
 
-INTERFACE = 1  # of the handlers: which buffers and attributes they take
+INTERFACE = 2  # of the handlers: which buffers and attributes they take
 
 try:
     _library = ctypes.CDLL(str(next(pathlib.Path(__file__).parent.glob("_kernels*.so"))))
@@ -21,5 +21,5 @@ except (StopIteration, OSError) as error:
 _library.trencadis_instructions.restype = ctypes.c_char_p
 
 INSTRUCTIONS: str = _library.trencadis_instructions().decode()
-_NAMES = ("trencadis_grouped", "trencadis_ragged", "trencadis_empty")
+_NAMES = ("trencadis_grouped", "trencadis_ragged", "trencadis_fused")
 TARGETS = {name: jax.ffi.pycapsule(getattr(_library, name)) for name in _NAMES}

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import raster
 
 import trencadis as tr
 from trencadis.backends import BACKENDS
 from trencadis.compat import ejkernel, megablox
 from trencadis.compat.ejkernel import grouped_matmul, make_group_metadata, transposed_grouped_matmul
-from trencadis.core import schedule as raster
 from trencadis.core.arguments import problem_of
 from trencadis.core.cost import cost
 from trencadis.core.problem import Form

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import raster
 from jax.experimental.pallas.ops.tpu.megablox import gmm as peers_gmm_with_vjp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm as peers_gmm
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata as peers_metadata
@@ -16,7 +17,6 @@ from jax.extend.core import jaxprs_in_params
 
 import trencadis as tr
 from trencadis.compat.megablox import gmm, make_group_metadata, tgmm
-from trencadis.core import schedule
 
 M, K, N = 40, 12, 8
 SIZES = [7, 0, 21, 12]  # every row has an owner
@@ -333,7 +333,7 @@ def test_s2_10_s2_19_bounds_of_the_walk(sizes):
     groups, tiles = (np.asarray(ids).tolist() for ids in (meta.group_ids, meta.m_tile_ids))
     pairs = list(zip(groups, tiles, strict=True))
     assert 5 <= n <= 8 == len(pairs)
-    assert pairs[:n] == schedule.walk(sizes, M, 8)
+    assert pairs[:n] == raster.walk(sizes, M, 8)
     assert set(pairs[n:]) <= {pairs[n - 1]}
 
 

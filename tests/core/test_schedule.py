@@ -10,9 +10,10 @@ import oracle
 import pytest
 import strategies
 from hypothesis import strategies as st
+from raster import walk
 
 import trencadis as tr
-from trencadis.core.schedule import visits, walk
+from trencadis.core.schedule import visits
 
 pytestmark = pytest.mark.core
 

@@ -429,6 +429,8 @@ INT8 = quant.Scaled(np.ones((E, D, F), np.int8), np.ones((E, 1, F), np.float32),
         (["routing", "moe.route", "tuple"], {"routing": (1, 2)}),
         (["w_up", "d = 6"], {"w_up": jnp.ones((E, D + 1, F))}),
         (["w_down", "(4, 5, 6)", "(4, 6, 5)"], {"w_down": jnp.ones((E, D, F))}),
+        (["w_down", "(4, 5, 6)", "None"], {"w_down": None}),
+        (["group_offset", "[1, 5)", "4 groups"], {"group_offset": 1}),
         (["bias_up", "(4, 5)"], {"bias_up": jnp.ones((E, D))}),
         (["bias_gate", "w_gate"], {"w_gate": None, "bias_gate": jnp.ones((E, F)), "activation": jax.nn.relu}),
         (["activation", "one number"], {"w_gate": None}),
@@ -445,5 +447,4 @@ def test_errors_name_the_argument(rng, words, change):
     given |= {"w_up": params["up"], "w_down": params["down"]}
     with pytest.raises((ValueError, TypeError)) as error:
         tr.moe_mlp(**(given | change))
-    for word in words:
-        assert word in str(error.value)
+    assert all(word in str(error.value) for word in words)

@@ -178,3 +178,18 @@ def test_errors_name_the_argument(words, change):
     with pytest.raises((ValueError, TypeError)) as error:
         moe.route(**({"logits": jnp.asarray(LOGITS, jnp.float32), "k": 2} | change))
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("capacity", [-1, 1.25, True])
+def test_a_capacity_is_a_number_of_rows(capacity):
+    routing = moe.route(jnp.asarray(LOGITS, jnp.float32), 2)
+    with pytest.raises(ValueError, match=f"capacity: want a nonnegative int, the rows of an expert; got {capacity}"):
+        moe.limit_rows(routing, capacity)
+
+
+def test_lists_are_arrays():
+    logits, bias, mask = jnp.zeros((2, 3)), [0.0, 0.0, 1.0], [True, False]
+    routing = moe.route(logits, 1, bias=bias, mask=mask)
+    assert routing.experts.ravel().tolist() == [2, 3]
+    np.testing.assert_allclose(moe.z_loss(logits, mask=mask), np.log(3) ** 2, rtol=1e-6)
+    np.testing.assert_array_equal(moe.update_bias(bias, routing.sizes, 0.5), [0.5, 0.5, 0.5])

@@ -129,11 +129,21 @@ def test_no_tokens():
     ("options", "message"),
     [
         ({"strategy": "mesh"}, "strategy: want one of 'all_gather', 'all_to_all', 'ragged' or None; got 'mesh'"),
-        ({"capacity": 0}, "capacity: want at least 1 row, or None; got 0"),
-        ({"chunks": 9}, "chunks: want between 1 and the 8 tokens of x; got 9"),
+        ({"capacity": 0}, "capacity: want an int of at least 1 row, or None; got 0"),
+        ({"capacity": 1.25}, "capacity: want an int of at least 1 row, or None; got 1.25"),
+        ({"chunks": 9}, "chunks: want an int between 1 and the 8 tokens of x; got 9"),
+        ({"chunks": 1.5}, "chunks: want an int between 1 and the 8 tokens of x; got 1.5"),
         ({"dispatch": "int4"}, "dispatch: want a format of 8 bits"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda *xs: cases.run(cases.step(2, **options), *xs), cases.routings()["one"], cases.numbers())
+
+
+def test_options_are_those_of_a_shard():
+    """A window of the experts is chosen by the shard, and not by the caller."""
+    with pytest.raises(TypeError, match="group_offset: want one of the options bias_gate"):
+        jax.eval_shape(
+            lambda *xs: cases.run(cases.step(2, group_offset=1), *xs), cases.routings()["one"], cases.numbers()
+        )

@@ -1,6 +1,7 @@
 """The layer over meshes of several axes: data, experts and the width of an expert; weights sharded in other ways."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,24 @@ def test_tokens_that_shards_do_not_divide():
     experts = (numbers[name] for name in ("gate", "up", "down"))
     with pytest.raises(ValueError, match="x: want tokens that 2 shards divide evenly, padded and masked; got 15"):
         parallel.moe_mlp(numbers["x"][:15], routing, *experts, mesh=cases.mesh_of(2), axis="e")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mesh": None}, "mesh: want a mesh, or None inside of jax.set_mesh; got None without a mesh that is set"),
+        ({"axis": "expert"}, "axis: want axes of the mesh, 'e'; got 'expert'"),
+        ({"data_axis": ("e", "d")}, "data_axis: want axes of the mesh, 'e'; got ('e', 'd')"),
+        ({"tensor_axis": "f"}, "tensor_axis: want axes of the mesh, 'e'; got 'f'"),
+        ({"group_offset": 1}, "group_offset: want one of the options bias_gate"),
+    ],
+)
+def test_errors_name_the_argument(change, message):
+    numbers = given()
+    routing = moe.route(numbers["x"] @ numbers["router"], cases.K)
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        experts = (numbers[name] for name in ("gate", "up", "down"))
+        parallel.moe_mlp(numbers["x"], routing, *experts, **({"mesh": cases.mesh_of(2), "axis": "e"} | change))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tests.support.sweep import sweep
 from trencadis import parallel
 from trencadis.inspect.aot import _ENVIRONMENT
 from trencadis.inspect.collectives import collectives
-from trencadis.parallel.network import Pod, step_times
+from trencadis.parallel import Pod, step_times
 
 PODS = list(itertools.product(["v5e:4x4", "v5p:4x4x4", "v6e:8x8", "tpu7x:4x4x4"], parallel.STRATEGIES))
 EXCHANGES = {"all_gather": {}, "all_to_all": {"all-to-all": 6}, "ragged": {"ragged-all-to-all": 6}}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from trencadis.backends import xla
+from trencadis.backends import BACKENDS, xla
 from trencadis.backends.gpu import tile_scheduler
 from trencadis.cli.sizes import random_sizes
 from trencadis.core.arguments import problem_of
@@ -213,3 +213,9 @@ def test_only_svg_files_are_written(tmp_path, name):
     with pytest.raises(ValueError, match=r"path: want a file name that ends in \.svg"):
         show([3], tile=4).save(tmp_path / name)
     assert not list(tmp_path.iterdir())
+
+
+def test_tiles_of_the_reference_are_all_rows():
+    problem = problem_of((16, 8), (2, 8, 8))
+    (tile,) = BACKENDS["reference"].row_tiles(problem, None, 3, 7)
+    assert tile == (range(16), range(3, 7)) and not BACKENDS["reference"].row_tiles(problem, None, 3, 3)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from raster import walk
 
 from trencadis.cli.sizes import random_sizes
-from trencadis.core.schedule import walk
 from trencadis.viz import Mosaic, Raster, show
 
 NOTE = "drawn   a fixed-raster schedule, as in megablox; not the tiles of our kernels"

@@ -49,9 +49,10 @@ def grouped_gemm(
         d w        x ragged rows [m, k]    y ragged rows [m, n]    ((0,), (0,))    [g, k, n]
 
     If one of m, k and n is ragged, the kernels of `grouped_matmul` and `transposed_grouped_matmul` compute it. If more
-    are, a kernel of Triton does on GPUs, and elsewhere XLA: one product for each group if sizes are known inside `jit`,
-    else loops over tiles. Entries that no group owns are exactly 0, or keep the value that `out` has there. Everything
-    is computed in the dtype of sums and rounded once. Differentiable with respect to everything except sizes.
+    are, kernels of Triton (GPU), Pallas (TPU) or trencadis-cpu (native CPU) do; otherwise XLA: one product for each
+    group if sizes are known inside `jit`, else loops over tiles. Entries that no group owns are exactly 0, or keep the
+    value that `out` has there. Everything is computed in the dtype of sums and rounded once. Differentiable with
+    respect to everything except sizes.
 
     Args:
       lhs: the left operand. Its axes are those of its `shape`; the first axis of a stack is that of the groups. Its
@@ -69,10 +70,11 @@ def grouped_gemm(
       preferred_element_type: the dtype of the result; by default that of the operands that are not quantized, promoted,
         or float32.
       group_offset: the first group that a stack holds, or that is computed, as in `grouped_matmul`.
-      interpret: as in `grouped_matmul`; only if some of m, k and n is ragged, and with backend="triton" if more are.
+      interpret: as in `grouped_matmul`; only if some of m, k and n is ragged, and with backend="triton" or "tpu" if
+        more are.
       precision: as in `grouped_matmul`.
-      backend: as in `grouped_matmul`; "triton", "xla" or None if several of m, k and n are ragged, "xla" or None if
-        none is.
+      backend: as in `grouped_matmul`; "tpu", "triton", "cpu", "xla" or None if several of m, k and n are ragged, "xla"
+        or None if none is.
 
     Returns:
       A `GroupedTensor` with the free axes of lhs, then those of rhs; or, if no free axis is ragged, an array with these

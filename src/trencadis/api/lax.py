@@ -29,12 +29,13 @@ from jaxtyping import Array
 
 from trencadis.api.matmul import grouped_matmul, transposed_grouped_matmul
 from trencadis.core import arguments
+from trencadis.core.call import Options
 from trencadis.core.debug import check_traced
 from trencadis.core.dtypes import ShapeDtype, accumulator, bits
 from trencadis.core.jax_compat import without_mesh
 from trencadis.core.spans import clamped, offsets
 from trencadis.quant.operand import Operand, Sizes, array_operand
-from trencadis.quant.product import Options, contraction_product, rows_product
+from trencadis.quant.product import contraction_product, rows_product
 from trencadis.quant.scaled import Scaled
 
 SizesArray: TypeAlias = Array | np.ndarray  # numpy's where the sizes are known inside `jit`

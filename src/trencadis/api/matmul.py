@@ -13,12 +13,13 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int32, Num
 
 from trencadis.core import arguments
+from trencadis.core.call import Options, Steps
 from trencadis.core.debug import check_traced
 from trencadis.core.epilogue import Activation
 from trencadis.core.schedule import visits
 from trencadis.core.tiling import TilingLike
 from trencadis.quant.operand import Operand, Sizes
-from trencadis.quant.product import Options, Steps, contraction_product, rows_product
+from trencadis.quant.product import contraction_product, rows_product
 
 
 def grouped_matmul(
@@ -59,12 +60,13 @@ def grouped_matmul(
       existing_out: `[m, n]` of the result's dtype; the product is added to it. Its buffer is reused where it is not
         needed any more: a temporary under `jit`, or an argument that the caller donates.
       transpose_rhs: rhs is stored `[g, n, k]`. Nothing is transposed in memory.
-      interpret: run the plainly written reference instead of a compiled kernel; with `backend="tpu"`, interpret its
-        kernel. Both are slow.
+      interpret: run the plainly written reference instead of a compiled kernel; with backend "tpu", "gpu" or "triton",
+        interpret its kernel. Both are slow.
       precision: as in `jax.lax.dot`.
       bias: `[g, n]`, added to the rows of each group.
       activation: a function of one number, such as `jax.nn.silu`, applied after the bias. Not with existing_out.
-      backend: the name of a backend, or None for the best that supports the problem where it is compiled for.
+      backend: "tpu", "gpu", "triton", "cpu", "xla" or "reference", or None for the best that supports the problem on
+        the machine that it is compiled for.
 
     Returns:
       `existing_out + activation(product + bias)`, `[m, n]`.

@@ -1,4 +1,7 @@
-"""The backends, which plan and run grouped products, in the order of preference; a new one is one entry here."""
+"""The backends, which plan and run grouped products, in the order of preference.
+
+A new one is an entry of `BACKENDS`, and of the other tables as far as they apply to it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from trencadis.backends import cpu, gpu, reference, tpu, triton, xla
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import CARDS
 from trencadis.core.problem import Problem
+from trencadis.core.schedule import RowTile
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 
 
 class Backend(Protocol):
-    """The two functions of a backend module: one decides everything, the other executes that decision."""
+    """The functions of a backend module: one decides everything, one executes that decision, one tells its tiles."""
 
     def plan(self, problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
         """The whole decision for a problem on a target, or the reason why this backend cannot run it."""
@@ -25,6 +29,9 @@ class Backend(Protocol):
 
         Operands are lhs, rhs, group sizes, first group, then the epilogue's, then those of the gated activation.
         """
+
+    def row_tiles(self, problem: Problem, layout: Any, start: int, end: int) -> list[RowTile]:
+        """The row tiles of a group that owns the rows [start, end), by the problem and the layout of a plan."""
 
 
 BACKENDS: dict[str, Backend] = {

@@ -13,6 +13,7 @@ from trencadis.core.decision import Plan, Refusal
 from trencadis.core.dtypes import cast
 from trencadis.core.epilogue import ALONG_K, Extras, add
 from trencadis.core.problem import Form, Problem
+from trencadis.core.schedule import RowTile
 from trencadis.core.spans import spans
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides, Tiling
@@ -60,6 +61,11 @@ def run(plan: Plan, *operands: jax.Array) -> jax.Array:
     if problem.spans == 0:
         return out
     return lax.fori_loop(0, problem.spans, body, out)
+
+
+def row_tiles(problem: Problem, layout: None, start: int, end: int) -> list[RowTile]:
+    """The one tile of a group that owns the rows [start, end): all rows."""
+    return [RowTile(range(problem.rows), range(start, end))] if start < end else []
 
 
 def _of(x: jax.Array | None, i: Any) -> jax.Array | None:

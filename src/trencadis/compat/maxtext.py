@@ -27,10 +27,10 @@ from jaxtyping import Array, Float, Integer
 
 from trencadis.compat import DEFAULT_TILE, PeerTiling, megablox, tilings
 from trencadis.core import arguments
+from trencadis.core.call import Options
 from trencadis.core.jax_compat import varying_axes
 from trencadis.quant import Recipe, Scaled
 from trencadis.quant.formats import format_of
-from trencadis.quant.product import Options
 from trencadis.quant.training import trained
 
 UNSUPPORTED = (

@@ -146,9 +146,9 @@ def check_schedule(
 ) -> None:
     """What a schedule needs: sizes [g] that fit, a row count, a tile height, and a window inside the groups."""
     groups = _groups(group_sizes)
-    if not _is_int(m) or not 0 <= m < 2**31:
+    if not is_int(m) or not 0 <= m < 2**31:
         raise ValueError(f"m: want a nonnegative int below 2**31, as row positions are int32; got {m!r}")
-    if not _is_int(tm) or tm < 1:
+    if not is_int(tm) or tm < 1:
         raise ValueError(f"tm: want a positive int; got {tm!r}")
     check_sizes(group_sizes, m)
     check_window(first, checked_count("num_nonzero_groups", num_nonzero_groups, groups), groups, "start_group")
@@ -156,12 +156,13 @@ def check_schedule(
 
 def checked_count(name: str, count: object, groups: int) -> int:
     """A static number of groups."""
-    if not _is_int(count) or not 0 <= count <= groups:
+    if not is_int(count) or not 0 <= count <= groups:
         raise ValueError(f"{name}: want an int from 0 to {groups}, the length of group_sizes; got {count!r}")
     return int(count)
 
 
-def _is_int(x: object) -> TypeGuard[int]:
+def is_int(x: object) -> TypeGuard[int]:
+    """Whether x is an int of Python or numpy; True and False are not."""
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
@@ -295,7 +296,7 @@ def as_array(name: str, x: object) -> jax.Array:
 
 def as_sizes(group_sizes: object, name: str = "group_sizes") -> jax.Array | np.ndarray:
     """Sizes as an array; in numpy if it is not JAX's yet, so that its values are still known inside `jit`."""
-    if isinstance(group_sizes, (list, tuple)) and all(_is_int(size) for size in group_sizes):
+    if isinstance(group_sizes, (list, tuple)) and all(is_int(size) for size in group_sizes):
         for i, size in enumerate(group_sizes):
             if not -(2**63) <= size < 2**63:
                 raise ValueError(f"{name}: want sizes that fit into 64 bits; group {i} has {size}")
@@ -306,7 +307,7 @@ def as_sizes(group_sizes: object, name: str = "group_sizes") -> jax.Array | np.n
 def _rank(name: str, x: ShapeDtype, rank: int, axes: str) -> None:
     if x.ndim != rank:
         raise ValueError(f"{name}: want {rank} dimensions {axes}; got {x.ndim}, shape {x.shape}")
-    if not all(_is_int(size) for size in x.shape):
+    if not all(is_int(size) for size in x.shape):
         raise ValueError(f"{name}: want a shape of ints, since tiles are planned for it; got the symbolic {x.shape}")
 
 

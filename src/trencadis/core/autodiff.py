@@ -11,7 +11,6 @@ owned rows only.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -138,8 +137,7 @@ def _jvp(
     if activation is None:
         out = run(problem, overrides, *primals)
         return out, functools.reduce(ad.add_jaxvals, d_z) if d_z else _no_tangent(out)
-    linear = problem.replace(out=problem.sum, epilogue=dataclasses.replace(problem.epilogue, activation=None))
-    z = run(linear, overrides, *primals)
+    z = run(problem.without_activation, overrides, *primals)
 
     def finish(z: Array) -> Array:
         return unfused.activate(problem, activation, z, sizes, first)

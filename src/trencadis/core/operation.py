@@ -16,10 +16,13 @@ from jax.core import ShapedArray
 from jax.extend.core import Effect, Primitive
 from jaxtyping import Array
 
+from trencadis.backends import KERNELS
 from trencadis.backends.triton import card_of
+from trencadis.core.devices import Card
 from trencadis.core.jax_compat import Value, result_type, vary_alike
 from trencadis.core.linear import jvp_of_varied
 from trencadis.core.mesh import mapped_alike, replicated
+from trencadis.core.plan import warn_slow
 from trencadis.core.primitive import Rules, register
 from trencadis.core.target import Target
 
@@ -70,10 +73,19 @@ def _batch(
 
 
 def _execute(*operands: Array, operation: Operation, target: Target) -> Sequence[Array]:
-    card = card_of(target)
-    found = None if card is None else operation.on_gpu(card.arch, *operands)
-    found = operation.on_tpu(target, *operands) if target.platform == "tpu" else found
+    found = operation.on_tpu(target, *operands) if target.platform == "tpu" else _on_gpu(operation, target, *operands)
     return operation.composed(*operands) if found is None else found
+
+
+def _on_gpu(operation: Operation, target: Target, *operands: Array) -> Sequence[Array] | None:
+    """The results by Triton kernels; None if there are none, with a warning where they were wanted."""
+    card = card_of(target)
+    if isinstance(card, Card):
+        return operation.on_gpu(card.arch, *operands)
+    if target.platform in KERNELS and not target.partitioned and type(operation).on_gpu is not Operation.on_gpu:
+        what = "routing, sort and gathers of an MoE layer run as XLA operations instead of kernels"
+        warn_slow(f"{what}: {card.reason}", card.advice)
+    return None
 
 
 @functools.partial(jax.jit, static_argnames="operation")

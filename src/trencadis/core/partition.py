@@ -32,11 +32,11 @@ from trencadis.core.jax_compat import Value
 from trencadis.core.mesh import Axes, Spec
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import offsets
+from trencadis.core.split import SHORT
 from trencadis.core.traced import Collective
 
-Named: TypeAlias = dict[str, Axes]  # the same, by the names of its dimensions
+Named: TypeAlias = dict[str, Axes]  # the mesh axes over which each dimension is divided, by its name
 Multiply: TypeAlias = Callable[..., Array]  # problem, operands -> the result of a product
-SHORT = 16  # entries of k: shorter parts of a block of scales are not worth a product of their own
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

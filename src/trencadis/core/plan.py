@@ -35,7 +35,8 @@ __all__ = [
 def plan(problem: Problem, target: Target, overrides: Overrides = Overrides()) -> Plan:
     """The plan of the first backend that takes the problem, or of the one that the caller asked for.
 
-    Where none takes a problem whose scales change along k, the plan is that of one part of k, and says so in `split`.
+    The first may name one `behind` it that is faster with so few rows, whose plan it then is. Where none takes a
+    problem whose scales change along k, the plan is that of one part of k, and says so in `split`.
 
     >>> from trencadis.core.arguments import problem_of
     >>> print(plan(problem_of((4096, 1024), (8, 1024, 1024), groups=8), Target(platform="cpu")))

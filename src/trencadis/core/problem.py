@@ -114,6 +114,11 @@ class Problem:
         return self if self.gate is None else self.replace(gate=dataclasses.replace(self.gate, gather=None))
 
     @property
+    def without_activation(self) -> Problem:
+        """The problem of the finished sum in its own dtype, to which XLA then applies the activation."""
+        return self.replace(epilogue=self.epilogue.without_activation, out=self.sum)
+
+    @property
     def lhs_shape(self) -> Shape:
         """Shape of lhs as it is stored."""
         if self.gather is not None and self.gather.operand == "lhs":
@@ -139,9 +144,9 @@ class Problem:
     def operands(self) -> list[tuple[Shape, DTypeLike]]:
         """Shapes and dtypes of all operands: of every problem, and those of the epilogue."""
         steps = self.epilogue
-        parts, (k, n) = _ceil(self.k, steps.row_block), steps.column_block
+        parts, (k, n) = cdiv(self.k, steps.row_block), steps.column_block
         rows = (self.rows,) if self.form is Form.ROWS else (self.local_groups, self.k)
-        columns = (self.local_groups, _ceil(self.k, k), _ceil(self.n, n)) if k else (self.local_groups, self.n)
+        columns = (self.local_groups, cdiv(self.k, k), cdiv(self.n, n)) if k else (self.local_groups, self.n)
         found: list[tuple[Shape, DTypeLike]] = [(self.lhs_shape, self.lhs), (self.rhs_shape, self.rhs)]
         found += [((self.batch, self.groups), np.int32), ((self.batch,), np.int32)]
         found += [((self.rows, parts) if steps.row_block else rows, np.float32)] * steps.by_row
@@ -191,5 +196,6 @@ class Problem:
         return f"Problem({self})"
 
 
-def _ceil(size: int, by: int) -> int:
-    return -(-size // by) if by else 0
+def cdiv(size: Any, by: int) -> Any:
+    """How many blocks of a length cover a size, an int or an array of ints; 0 if the length is 0."""
+    return (size + (by - 1)) // by if by else 0

@@ -7,14 +7,13 @@ A fixed raster has tiles of equal height, and a tile that two groups share is vi
     visits  (0,0) (2,0) (2,1)
 
 Our own kernels start a tile where its group starts, so they do not use a raster; `make_group_metadata` and
-`show(sizes, tile=...)` do. All integers are exact, for any number of tiles. `walk` computes the visits in plain Python.
-What our kernels do instead is told by the function `row_tiles` of each backend, as a list of `RowTile`.
+`show(sizes, tile=...)` do. All integers are exact, for any number of tiles. What our kernels do instead is told by the
+function `row_tiles` of each backend, as a list of `RowTile`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -93,30 +92,3 @@ def visits(
     return Visits(
         offsets=bounds, group=which, tile=first_tile[which] + step - before[which], count=total, height=height
     )
-
-
-def walk(
-    group_sizes: Sequence[int] | np.ndarray,
-    m: int,
-    height: int,
-    *,
-    first: int = 0,
-    local_groups: int | None = None,
-    empty: bool = False,
-) -> list[tuple[int, int]]:
-    """Compute the pairs (group, tile) of `visits` by a plain loop over groups and tiles, as a reference for tests.
-
-    >>> walk([3, 0, 5], 8, 4)
-    [(0, 0), (2, 0), (2, 1)]
-    """
-    last = len(group_sizes) if local_groups is None else first + local_groups
-    tiles, pairs, start = -(-m // height), [], 0
-    for group, size in enumerate(group_sizes):
-        end = min(start + max(int(size), 0), m)
-        mine = [t for t in range(tiles) if max(start, t * height) < min(end, (t + 1) * height)]
-        if end == start and empty:
-            mine = [min(start // height, max(tiles - 1, 0))]
-        if first <= group < last:
-            pairs += [(group, t) for t in mine]
-        start = end
-    return pairs

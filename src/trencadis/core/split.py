@@ -24,6 +24,8 @@ from trencadis.core.spans import local_group, owned
 Array = jax.Array
 Multiply = Callable[..., Array]  # of the problem of a part, and its operands
 
+SHORT = 16  # entries of k: shorter parts are not worth a product of their own
+
 
 def part_of(problem: Problem) -> Problem:
     """The problem of one part: its scales are constant along k, and its result is a float32 sum or wider."""

@@ -12,8 +12,10 @@ lowering     from operands with several ragged dimensions to a problem and its a
 problem      the static description of that problem
 autodiff     its primitive: JVP, transpose and batching rules
 plan         the decision of its backend
-matrices     where matrices are in arrays, as the kernels count
-tpu          its backend of Pallas kernels; triton: of Triton kernels; xla: of XLA's operations
+by_group     a number for each group at all of its entries, and sums by group
+matrices     where matrices are in arrays, as the kernels count; flat: arrays as flat buffers, for TPUs
+tpu          its backend of Pallas kernels, with resident: one kernel for groups whose rhs fits into VMEM
+triton       its backend of Triton kernels; cpu: of one native kernel; xla: of XLA's operations
 debug        run-time checks of traced sizes
 """
 

@@ -1,23 +1,21 @@
 """A number for each group at all entries of the group, and sums over the entries of each group.
 
 Groups are pieces `[start, end)` of an axis, in ascending order, with unowned entries between them. Each of the two is
-the transpose of the other. XLA would transpose the first, a gather, to a scatter-add, which adds one entry after the
-other; hence a primitive.
+the transpose of the other, and says so to `core.linear`: JAX would transpose the first, a gather, to a scatter-add,
+which adds one entry after the other.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
-from trencadis.core.jax_compat import result_type, vary_alike
+from trencadis.core.linear import linear
 from trencadis.core.mesh import replicated
 from trencadis.gemm.problem import Buffer, Extras, GemmProblem, Groups, Packing
 
@@ -43,7 +41,7 @@ class Pieces(NamedTuple):
     @property
     def owned(self) -> Array:
         """Whether a group owns each entry: bool[length]."""
-        return _spread(jnp.ones(self.starts.shape, bool), self.starts, self.ends, length=self.length, fill=False)
+        return _spread(jnp.ones(self.starts.shape, bool), jnp.zeros((), bool), self.starts, self.ends, self.length)
 
 
 def pieces(buffer: Buffer, start: Array, m: Array, n: Array) -> Pieces:
@@ -60,24 +58,42 @@ def pieces(buffer: Buffer, start: Array, m: Array, n: Array) -> Pieces:
 
 
 def spread(values: Array, at: Pieces, fill: float = 0.0) -> Array:
-    """The value [g] of its group at each entry, `fill` at unowned ones: [length]."""
-    values, starts, ends = vary_alike(*map(replicated, (values, at.starts, at.ends)))
-    return spread_p.bind(values, starts, ends, length=at.length, fill=fill)
+    """The value [g] of its group at each entry, `fill` at unowned ones: [length]. Linear in values and fill."""
+    length = at.length
+
+    def apply(bounds: tuple[Array, Array], inputs: tuple[Array, Array]) -> Array:
+        return _spread(*inputs, *bounds, length)
+
+    def transpose(bounds: tuple[Array, Array], ct: Array) -> tuple[Array, Array]:
+        at = Pieces(*bounds, length)
+        return sums(ct, at), jnp.sum(jnp.where(at.owned, 0, ct))
+
+    values, starts, ends = map(replicated, (values, at.starts, at.ends))
+    return linear(apply, transpose, (starts, ends), (values, jnp.asarray(fill, values.dtype)))
 
 
 def sums(x: Array, at: Pieces) -> Array:
     """The sum [g] over the entries [length] of each group; unowned ones may hold anything."""
-    x, starts, ends = vary_alike(*map(replicated, (x, at.starts, at.ends)))
-    return sums_p.bind(x, starts, ends, length=at.length)
+    length = at.length
+
+    def apply(bounds: tuple[Array, Array], x: Array) -> Array:
+        return _sums(x, *bounds)
+
+    def transpose(bounds: tuple[Array, Array], ct: Array) -> Array:
+        return spread(ct, Pieces(*bounds, length))
+
+    x, starts, ends = map(replicated, (x, at.starts, at.ends))
+    return linear(apply, transpose, (starts, ends), x)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What they compute
 
 
-def _spread(values: Array, starts: Array, ends: Array, *, length: int, fill: float) -> Array:
+@functools.partial(jax.jit, static_argnums=4)
+def _spread(values: Array, other: Array, starts: Array, ends: Array, length: int) -> Array:
     """Of few groups, choices one after the other: XLA makes one loop of them, but several of a binary search."""
-    index, other = lax.iota(np.int32, length), jnp.asarray(fill, values.dtype)
+    index = lax.iota(np.int32, length)
     if starts.shape[0] > FEW_GROUPS:
         owner = Pieces(starts, ends, length).owner
         return jnp.where((starts[owner] <= index) & (index < ends[owner]), values[owner], other)
@@ -87,9 +103,10 @@ def _spread(values: Array, starts: Array, ends: Array, *, length: int, fill: flo
     return out
 
 
-def _sums(x: Array, starts: Array, ends: Array, *, length: int) -> Array:
+@jax.jit
+def _sums(x: Array, starts: Array, ends: Array) -> Array:
     """Sums of whole chunks in a group, and of its entries in the first chunk and in the last."""
-    chunks = jnp.pad(x, (0, -length % CHUNK if length else CHUNK)).reshape(-1, CHUNK)
+    chunks = jnp.pad(x, (0, -x.shape[0] % CHUNK if x.shape[0] else CHUNK)).reshape(-1, CHUNK)
     first, last = -(-starts // CHUNK), ends // CHUNK  # whole chunks of each group, if first < last
     index = np.arange(chunks.shape[0], dtype=np.int32)
     inside = (index >= first[:, None]) & (index < last[:, None])  # [g, chunks]
@@ -102,51 +119,6 @@ def _sums(x: Array, starts: Array, ends: Array, *, length: int) -> Array:
         there = (entry >= start[:, None]) & (entry < end[:, None])
         total += jnp.sum(jnp.where(there, chunks[chunk], 0), axis=1)
     return total
-
-
-spread_p, sums_p = Primitive("spread_by_group"), Primitive("sums_by_group")
-
-
-def _register(primitive: Primitive, run: Any, abstract: Any, transpose: Any) -> None:
-    """Give a linear function of its first operand, with constants after it, its rules."""
-
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        x, *at = primals
-        out, moved = primitive.bind(x, *at, **params), tangents[0]
-        if type(moved) is ad.Zero:
-            return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-        zero = {"fill": 0.0} if "fill" in params else {}
-        return out, primitive.bind(moved, *at, **params | zero)
-
-    def batch(args: Any, dims: Any, **params: Any) -> Any:
-        return jax.vmap(functools.partial(run, **params), dims)(*args), 0
-
-    primitive.def_impl(jax.jit(run, static_argnames=("length", "fill")[: 1 + (primitive is spread_p)]))
-    primitive.def_abstract_eval(abstract)
-    ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = transpose
-    batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
-
-
-def _spread_transpose(ct: Any, values: Any, starts: Any, ends: Any, *, length: int, fill: float) -> Any:
-    return ad.Zero(values.aval) if type(ct) is ad.Zero else sums(ct, Pieces(starts, ends, length)), None, None
-
-
-def _sums_transpose(ct: Any, x: Any, starts: Any, ends: Any, *, length: int) -> Any:
-    return ad.Zero(x.aval) if type(ct) is ad.Zero else spread(ct, Pieces(starts, ends, length)), None, None
-
-
-def _spread_type(values: Any, starts: Any, ends: Any, *, length: int, fill: float) -> Any:
-    return result_type((values, starts, ends), (length,), values.dtype)
-
-
-def _sums_type(x: Any, starts: Any, ends: Any, *, length: int) -> Any:
-    return result_type((x, starts, ends), starts.shape, x.dtype)
-
-
-_register(spread_p, _spread, _spread_type, _spread_transpose)
-_register(sums_p, _sums, _sums_type, _sums_transpose)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

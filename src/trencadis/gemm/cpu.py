@@ -49,7 +49,8 @@ def run(plan: Plan, lhs: Array, rhs: Array, *rest: Array) -> Array:
     }
     numbers = {name: np.array(each, np.int64) for name, each in attributes.items()}
     out = jax.ShapeDtypeStruct(problem.out.shape, problem.out.dtype)
-    return bridge.call(
+    found: Array = bridge.call(
         "ragged", [lhs, rhs, table, *extras.given], out, {"accumulate": problem.accumulate, **numbers},
-        alias=3 if problem.accumulate else None,
+        {3: 0} if problem.accumulate else None,
     )  # fmt: skip
+    return found

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from trencadis.backends import INTERPRETED
 from trencadis.core import arguments
+from trencadis.core.call import Options, Steps
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Activation
 from trencadis.core.plan import check_backend
@@ -25,8 +27,9 @@ from trencadis.core.tiling import Overrides
 from trencadis.gemm.epilogue import GemmEpilogue, apply_epilogue, checked_epilogue, existing_data
 from trencadis.gemm.lowering import general_product
 from trencadis.gemm.operand import GemmOperand, as_matrices, contracted_axes, merged_sizes, result_tensor
+from trencadis.gemm.plan import BACKENDS
 from trencadis.gemm.tensor import GroupedTensor
-from trencadis.quant.product import Options, Steps, contraction_product, rows_product
+from trencadis.quant.product import contraction_product, rows_product
 
 Array = jax.Array
 
@@ -128,14 +131,14 @@ def _check_groups(a: GemmOperand, b: GemmOperand, options: GemmOptions, ragged: 
 def _check_kernel(ragged: str, options: GemmOptions) -> None:
     """Raise if a kernel is asked for that takes neither stacks alone nor several ragged dimensions."""
     backend, interpret = check_backend(options.backend), arguments.checked_flag("interpret", options.interpret)
-    kernels = ("triton", "tpu") if ragged else ()
-    known = (None, "xla", *kernels, *(("cpu",) if ragged else ()))
+    known = (None, *BACKENDS) if ragged else (None, "xla")
+    kernels = [name for name in BACKENDS if name in INTERPRETED] if ragged else []
     if len(ragged) == 1 or (backend in known and (backend in kernels or not interpret)):
         return
     count, asked = "more than one ragged dimension" if ragged else "stacks alone", backend not in known
     if asked:
         raise ValueError(f"backend: {backend!r} has no kernel for {count}; want one of {', '.join(map(repr, known))}")
-    wanted = "False, or backend='triton' or 'tpu'" if ragged else "False"
+    wanted = f"False, or backend={' or '.join(map(repr, kernels))}" if ragged else "False"
     raise ValueError(f"interpret: True has no kernel for {count}; want {wanted}")
 
 

@@ -77,11 +77,6 @@ def matrices(buffer: Buffer, start: Any, raw: tuple[Any, Any], sizes: tuple[Any,
     return Matrices(start, stride, rows, columns)
 
 
-def ceil(size: Any, block: int) -> Any:
-    """How many blocks cover a size."""
-    return (size + np.int32(block - 1)) // np.int32(block)
-
-
 def running_sum(x: Array) -> Array:
     """The sums up to each entry along the last axis; of few, as one fusion."""
     count = x.shape[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 import jax
 
@@ -17,35 +18,56 @@ from trencadis.gemm.problem import GemmProblem
 
 Array = jax.Array
 
-NAMES = ("tpu", "triton", "cpu", "xla")  # the backends, in the order of preference
+
+class GemmBackend(Protocol):
+    """The two functions of a backend, as those of `backends.Backend`."""
+
+    def plan(self, problem: GemmProblem, target: Target, overrides: Overrides = ...) -> Plan | Refusal:
+        """The whole decision for a problem on a target, or the reason why this backend cannot run it."""
+
+    def run(self, plan: Plan, lhs: Array, rhs: Array, *rest: Array) -> Array:
+        """The result of a plan's problem, from lhs, rhs, the six arrays i32[g] of `Groups`, and those of `Extras`."""
+
+
+class _Tpu:
+    """`gemm.tpu`, imported where it is needed: Pallas for TPUs takes long to import, and few programs need it."""
+
+    @staticmethod
+    def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides()) -> Plan | Refusal:
+        refusal = elsewhere(target)
+        if refusal is not None:
+            return refusal
+        from trencadis.gemm import tpu
+
+        return tpu.plan(problem, target, overrides)
+
+    @staticmethod
+    def run(plan: Plan, lhs: Array, rhs: Array, *rest: Array) -> Array:
+        from trencadis.gemm import tpu
+
+        return tpu.run(plan, lhs, rhs, *rest)
+
+
+# in the order of preference
+BACKENDS: dict[str, GemmBackend] = {"tpu": _Tpu(), "triton": triton, "cpu": cpu, "xla": xla}
 
 
 def answers(problem: GemmProblem, target: Target, overrides: Overrides = Overrides()) -> dict[str, Plan | Refusal]:
     """What each backend says of a problem, in the order of preference: its plan, or why it refuses."""
-    return {name: _answer(name, problem, target, overrides) for name in NAMES}
+    return {name: _answer(name, problem, target, overrides) for name in BACKENDS}
 
 
 def _answer(name: str, problem: GemmProblem, target: Target, overrides: Overrides = Overrides()) -> Plan | Refusal:
-    if name == "xla":
-        return xla.plan(problem, target)
-    if name == "cpu":
-        return cpu.plan(problem, target, overrides)
-    if overrides.interpret and target.platform != INTERPRETED[name].platform:  # planned for their own device
-        target = INTERPRETED[name]
-    if name == "triton":
-        return triton.plan(problem, target, overrides)
-    refusal = elsewhere(target)
-    if refusal is not None:
-        return refusal
-    from trencadis.gemm import tpu  # Pallas for TPUs takes long to import, and few programs need it
-
-    return tpu.plan(problem, target, overrides)
+    stand_in = INTERPRETED.get(name)
+    if overrides.interpret and stand_in is not None and target.platform != stand_in.platform:
+        target = stand_in  # kernels are planned for their own device
+    return BACKENDS[name].plan(problem, target, overrides)
 
 
 def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides()) -> Plan:
     """The plan of the first backend that takes the problem, or of the one that the caller asked for."""
     asked = overrides.backend
-    for name in NAMES if asked is None else (asked,):
+    for name in BACKENDS if asked is None else (asked,):
         answer = _answer(name, problem, target, overrides)
         if isinstance(answer, Plan):
             more = "" if asked is None else "; backend as asked for"
@@ -67,8 +89,4 @@ def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
 
 def run(plan: Plan, *operands: Array) -> Array:
     """The product of a plan's problem, from lhs, rhs and the six arrays i32[g] of `Groups`."""
-    if plan.backend == "tpu":
-        from trencadis.gemm import tpu
-
-        return tpu.run(plan, *operands)
-    return {"triton": triton, "cpu": cpu, "xla": xla}[plan.backend].run(plan, *operands)
+    return BACKENDS[plan.backend].run(plan, *operands)

@@ -18,9 +18,10 @@ from trencadis.core.spans import offsets, owner
 from trencadis.gemm.ownership import along, owned_entries, quantized, spread
 from trencadis.gemm.sizes import flat_places
 from trencadis.gemm.tensor import GroupedTensor, checked
+from trencadis.quant.blocks import Shape
 from trencadis.quant.calibrate import Granularity, block_absmax, block_shape, checked_floats, quantize_blocks
 from trencadis.quant.formats import Format, FormatLike, format_of
-from trencadis.quant.scaled import Scaled, Shape
+from trencadis.quant.scaled import Scaled
 
 Array = jax.Array
 

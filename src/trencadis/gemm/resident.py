@@ -23,8 +23,9 @@ from trencadis.backends.tpu.resident.layout import sizes_for
 from trencadis.backends.tpu.resident.sizes import COLUMNS, Sizes
 from trencadis.backends.tpu.resident.table import FIELDS
 from trencadis.core.devices import Chip
+from trencadis.core.problem import cdiv
 from trencadis.gemm.flat import flat_operands, flattened, places, shaped
-from trencadis.gemm.matrices import ceil, inside, mean_problem, running_sum
+from trencadis.gemm.matrices import inside, mean_problem, running_sum
 from trencadis.gemm.problem import GemmProblem, Groups
 
 Array = jax.Array
@@ -72,7 +73,7 @@ def tables(problem: GemmProblem, sizes: Sizes, groups: Groups) -> Tables:
     m, k, n = inside(problem, groups)
     lhs, rhs, out = places(problem, groups, (m, k, n))
     left, right = operands(problem, sizes)
-    steps, blocks, panels = jnp.maximum(ceil(k, sizes.depth), 1), ceil(n, COLUMNS), ceil(m, sizes.rows)
+    steps, blocks, panels = jnp.maximum(cdiv(k, sizes.depth), 1), cdiv(n, COLUMNS), cdiv(m, sizes.rows)
     longest = jnp.maximum(jnp.maximum(lhs.stride, rhs.stride), n)
     fits = (longest <= sizes.longest) & (steps <= sizes.rhs // right.tile) & (steps <= sizes.lhs // left.tile)
     # 32-bit products of what fits do not overflow: both factors are below 2**16
@@ -89,7 +90,7 @@ def tables(problem: GemmProblem, sizes: Sizes, groups: Groups) -> Tables:
     first = part * of.pop("most") * np.int32(sizes.rows)  # row of the result
     if not left.streamed:
         rows = jnp.minimum(chosen[-1] * np.int32(sizes.rows), of["m"] - first)
-        of |= {"lhs_start": of["lhs_start"] + first, "lhs_columns": rows, "m": rows, "panels": ceil(rows, sizes.rows)}
+        of |= {"lhs_start": of["lhs_start"] + first, "lhs_columns": rows, "m": rows, "panels": cdiv(rows, sizes.rows)}
         of["start"] = of["start"] + first * of["n"]
     count = jnp.sum(jnp.where(kept, parts, 0), dtype=jnp.int32)
     flat = jnp.concatenate([jnp.stack([*of.values(), group]).reshape(-1), count[None]])

@@ -232,7 +232,13 @@ class GroupedTensor(Elementwise):
         return tuple(jnp.unstack(self.data))
 
     def dequantize(self, dtype: Any = jnp.float32) -> GroupedTensor:
-        """The same tensor with an array of floats as its data."""
+        """The same tensor with an array of floats as its data.
+
+        >>> from trencadis.gemm import grouped_quantize
+        >>> x = GroupedTensor.ragged_rows(jnp.array([[1.0, 2.0], [4.0, 8.0]]), [1, 1])
+        >>> grouped_quantize(x, "float8_e4m3fn").dequantize().data.tolist()
+        [[1.0, 2.0], [4.0, 8.0]]
+        """
         data = self.data.dequantize(dtype) if quantized(self.data) else self.data
         return GroupedTensor(data, self.first_dims, self.last_dims, self.shape)
 

@@ -31,11 +31,12 @@ from trencadis.backends.tpu.ragged.blocks import BLOCK, Room
 from trencadis.backends.tpu.resident.sizes import COLUMNS, Sizes
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import Chip
+from trencadis.core.problem import cdiv
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides, Tiling
 from trencadis.gemm import resident, xla
 from trencadis.gemm.flat import flat_buffer, flat_operands, flattened, places, shaped
-from trencadis.gemm.matrices import Matrices, ceil, inside, mean_problem, running_sum
+from trencadis.gemm.matrices import Matrices, inside, mean_problem, running_sum
 from trencadis.gemm.problem import Buffer, GemmProblem, Groups, Packing
 
 Array = jax.Array
@@ -195,7 +196,7 @@ def tables(problem: GemmProblem, layout: GemmLayout, groups: Groups) -> Tables:
     sizes = inside(problem, groups)
     found = places(problem, groups, sizes)
     rooms = [room_for(buffer, problem.groups, layout) for buffer in (problem.lhs, problem.rhs, problem.out)]
-    counts = jnp.stack([ceil(x.rows, parts.granule) * ceil(x.columns, parts.granule) for x in found])
+    counts = jnp.stack([cdiv(x.rows, parts.granule) * cdiv(x.columns, parts.granule) for x in found])
     blocks = counts * np.int32((parts.granule // BLOCK) ** 2)
     room = np.asarray([[each.blocks] for each in rooms], np.int32)
     longest = np.asarray([[each.longest] for each in rooms], np.int32)
@@ -204,7 +205,7 @@ def tables(problem: GemmProblem, layout: GemmLayout, groups: Groups) -> Tables:
     past = running_sum(jnp.where(alone, blocks, 0))
     kept = alone & jnp.all(past <= room, axis=0)
     first = past - blocks
-    m, k, n = (jnp.where(kept, ceil(size, parts.granule), 0) for size in sizes)
+    m, k, n = (jnp.where(kept, cdiv(size, parts.granule), 0) for size in sizes)
     tile_m, tile_n = (_even(*each) for each in ((m, parts.tile_m), (n, parts.tile_n)))
     products = jnp.stack([m, k, n, tile_m, tile_n, *first])
     lhs, rhs = (_align_table(layout, x, first[i], kept) for i, x in enumerate(found[:2]))
@@ -217,14 +218,14 @@ def tables(problem: GemmProblem, layout: GemmLayout, groups: Groups) -> Tables:
 
 def _even(size: Array, most: int) -> Array:
     """The size of tiles of at most `most` that are as equal as they can be; at least 1."""
-    tiles = jnp.maximum(ceil(size, most), 1)
+    tiles = jnp.maximum(cdiv(size, most), 1)
     return jnp.maximum((size + tiles - 1) // tiles, 1)
 
 
 def _align_table(layout: GemmLayout, x: Matrices, first: Array, kept: Array) -> Array:
     granule, per = layout.parts.granule, np.int32(layout.parts.granule // BLOCK)
-    lanes = ceil(x.columns, granule) * per
-    row_blocks = jnp.where(kept & (x.columns > 0), ceil(x.rows, granule) * per, 0)
+    lanes = cdiv(x.columns, granule) * per
+    row_blocks = jnp.where(kept & (x.columns > 0), cdiv(x.rows, granule) * per, 0)
     return jnp.stack([x.start, x.stride, x.rows, x.columns, first, row_blocks, lanes])
 
 

@@ -28,10 +28,10 @@ from trencadis.backends.triton.choose import (
 from trencadis.backends.triton.layout import Layout
 from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import card_for
-from trencadis.core.problem import Problem
+from trencadis.core.problem import Problem, cdiv
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
-from trencadis.gemm.matrices import COMPARED, Matrices, ceil, inside, matrices, mean_problem, running_sum
+from trencadis.gemm.matrices import COMPARED, Matrices, inside, matrices, mean_problem, running_sum
 from trencadis.gemm.problem import Buffer, GemmProblem, Groups, Packing
 
 Array = jax.Array
@@ -247,10 +247,10 @@ def tables(problem: GemmProblem, tile: Layout, groups: Groups) -> Tables:
     fast = (there[0] | long[0]) & (there[1] | long[1])
     wide = [_copied_stride(*each) for each in reads]
     copied = [fast & ~each & (x.rows > 0) for each, (_, x) in zip(there, reads, strict=True)]
-    counts = [ceil(m, tile.block_m) * ceil(n, tile.block_n)]
+    counts = [cdiv(m, tile.block_m) * cdiv(n, tile.block_n)]
     for name, on, width, (_, x) in zip(("lhs", "rhs"), copied, wide, reads, strict=True):
         down, across = copy_tile(problem, name)
-        counts += [jnp.where(on, ceil(x.rows, down) * ceil(width, across), 0)]
+        counts += [jnp.where(on, cdiv(x.rows, down) * cdiv(width, across), 0)]
         counts += [jnp.where(on, x.rows * width, 0)]
     past = running_sum(jnp.stack(counts))
     before = past - jnp.stack(counts)
@@ -269,7 +269,7 @@ def tables(problem: GemmProblem, tile: Layout, groups: Groups) -> Tables:
 def _copied_stride(buffer: Buffer, x: Matrices) -> Any:
     """The length of the rows of a copy: i32[g]."""
     size = buffer.dtype.itemsize
-    line, least = (ceil(x.columns, bytes_ // size) * np.int32(bytes_ // size) for bytes_ in (LINE, ALIGNMENT))
+    line, least = (cdiv(x.columns, bytes_ // size) * np.int32(bytes_ // size) for bytes_ in (LINE, ALIGNMENT))
     return jnp.where(x.columns * np.int32(size) >= LONG, line, least)
 
 
@@ -281,7 +281,7 @@ def _gaps(problem: GemmProblem, groups: Groups) -> Array:
     end, last = (x.start + x.columns, stride) if stride else (x.start + x.rows * x.stride, math.prod(buffer.shape))
     begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), end])
     lengths = jnp.maximum(jnp.concatenate([x.start, jnp.full((1,), last, jnp.int32)]) - begins, 0)
-    counts = ceil(lengths, block[1]) * ceil(rows, block[0])
+    counts = cdiv(lengths, block[1]) * cdiv(rows, block[0])
     past = running_sum(counts)
     return jnp.stack([past, past - counts, begins, lengths])
 

@@ -21,7 +21,7 @@ from trencadis.backends.prepare import from_bits, to_bits
 from trencadis.core.decision import Plan
 from trencadis.core.dtypes import cast
 from trencadis.core.target import Target
-from trencadis.core.tiling import Tiling
+from trencadis.core.tiling import Overrides, Tiling
 from trencadis.gemm.by_group import finish
 from trencadis.gemm.problem import Buffer, Dim, GemmProblem, Groups, Packing, Shape
 
@@ -40,7 +40,7 @@ class Layout:
     serial: bool = False  # unrolled: one product after the other, each in a loop of its own
 
 
-def plan(problem: GemmProblem, target: Target) -> Plan:
+def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides()) -> Plan:
     """The plan of a problem on a target: unrolled if sizes are known and groups are few, else in tiles."""
     asked: Any = problem  # a plan's problem is any that has an epilogue; this one has none
     tile = Tiling(*(_tile_length(dim) for dim in (problem.m, problem.k, problem.n)))

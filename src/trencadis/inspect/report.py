@@ -118,7 +118,12 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Inspection:
-    """What the TPU compiler makes of a call; prints as a report."""
+    """What the TPU compiler makes of a call; prints as a report.
+
+    >>> done = Inspection(generation="v6e", jax="0.10.2", libtpu="0.0.42", compiled=True, message=None)
+    >>> done.chip.name, done.cycles, done.peak_share
+    ('v6e', 0, None)
+    """
 
     generation: str
     jax: str

@@ -30,6 +30,7 @@ from jaxtyping import Array
 
 from trencadis.core import arguments, gated
 from trencadis.core.alike import sharded_like
+from trencadis.core.call import Options, Steps, overrides_of, sizes_and_window
 from trencadis.core.epilogue import Activation, Epilogue, Gate, Gather
 from trencadis.core.linear import with_backward
 from trencadis.core.mesh import explicit_mesh, sharding_of
@@ -44,7 +45,7 @@ from trencadis.moe.permutation import (
     sum_rows,
     weighted_sum,
 )
-from trencadis.quant.product import Options, Steps, contraction_product, overrides_of, rows_product, sizes_and_window
+from trencadis.quant.product import contraction_product, rows_product
 from trencadis.quant.recipe import Recipe
 from trencadis.quant.scaled import Scaled
 from trencadis.quant.training import trained

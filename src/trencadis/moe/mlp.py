@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from trencadis.core import arguments
 from trencadis.core.alike import sharded_like
+from trencadis.core.call import Options
 from trencadis.core.epilogue import Activation, static_activation
 from trencadis.core.mesh import Over, replicated, resharded_like
 from trencadis.core.plan import check_backend
@@ -25,7 +26,6 @@ from trencadis.moe.layer import SAVE, Experts, Indices, Inputs, Layer, Save
 from trencadis.moe.permutation import sort_by_expert
 from trencadis.moe.routing import Routing
 from trencadis.quant.operand import Operand, array_operand
-from trencadis.quant.product import Options
 from trencadis.quant.recipe import Recipe
 from trencadis.quant.scaled import Scaled
 
@@ -85,6 +85,7 @@ def moe_mlp(
     _check(x, routing, experts, save)
     first = arguments.first_group(group_offset)
     arguments.check_window_given(group_offset, experts.up.shape[0], routing.sizes.shape[0])
+    arguments.check_window(first, experts.up.shape[0], routing.sizes.shape[0])
     if x.shape[0] == 0:
         return x
     dtype = np.dtype(x.dtype)
@@ -170,6 +171,8 @@ def _check(x: Array, routing: Routing, experts: Experts, save: str) -> None:
     wanted = {"w_gate": (e, d, f), "w_down": (e, f, d), "bias_gate": (e, f), "bias_up": (e, f), "bias_down": (e, d)}
     named = {"w_gate": experts.gate, "w_down": experts.down, "bias_gate": experts.bias_gate}
     named |= {"bias_up": experts.bias_up, "bias_down": experts.bias_down}
+    if experts.down is None:
+        raise ValueError(f"w_down: want shape {wanted['w_down']}, as w_up has {experts.up.shape}; got None")
     for name, want in wanted.items():
         if named[name] is not None and tuple(named[name].shape) != want:
             raise ValueError(f"{name}: want shape {want}, as w_up has {experts.up.shape}; got {named[name].shape}")

@@ -1,4 +1,7 @@
-"""The MoE layer as a Flax NNX module. It needs flax: `pip install 'trencadis[flax]'`."""
+"""The MoE layer as a Flax NNX module.
+
+It needs flax: `pip install 'trencadis[flax]'`, or in a checkout: `pip install '.[flax]'`.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
+from trencadis.core import arguments
 from trencadis.core.epilogue import Activation
 from trencadis.moe.activation import swiglu
 from trencadis.moe.layer import Save
@@ -110,7 +111,8 @@ def apply(
         changes it, and no optimizer should.
       mask: `[...]`; where it is False, a token goes to no expert, and its result is 0.
       experts: `[..., k]`, given ids instead of the choice by score.
-      mlp: what runs the experts, a function with the arguments of `moe_mlp`, such as one over a mesh.
+      mlp: what runs the experts: a function with the arguments of `moe_mlp` that returns the result alone. Over a mesh:
+        `lambda *a, **o: parallel.moe_mlp(*a, axis="expert", **o)[0]`, without the load.
 
     >>> config = Config(d=8, f=16, experts=4, k=2)
     >>> y, routing = apply(init(jax.random.key(0), config), jnp.ones((2, 3, 8)), config)
@@ -156,10 +158,11 @@ def _flat(name: str, x: ArrayLike | None, shape: tuple[int, ...]) -> Array | Non
     """An argument with the leading axes of x, which become one."""
     if x is None:
         return None
-    if jnp.shape(x) != shape:
-        raise ValueError(f"{name}: want shape {shape}; got {jnp.shape(x)}")
+    x = arguments.as_array(name, x)
+    if x.shape != shape:
+        raise ValueError(f"{name}: want shape {shape}; got {x.shape}")
     kept = shape[-1:] if name == "experts" else ()
-    return jnp.asarray(x).reshape(-1, *kept)
+    return x.reshape(-1, *kept)
 
 
 def _as(p: Any, dtype: DTypeLike) -> Any:

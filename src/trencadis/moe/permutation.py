@@ -22,7 +22,12 @@ from trencadis.moe.row_operations import GatherEntries, SortByExpert, SpreadEntr
 
 
 class Permutation(NamedTuple):
-    """Assignments of tokens to experts, sorted by expert; those to no expert come last."""
+    """Assignments of tokens to experts, sorted by expert; those to no expert come last.
+
+    >>> permutation = sort_by_expert(jnp.array([[1, 0], [2, 3]]), 3)  # 3 is no expert
+    >>> permutation.token.tolist(), permutation.sizes.tolist()
+    ([0, 0, 1, 1], [1, 1, 1])
+    """
 
     token: Int32[Array, " rows"]  # the token of each row
     inverse: Int32[Array, " rows"]  # the row of each assignment: of the k of token 0, then of the k of token 1, ...

@@ -13,13 +13,19 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
+from trencadis.core import arguments
 from trencadis.core.mesh import Axes, explicit_axes, explicit_mesh, placed, replicated, spec_of
 from trencadis.moe.permutation import sort_by_expert
 from trencadis.moe.selection import SCORES, Rule, Score, choose, picked
 
 
 class Routing(NamedTuple):
-    """The experts of each token. An id outside of `[0, e)` is no expert: a masked or dropped assignment."""
+    """The experts of each token. An id outside of `[0, e)` is no expert: a masked or dropped assignment.
+
+    >>> routing = route(jnp.array([[1.0, 0.0], [2.0, 0.0]]), 1)
+    >>> routing.experts.tolist(), routing.weights.tolist(), routing.sizes.tolist()
+    ([[0], [0]], [[1.0], [1.0]], [2, 0])
+    """
 
     experts: Int32[Array, "t k"]
     weights: Float[Array, "t k"]  # float32; 0 where there is no expert
@@ -28,7 +34,12 @@ class Routing(NamedTuple):
 
 
 class Load(NamedTuple):
-    """How many rows each expert gets, and how evenly they are distributed."""
+    """How many rows each expert gets, and how evenly they are distributed.
+
+    >>> load = load_of(route(jnp.array([[1.0, 0.0], [2.0, 0.0]]), 1))
+    >>> load.rows.tolist(), int(load.dropped), float(load.imbalance)
+    ([2, 0], 0, 2.0)
+    """
 
     rows: Int32[Array, " e"]
     dropped: Int32[Array, ""]  # assignments to an expert that are not computed
@@ -73,9 +84,10 @@ def route(
     [0.67, 0.33]
     """
     logits = jnp.asarray(logits)
+    optional = {"bias": bias, "mask": mask, "experts": experts}
+    bias, mask, experts = (None if x is None else arguments.as_array(name, x) for name, x in optional.items())
     _check(logits, k, score, bias, groups, group_k, mask, experts)
     choice = _Choice(Rule(score, normalize), k, groups, group_k)
-    mask, experts = (x if x is None else jnp.asarray(x) for x in (mask, experts))
     given: tuple[Any, ...] = logits, jnp.asarray(scale), bias, mask, experts
     mesh = explicit_mesh(logits)
     tokens = () if mesh is None else spec_of(jax.typeof(logits).sharding, mesh, 2)[0]
@@ -144,7 +156,7 @@ def _keys(rule: Rule, logits: Array, bias: Array | None, groups: int | None, gro
         return None
     keys = lax.stop_gradient(rule.keys(logits))
     if bias is not None:
-        keys = keys + lax.stop_gradient(jnp.asarray(bias)).astype(keys.dtype)
+        keys = keys + lax.stop_gradient(bias).astype(keys.dtype)
     if groups is not None and group_k is not None:
         each = keys.reshape(keys.shape[0], groups, -1)  # [t, groups, e / groups]
         best = lax.top_k(each, min(2, each.shape[2]))[0].sum(axis=-1)
@@ -176,10 +188,10 @@ def _check(
                 f"group_k: want at most {groups} groups that hold k = {k} experts, {e // groups} each; got {group_k}"
             )
     for name, x, want in (("bias", bias, (e,)), ("mask", mask, (t,)), ("experts", experts, (t, k))):
-        if x is not None and jnp.shape(x) != want:
-            raise ValueError(f"{name}: want shape {want}; got {jnp.shape(x)}")
-    if experts is not None and not jnp.issubdtype(jnp.asarray(experts).dtype, jnp.integer):
-        raise TypeError(f"experts: want integers; got {jnp.asarray(experts).dtype}")
+        if x is not None and x.shape != want:
+            raise ValueError(f"{name}: want shape {want}; got {x.shape}")
+    if experts is not None and not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise TypeError(f"experts: want integers; got {experts.dtype}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -211,6 +223,7 @@ def z_loss(logits: Float[Array, "t e"], *, mask: Bool[Array, " t"] | None = None
     logits = jnp.asarray(logits).astype(jnp.float32)
     if mask is None:
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
+    mask = jnp.asarray(mask)
     squares = jax.nn.logsumexp(jnp.where(mask[:, None], logits, 0), axis=-1) ** 2
     return jnp.sum(jnp.where(mask, squares, 0)) / jnp.maximum(jnp.sum(mask), 1)
 
@@ -225,7 +238,7 @@ def update_bias(
     >>> update_bias(jnp.zeros(3), jnp.array([1, 3, 5]), 0.5)
     Array([ 0.5,  0. , -0.5], dtype=float32)
     """
-    sizes = jnp.asarray(sizes)
+    bias, sizes = jnp.asarray(bias), jnp.asarray(sizes)
     sizes = (sizes if axis_name is None else lax.psum(sizes, axis_name)).astype(jnp.float32)
     return bias + rate * jnp.sign(jnp.mean(sizes) - sizes).astype(bias.dtype)
 
@@ -249,6 +262,8 @@ def limit_rows(routing: Routing, capacity: int) -> tuple[Routing, Load]:
     >>> limited.experts.ravel().tolist(), int(load.dropped)
     ([0, 0, 2], 1)
     """
+    if not arguments.is_int(capacity) or capacity < 0:
+        raise ValueError(f"capacity: want a nonnegative int, the rows of an expert; got {capacity!r}")
     num_experts, routing = routing.sizes.shape[0], Routing(*map(replicated, routing))
     _, inverse, sizes = sort_by_expert(routing.experts, num_experts)
     starts = jnp.cumsum(sizes) - sizes  # the first sorted row of each expert

@@ -15,9 +15,11 @@ from trencadis.parallel.choice import STRATEGIES, Strategy, bytes_moved
 from trencadis.parallel.collectives import gather_weights, ordered_psum, ordered_pvary
 from trencadis.parallel.layer import expert_parallel
 from trencadis.parallel.mesh import moe_mlp
+from trencadis.parallel.network import Pod, step_times
 
 __all__ = [
     "STRATEGIES",
+    "Pod",
     "Strategy",
     "bytes_moved",
     "expert_parallel",
@@ -25,4 +27,5 @@ __all__ = [
     "moe_mlp",
     "ordered_psum",
     "ordered_pvary",
+    "step_times",
 ]

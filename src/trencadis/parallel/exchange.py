@@ -19,7 +19,7 @@ from trencadis.core.jax_compat import vary_alike
 from trencadis.core.linear import linear
 from trencadis.moe.row_operations import take
 from trencadis.parallel.collectives import Axis, swap_blocks
-from trencadis.parallel.rows import Buffer, collect, fill, fill_entries, padded_buffer, sorted_buffer
+from trencadis.parallel.rows import SendBuffer, collect, fill, fill_entries, padded_buffer, sorted_buffer
 from trencadis.parallel.setting import Compute, Part, Setting, counts, send
 
 
@@ -27,7 +27,7 @@ def padded(setting: Setting, compute: Compute, x: Array, experts: Array, weights
     """The results of this shard's tokens by `lax.all_to_all`, with blocks of `capacity / shards` rows."""
     buffer = padded_buffer(_shards(setting, experts), setting.shards, setting.capacity // setting.shards)
 
-    def dispatch(known: Buffer, x: Array) -> Array:
+    def dispatch(known: SendBuffer, x: Array) -> Array:
         return swap_blocks(fill(x, known), setting.axis)
 
     rows = send(dispatch, buffer, x, setting.dispatch)
@@ -47,7 +47,7 @@ def ragged(setting: Setting, compute: Compute, x: Array, experts: Array, weights
     here, there = buffer.row.shape[0], setting.capacity
     forth = functools.partial(exchange, setting.axis, most, (here, there))
 
-    def dispatch(known: tuple[Buffer, Routes], x: Array) -> Array:
+    def dispatch(known: tuple[SendBuffer, Routes], x: Array) -> Array:
         return forth(known[1], fill(x, known[0]))
 
     rows = send(dispatch, (buffer, routes), x, setting.dispatch)
@@ -66,7 +66,7 @@ def _shards(setting: Setting, experts: Array) -> Array:
     return jnp.where(there, experts // max(setting.local, 1), setting.shards)
 
 
-def _packed(setting: Setting, buffer: Buffer, experts: Array, weights: Array) -> Array:
+def _packed(setting: Setting, buffer: SendBuffer, experts: Array, weights: Array) -> Array:
     """The expert, numbered within its shard, and the weight of each row, in one array [rows, 2] that travels."""
     ids = fill_entries((experts % max(setting.local, 1)).astype(jnp.float32), buffer)  # exact below 2**24 experts
     ids = jnp.where(buffer.row >= 0, ids, setting.local)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypedDict, Unpack
 
 import jax.numpy as jnp
@@ -97,6 +97,7 @@ def expert_parallel(
     >>> [round(float(y), 3) for y in jax.jit(mapped)(x, router, *params)[:, 0]]
     [0.731, 0.731, 0.731, 0.731]
     """
+    check_options(options)
     x = arguments.as_array("x", x)
     up = array_operand("w_up", w_up)
     shards, local = lax.axis_size(axis), up.shape[0]
@@ -169,6 +170,13 @@ def load_over(axis: Axis, rows: Array, dropped: Array) -> Load:
     return Load(rows, dropped, busiest / jnp.maximum(mean.astype(jnp.float32), jnp.finfo(jnp.float32).tiny))
 
 
+def check_options(options: Collection[str]) -> None:
+    """Raise unless each name is that of an option for the experts of a shard."""
+    unknown = [name for name in options if name not in MlpOptions.__annotations__]
+    if unknown:
+        raise TypeError(f"{unknown[0]}: want one of the options {', '.join(MlpOptions.__annotations__)}; got this name")
+
+
 def _check(
     x: Array, routing: Routing, shards: int, local: int, strategy: str | None, capacity: int | None, chunks: int
 ) -> None:
@@ -187,7 +195,7 @@ def _check(
         )
     if strategy is not None and strategy not in STRATEGIES:
         raise ValueError(f"strategy: want one of {', '.join(map(repr, STRATEGIES))} or None; got {strategy!r}")
-    if capacity is not None and capacity < 1:
-        raise ValueError(f"capacity: want at least 1 row, or None; got {capacity}")
-    if not 1 <= chunks <= max(x.shape[0], 1):
-        raise ValueError(f"chunks: want between 1 and the {x.shape[0]} tokens of x; got {chunks}")
+    if capacity is not None and (not arguments.is_int(capacity) or capacity < 1):
+        raise ValueError(f"capacity: want an int of at least 1 row, or None; got {capacity!r}")
+    if not arguments.is_int(chunks) or not 1 <= chunks <= max(x.shape[0], 1):
+        raise ValueError(f"chunks: want an int between 1 and the {x.shape[0]} tokens of x; got {chunks!r}")

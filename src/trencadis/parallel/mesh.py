@@ -16,7 +16,7 @@ from trencadis.core.mesh import placed
 from trencadis.moe.routing import Load, Routing
 from trencadis.parallel.choice import Strategy
 from trencadis.parallel.collectives import Axis, names_of, ordered_pvary
-from trencadis.parallel.layer import MlpOptions, expert_parallel, load_over
+from trencadis.parallel.layer import MlpOptions, check_options, expert_parallel, load_over
 from trencadis.quant.formats import FormatLike
 from trencadis.quant.operand import Operand, array_operand, operand_specs
 from trencadis.quant.scaled import Scaled
@@ -64,8 +64,10 @@ def moe_mlp(
     >>> y.shape, load.rows.shape, int(load.dropped)
     ((4, 8), (3,), 0)
     """
+    check_options(options)
     data = names_of(data_axis)
     used = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    _check_axes(used, axis=axis, data_axis=data_axis, tensor_axis=() if tensor_axis is None else tensor_axis)
     shards = math.prod(used.shape[name] for name in (*data, *names_of(axis)))
     if jnp.shape(x)[0] % shards:
         raise ValueError(f"x: want tokens that {shards} shards divide evenly, padded and masked; got {jnp.shape(x)[0]}")
@@ -95,6 +97,15 @@ def moe_mlp(
     out_specs = (tokens, (PartitionSpec(axis), PartitionSpec(), PartitionSpec()))
     y, load = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*_placed(used, given, in_specs))
     return y, Load(*load)
+
+
+def _check_axes(mesh: Mesh | AbstractMesh, **axes: Axis) -> None:
+    """Raise an error that names the argument unless the mesh has all of these axes."""
+    if mesh.empty:
+        raise ValueError("mesh: want a mesh, or None inside of jax.set_mesh; got None without a mesh that is set")
+    for name, given in axes.items():
+        if not set(names_of(given)) <= set(mesh.axis_names):
+            raise ValueError(f"{name}: want axes of the mesh, {', '.join(map(repr, mesh.axis_names))}; got {given!r}")
 
 
 def _spec(name: str, w: Any, axis: Axis, tensor_axis: Axis | None) -> Any:

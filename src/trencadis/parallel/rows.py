@@ -16,26 +16,26 @@ from trencadis.moe.permutation import Permutation, rows_of, sort_by_expert
 from trencadis.moe.row_operations import sum_of_rows, take
 
 
-class Buffer(NamedTuple):
-    """What each row of a buffer holds, in both directions; -1 is nothing."""
+class SendBuffer(NamedTuple):
+    """What each row of a buffer that is sent holds, in both directions; -1 is nothing."""
 
     permutation: Permutation  # assignments [t, k] sorted by where they go
     row: Int32[Array, " s"]  # the sorted assignment in each row of the buffer
     slot: Int32[Array, " m"]  # the row of the buffer of each sorted assignment
 
 
-def sorted_buffer(where: Int32[Array, "t k"], places: int, capacity: int | None = None) -> Buffer:
+def sorted_buffer(where: Int32[Array, "t k"], places: int, capacity: int | None = None) -> SendBuffer:
     """All assignments sorted by place, those of one place in the order of tokens; the first `capacity` of them."""
     permutation = sort_by_expert(where, places)
     m = permutation.token.shape[0]
     row = jnp.arange(m, dtype=jnp.int32)
     slot = jnp.where(row < jnp.sum(permutation.sizes), row, -1)
     if capacity is None or capacity >= m:
-        return Buffer(permutation, slot, slot)
-    return Buffer(permutation, slot[:capacity], jnp.where(row < capacity, slot, -1))
+        return SendBuffer(permutation, slot, slot)
+    return SendBuffer(permutation, slot[:capacity], jnp.where(row < capacity, slot, -1))
 
 
-def padded_buffer(where: Int32[Array, "t k"], places: int, each: int) -> Buffer:
+def padded_buffer(where: Int32[Array, "t k"], places: int, each: int) -> SendBuffer:
     """A block of `each` rows for every place, filled from its start by the first assignments to that place."""
     permutation = sort_by_expert(where, places)
     m = permutation.token.shape[0]
@@ -47,38 +47,38 @@ def padded_buffer(where: Int32[Array, "t k"], places: int, each: int) -> Buffer:
     place = jnp.sum(order[:, None] >= ends, axis=1, dtype=jnp.int32)  # `places` for assignments to none
     behind = order - take(starts, jnp.minimum(place, places - 1))
     slot = jnp.where((place < places) & (behind < each), place * each + behind, -1)
-    return Buffer(permutation, row, slot)
+    return SendBuffer(permutation, row, slot)
 
 
-def fill(x: Num[Array, "t c"], buffer: Buffer) -> Num[Array, "s c"]:
+def fill(x: Num[Array, "t c"], buffer: SendBuffer) -> Num[Array, "s c"]:
     """The tokens of the rows of a buffer, and 0 in empty rows; its gradient is `collect`."""
     tokens = x.shape[0]
     return linear(lambda known, x: _fill(x, known), lambda known, ct: _collect(ct, known, tokens), buffer, x)
 
 
-def collect(y: Num[Array, "s c"], buffer: Buffer, tokens: int) -> Num[Array, "t c"]:
+def collect(y: Num[Array, "s c"], buffer: SendBuffer, tokens: int) -> Num[Array, "t c"]:
     """The sum over the rows of each token, in float32, rounded to the dtype of y; its gradient is `fill`."""
     return linear(lambda known, y: _collect(y, known, tokens), lambda known, ct: _fill(ct, known), buffer, y)
 
 
-def fill_entries(x: Float[Array, "t k"], buffer: Buffer) -> Float[Array, " s"]:
+def fill_entries(x: Float[Array, "t k"], buffer: SendBuffer) -> Float[Array, " s"]:
     """The entry of each row of a buffer, one for each assignment, and 0 in empty rows."""
 
-    def place(known: Buffer, x: Array) -> Array:
+    def place(known: SendBuffer, x: Array) -> Array:
         return _taken(x, known.row)
 
-    def unplace(known: Buffer, ct: Array) -> Array:
+    def unplace(known: SendBuffer, ct: Array) -> Array:
         return _taken(ct, known.slot)
 
     return linear(place, unplace, buffer, rows_of(x, buffer.permutation))
 
 
-def _fill(x: Array, buffer: Buffer) -> Array:
+def _fill(x: Array, buffer: SendBuffer) -> Array:
     token = buffer.permutation.token
     return _taken(x, jnp.where(buffer.row < 0, -1, take(token, jnp.maximum(buffer.row, 0)) if token.size else -1))
 
 
-def _collect(y: Array, buffer: Buffer, tokens: int) -> Array:
+def _collect(y: Array, buffer: SendBuffer, tokens: int) -> Array:
     inverse = buffer.permutation.inverse
     slots = take(buffer.slot, inverse).reshape(tokens, inverse.shape[0] // max(tokens, 1))
     return sum_of_rows(y, slots, None, masked=True)

@@ -15,8 +15,9 @@ from jax.typing import ArrayLike
 
 from trencadis.core import arguments
 from trencadis.core.mesh import Axes
+from trencadis.quant.blocks import Shape, expanded
 from trencadis.quant.formats import Format, FormatLike, format_of
-from trencadis.quant.scaled import Scaled, Shape, expanded
+from trencadis.quant.scaled import Scaled
 
 Array = jax.Array
 Granularity = str | tuple[int, ...] | None

@@ -17,46 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from trencadis.backends import INTERPRETED
 from trencadis.core import arguments, unfused
-from trencadis.core.debug import check_traced
-from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import Activation, Epilogue, static_activation
-from trencadis.core.mesh import Over, replicated, resharded_like
-from trencadis.core.plan import check_backend
+from trencadis.core.call import Options, Steps, overrides_of, sizes_and_window
+from trencadis.core.dtypes import accumulator, whole
+from trencadis.core.epilogue import Epilogue, static_activation
+from trencadis.core.mesh import replicated, resharded_like
 from trencadis.core.problem import Form, Problem
-from trencadis.core.sharded import OutSharding, run
-from trencadis.core.spans import clamp_first, local_group, owned
-from trencadis.core.tiling import Overrides, TilingLike, resolve
+from trencadis.core.sharded import run
+from trencadis.core.spans import local_group, owned
+from trencadis.core.split import SHORT
 from trencadis.core.wide_upcast import WORD, takes, upcast
+from trencadis.quant.blocks import expanded
 from trencadis.quant.operand import Operand, Sizes, array_operand
-from trencadis.quant.scaled import Scaled, expanded
+from trencadis.quant.scaled import Scaled
 
 Array = jax.Array
-
-WHOLE = {"float4_e2m1fn": jnp.float8_e4m3fn}  # nothing multiplies 4-bit floats; a byte holds them exactly
-SHORT = 16  # entries of k: shorter parts are not worth a product of their own
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The static options of a grouped product, as the caller gave them."""
-
-    tiling: TilingLike = None
-    interpret: bool = False
-    precision: Any = None
-    backend: str | None = None
-    out_sharding: OutSharding = None
-    advise: bool = True  # whether the caller stores the operands, and can be told how
-    over: Over = Over()  # manual mesh axes over which the caller has divided what is multiplied
-
-
-class Steps(NamedTuple):
-    """What follows a product: the operands of its epilogue, as the caller gave them, and its activation."""
-
-    bias: Any = None
-    existing_out: Any = None
-    activation: Activation | None = None
 
 
 def rows_product(
@@ -125,34 +100,6 @@ def contraction_product(
     problem, operands, scales = with_scales(problem, x, y, *after)
     extras = [] if existing_out is None else [arguments.as_array("existing_out", existing_out)]
     return run(problem, overrides, *operands, *after, *scales, *extras, out_sharding=options.out_sharding)
-
-
-def overrides_of(problem: Problem, options: Options) -> Overrides:
-    """What the caller decided instead of the plan, checked."""
-    backend = check_backend(options.backend)
-    interpret = arguments.checked_flag("interpret", options.interpret)
-    if interpret and backend not in (None, "reference", *INTERPRETED):
-        raise ValueError(
-            f"interpret: backend {backend!r} has no kernel to interpret; want backend=None, 'reference' or "
-            f"{', '.join(map(repr, INTERPRETED))}"
-        )
-    tilings = resolve(options.tiling, problem.m, problem.k, problem.n)
-    return Overrides(backend=backend, interpret=interpret, tilings=tilings, advise=options.advise)
-
-
-def sizes_and_window(problem: Problem, group_sizes: Sizes, group_offset: Any) -> tuple[Array, Array]:
-    """The checked run-time integers of a problem: group sizes `[batch, groups]`, first group of each `[batch]`."""
-    first = arguments.first_group(group_offset)
-    arguments.check_sizes(group_sizes, problem.m)
-    arguments.check_window(first, problem.local_groups, problem.groups)
-    sizes = jnp.asarray(group_sizes)
-    check = functools.partial(check_traced, first=first, m=problem.m, local_groups=problem.local_groups)
-    _ = jax.vmap(check)(sizes) if sizes.ndim == 2 else check(sizes)
-    if arguments.concrete(first) is None:  # so that no kernel counts past 2**31
-        first = clamp_first(first, problem.groups, problem.local_groups)
-    if sizes.ndim == 2:
-        return sizes, jnp.broadcast_to(jnp.asarray(first), (problem.batch,))
-    return lax.expand_dims(sizes, (0,)), jnp.asarray(first.reshape(1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,7 +175,7 @@ def _rows_scales(
         epilogue = dataclasses.replace(epilogue, by_column=True, column_block=(block, across) if block else (0, 1))
         if block:
             epilogue = dataclasses.replace(epilogue, column_scales=np.dtype(by_column.dtype))
-        as_stored = block > 0 or rhs.dtype.name not in WHOLE
+        as_stored = block > 0 or whole(rhs.dtype) == rhs.dtype
         interleaved = rhs.interleaved and as_stored
         y = jnp.asarray(rhs.stored) if as_stored else _values(rhs)
     dtypes = {"lhs": np.dtype(x.dtype), "rhs": np.dtype(y.dtype)}
@@ -344,4 +291,4 @@ def _misaligned(lhs: Scaled, rhs: Array | Scaled, k_axis: int) -> bool:
 def _values(x: Array | Scaled) -> Array:
     if not isinstance(x, Scaled):
         return x
-    return jnp.asarray(x.values).astype(WHOLE.get(x.values.dtype.name, x.values.dtype))
+    return jnp.asarray(x.values).astype(whole(np.dtype(x.values.dtype)))

@@ -17,11 +17,10 @@ from jax.typing import ArrayLike, DTypeLike
 from trencadis.core.dtypes import bits
 from trencadis.core.interleave import deinterleave, interleave, interleaves, run_length
 from trencadis.core.jax_compat import exportable
-from trencadis.core.mesh import repeated
+from trencadis.quant.blocks import Shape, expanded, merged, merged_shape
 from trencadis.quant.formats import FormatLike, format_of
 
 Array = jax.Array
-Shape = tuple[int, ...]
 Leaf = ArrayLike | jax.ShapeDtypeStruct
 Static = tuple[str, Shape, bool, bool]  # format, block, transposed, interleaved
 
@@ -174,6 +173,10 @@ class Scaled(_Fields):
 
         The kernel for Hopper GPUs reads interleaved weights fastest. The axis must have a multiple of 32 entries of 4
         bits, or of 16 of 8.
+
+        >>> w = Scaled(jnp.arange(16, dtype=jnp.int8), jnp.array([0.5]), "int8", (16,)).interleave()
+        >>> w.interleaved, w.stored[:4].tolist(), w.values[:4].tolist()
+        (True, [0, 8, 1, 9], [0, 1, 2, 3])
         """
         if interleaved == self.interleaved:
             return self
@@ -182,7 +185,12 @@ class Scaled(_Fields):
         return Scaled.tree_unflatten(static, (values, *self._stored[1:]))
 
     def transpose(self, *axes: int) -> Scaled:
-        """The array with its axes in another order, or in reverse if no order is given."""
+        """The array with its axes in another order, or in reverse if no order is given.
+
+        >>> w = Scaled(jnp.ones((4, 6, 2), jnp.int8), jnp.ones((4, 3, 2)), "int8", (1, 2, 1))
+        >>> w.transpose(1, 0, 2).shape, w.transpose(1, 0, 2).block
+        ((6, 4, 2), (2, 1, 1))
+        """
         axes = tuple(axis % self.ndim for axis in axes) if axes else tuple(range(self.ndim))[::-1]
         if self.ndim >= 2 and axes == _swapped(tuple(range(self.ndim))):
             return self.mT
@@ -194,15 +202,19 @@ class Scaled(_Fields):
         """The array with neighbouring axes merged: new axis i replaces the next counts[i] axes; with 0 it has length 1.
 
         A block that would reach into the next row of a merged axis is cut into shorter blocks with the same scale.
+
+        >>> w = Scaled(jnp.ones((4, 6, 2), jnp.int8), jnp.ones((4, 3, 2)), "int8", (1, 2, 1))
+        >>> w.merged(2, 1).shape, w.merged(2, 1).block
+        ((24, 2), (2, 1))
         """
         if all(count == 1 for count in counts):
             return self
         shape, values = self.shape, self.values
-        scale, block = _merged(self.scale, shape, self.block, counts)
+        scale, block = merged(self.scale, shape, self.block, counts)
         zeros = self.zeros
         if zeros is not None:
-            zeros = _merged(zeros.astype(jnp.int32), shape, self.block, counts)[0].astype(zeros.dtype)
-        return Scaled(values.reshape(_merged_shape(shape, counts)), scale, self.format, block, self.total, zeros)
+            zeros = merged(zeros.astype(jnp.int32), shape, self.block, counts)[0].astype(zeros.dtype)
+        return Scaled(values.reshape(merged_shape(shape, counts)), scale, self.format, block, self.total, zeros)
 
     def __getitem__(self, at: int | slice) -> Scaled:
         """A slice of the first axis, such as some of the groups, or one entry of it without that axis."""
@@ -230,20 +242,33 @@ class Scaled(_Fields):
     __iter__ = None  # groups are taken by index; a Scaled is no sequence
 
     def scales(self) -> Array:
-        """The float32 scale of each entry, in a shape that broadcasts against the values."""
+        """The float32 scale of each entry, in a shape that broadcasts against the values.
+
+        >>> Scaled(jnp.array([6, -3, 2, 1], jnp.int8), jnp.array([0.5, 2.0]), "int8", (2,)).scales().tolist()
+        [0.5, 0.5, 2.0, 2.0]
+        """
         checked("Scaled", self)
         found = expanded(jnp.asarray(self.scale).astype(jnp.float32), self.block, self.shape)
         return found if self.total is None else found * self.total
 
     def centered(self, dtype: DTypeLike) -> Array:
-        """The values minus their zero points, in a dtype that holds the differences."""
+        """The values minus their zero points, in a dtype that holds the differences.
+
+        >>> x = Scaled(jnp.array([6, -3], jnp.int8), jnp.ones(1), "int8", (2,), zeros=jnp.array([1], jnp.int8))
+        >>> x.centered(jnp.int32).tolist()
+        [5, -4]
+        """
         values = jnp.asarray(self.values).astype(dtype)
         if self.zeros is None:
             return values
         return values - expanded(jnp.asarray(self.zeros).astype(dtype), self.block, self.shape)
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
-        """The array that this stands for: values minus zero points, times scales, computed in float32."""
+        """The array that this stands for: values minus zero points, times scales, computed in float32.
+
+        >>> Scaled(jnp.array([6, -3], jnp.int8), jnp.array([0.5]), "int8", (2,)).dequantize().tolist()
+        [3.0, -1.5]
+        """
         return _dequantized(checked("Scaled", self), jnp.dtype(dtype))
 
     def tree_flatten(self) -> tuple[tuple[Any, Any, Any, Any], Static]:
@@ -388,51 +413,6 @@ def _exchanged(x: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct) and len(x.shape) >= 2:
         return jax.ShapeDtypeStruct(_swapped(x.shape), x.dtype)
     return x.swapaxes(-1, -2) if hasattr(x, "swapaxes") and x.ndim >= 2 else x
-
-
-def expanded(scale: Array, block: Shape, shape: Shape) -> Array:
-    """The scale of each entry of an array of this shape; an axis with one scale keeps length 1."""
-    for axis, (length, size) in enumerate(zip(block, shape, strict=True)):
-        if length > 1 and scale.shape[axis] > 1:
-            scale = _repeated(scale, axis, length, size)
-    return scale
-
-
-def _merged(scale: Array, shape: Shape, block: Shape, counts: Shape) -> tuple[Array, Shape]:
-    """The scales, and the lengths of blocks, after neighbouring axes are merged as `Scaled.merged` says."""
-    sizes, lengths = list(shape), list(block)
-    for at, count in enumerate(counts):
-        if not count:
-            sizes.insert(at, 1)
-            lengths.insert(at, 1)
-            scale = jnp.expand_dims(scale, at)
-        for _ in range(count - 1):
-            scale, lengths[at : at + 2] = _joined(scale, at, sizes[at : at + 2], lengths[at : at + 2])
-            sizes[at : at + 2] = [sizes[at] * sizes[at + 1]]
-    return scale, tuple(lengths)
-
-
-def _merged_shape(shape: Shape, counts: Shape) -> Shape:
-    starts = [sum(counts[:at]) for at in range(len(counts) + 1)]
-    merged = (math.prod(shape[start : start + count]) for start, count in zip(starts, counts, strict=False))
-    return (*merged, *shape[starts[-1] :])
-
-
-def _joined(scale: Array, axis: int, shape: list[int], block: list[int]) -> tuple[Array, list[int]]:
-    """The scales, and the length of a block, after an axis and the next one are merged."""
-    if scale.shape[axis + 1] == 1:  # a block is made of whole rows of the second axis
-        length = block[0] * shape[1]
-    else:
-        length = math.gcd(block[1], shape[1])
-        scale = _repeated(scale, axis, block[0], shape[0])
-        scale = _repeated(scale, axis + 1, block[1] // length, shape[1] // length)
-    joined = (*scale.shape[:axis], scale.shape[axis] * scale.shape[axis + 1], *scale.shape[axis + 2 :])
-    return scale.reshape(joined), [max(length, 1)]
-
-
-def _repeated(scale: Array, axis: int, times: int, size: int) -> Array:
-    """Each scale repeated along an axis, cut off at this size; the axis may be sharded over explicit mesh axes."""
-    return scale if times == 1 else jax.lax.slice_in_dim(repeated(scale, times, axis), 0, size, axis=axis)
 
 
 def _typed(x: Any) -> str:

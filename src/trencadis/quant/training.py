@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh
 
 from trencadis.core import arguments, unfused
 from trencadis.core.alike import sharded_like
+from trencadis.core.call import Options, Steps, sizes_and_window
 from trencadis.core.epilogue import Epilogue, static_activation
 from trencadis.core.jax_compat import vary_alike
 from trencadis.core.mesh import (
@@ -45,7 +46,7 @@ from trencadis.core.problem import Problem
 from trencadis.core.spans import local_group, owned
 from trencadis.core.tiling import Tilings, resolve
 from trencadis.quant.calibrate import pmax_of_magnitudes
-from trencadis.quant.product import Options, Steps, contraction_product, rows_product, sizes_and_window
+from trencadis.quant.product import contraction_product, rows_product
 from trencadis.quant.recipe import Recipe
 from trencadis.quant.scaled import Scaled
 
@@ -54,8 +55,8 @@ Operand = Any  # an array or a Scaled
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """The static description of a quantized layer: its problem, recipe and options."""
+class QuantizedProduct:
+    """The static description of a product that quantizes its operands: its problem, recipe and options."""
 
     asked: Problem  # of x and kernel as they came
     recipe: Recipe
@@ -126,7 +127,7 @@ def _trained(
         recipe = Recipe()  # there is nothing to take a scale from
     kept = asked.out if bias is None and activation is None else np.dtype(np.float32)
     tilings = resolve(options.tiling, asked.m, asked.k, asked.n)
-    layer = Layer(asked=asked.replace(out=kept), recipe=recipe, options=options, tilings=tilings)
+    product = QuantizedProduct(asked=asked.replace(out=kept), recipe=recipe, options=options, tilings=tilings)
     rows, (q, r), over = _whose(asked, sizes, first), given, options.over
     if recipe.lhs is None:
         q = x
@@ -138,7 +139,7 @@ def _trained(
         r = _transposed(recipe.weights(lax.stop_gradient(_transposed(w, transpose_rhs)), over), transpose_rhs)
     q, r = _once(x, q), _once(w, r)
     multiply = _straight if recipe.grad is None else _backward_quantized
-    z = multiply(layer, x, w, q, r, rows)
+    z = multiply(product, x, w, q, r, rows)
     if bias is not None:
         z = z + jnp.where(rows.mine, jnp.take(bias.astype(jnp.float32), rows.group, axis=0), 0)
     if activation is None:
@@ -241,15 +242,15 @@ def _constant(q: Operand) -> Operand:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _straight(layer: Layer, x: Array, w: Array, q: Operand, r: Operand, rows: Rows) -> Array:
+def _straight(product: QuantizedProduct, x: Array, w: Array, q: Operand, r: Operand, rows: Rows) -> Array:
     """The product of q and r, with the derivatives of the product of x and w."""
-    return _multiplied(layer, q, r, rows)
+    return _multiplied(product, q, r, rows)
 
 
-def _straight_jvp(layer: Layer, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _straight_jvp(product: QuantizedProduct, primals: Any, tangents: Any) -> tuple[Array, Array]:
     (_, _, q, r, rows), (d_x, d_w, *_) = primals, tangents
-    out = _straight(layer, *primals)
-    multiply = jax.checkpoint(functools.partial(_multiplied, layer))  # or the scale of each of its entries is kept
+    out = _straight(product, *primals)
+    multiply = jax.checkpoint(functools.partial(_multiplied, product))  # or the scale of each of its entries is kept
     found = [] if type(d_x) is SymbolicZero else [multiply(d_x, _constant(r), rows)]
     found += [] if type(d_w) is SymbolicZero else [multiply(_constant(q), d_w, rows)]
     return out, functools.reduce(jnp.add, found) if found else jnp.zeros_like(out)
@@ -258,10 +259,10 @@ def _straight_jvp(layer: Layer, primals: Any, tangents: Any) -> tuple[Array, Arr
 _straight.defjvp(_straight_jvp, symbolic_zeros=True)
 
 
-def _multiplied(layer: Layer, lhs: Operand, rhs: Operand, rows: Rows) -> Array:
+def _multiplied(product: QuantizedProduct, lhs: Operand, rhs: Operand, rows: Rows) -> Array:
     return rows_product(
-        lhs, rhs, rows.sizes, layer.asked.out, layer.tiled(layer.tilings),
-        transpose_rhs=layer.asked.transpose_rhs, group_offset=rows.first,
+        lhs, rhs, rows.sizes, product.asked.out, product.tiled(product.tilings),
+        transpose_rhs=product.asked.transpose_rhs, group_offset=rows.first,
     )  # fmt: skip
 
 
@@ -270,67 +271,67 @@ def _multiplied(layer: Layer, lhs: Operand, rhs: Operand, rows: Rows) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _backward_quantized(layer: Layer, x: Array, w: Array, q: Operand, r: Operand, rows: Rows) -> Array:
+def _backward_quantized(product: QuantizedProduct, x: Array, w: Array, q: Operand, r: Operand, rows: Rows) -> Array:
     """The product of q and r, with gradients of x and w from a quantized cotangent; JAX refuses forward mode."""
-    return _multiplied(layer, q, r, rows)
+    return _multiplied(product, q, r, rows)
 
 
-def _forward(layer: Layer, x: Array, w: Array, q: Operand, r: Operand, rows: Rows) -> Any:
-    return _multiplied(layer, q, r, rows), (q, r, rows)
+def _forward(product: QuantizedProduct, x: Array, w: Array, q: Operand, r: Operand, rows: Rows) -> Any:
+    return _multiplied(product, q, r, rows), (q, r, rows)
 
 
-def _backward(layer: Layer, kept: tuple[Operand, Operand, Rows], ct: Array) -> Any:
+def _backward(product: QuantizedProduct, kept: tuple[Operand, Operand, Rows], ct: Array) -> Any:
     *operands, rows = kept
     q, r = (_constant(x) if isinstance(x, Scaled) else _last(x) for x in operands)
     ct = jnp.where(rows.mine, _last(ct).astype(jnp.float32), 0)
-    return _d_rows(layer, ct, r, rows), _d_weights(layer, ct, q, rows), None, None, None
+    return _d_rows(product, ct, r, rows), _d_weights(product, ct, q, rows), None, None, None
 
 
 _backward_quantized.defvjp(_forward, _backward)
 
 
-def _d_rows(layer: Layer, ct: Array, r: Operand, rows: Rows) -> Array:
+def _d_rows(product: QuantizedProduct, ct: Array, r: Operand, rows: Rows) -> Array:
     """ct [m, n] x r [g, k, n] -> [m, k]. Scales of r that do not change along k go to ct before it is quantized."""
-    asked = layer.asked
+    asked = product.asked
     axis = 2 if asked.transpose_rhs else 1  # k
-    if isinstance(r, Scaled) and layer.constant_along_k("rhs", r.scale.shape[axis]):
+    if isinstance(r, Scaled) and product.constant_along_k("rhs", r.scale.shape[axis]):
         by_group = jnp.squeeze(r.scales(), axis)  # [g or 1, n]
         each = by_group if by_group.shape[0] == 1 else jnp.take(by_group, rows.group, axis=0)
         ct, r = jnp.where(rows.mine, ct * each, 0), _bare(r)
-    tile = layer.tilings.d_lhs and layer.tilings.d_lhs.swapped()  # k and n change places
+    tile = product.tilings.d_lhs and product.tilings.d_lhs.swapped()  # k and n change places
     return rows_product(
-        layer.recipe.gradient(ct, layer.options.over), r, rows.sizes, asked.lhs, layer.tiled(tile),
+        product.recipe.gradient(ct, product.options.over), r, rows.sizes, asked.lhs, product.tiled(tile),
         transpose_rhs=not asked.transpose_rhs, group_offset=rows.first,
     )  # fmt: skip
 
 
-def _d_weights(layer: Layer, ct: Array, q: Operand, rows: Rows) -> Array:
+def _d_weights(product: QuantizedProduct, ct: Array, q: Operand, rows: Rows) -> Array:
     """q [m, k] x ct [m, n] -> [g, k, n]. Scales of q that do not change along k go to ct before it is quantized."""
-    asked, transposed = layer.asked, layer.asked.transpose_rhs
-    if isinstance(q, Scaled) and layer.constant_along_k("lhs", q.scale.shape[1]):
+    asked, transposed = product.asked, product.asked.transpose_rhs
+    if isinstance(q, Scaled) and product.constant_along_k("lhs", q.scale.shape[1]):
         ct, q = jnp.where(rows.mine, ct * q.scales(), 0), _bare(q)
-    y, scale = _by_column(layer, ct, rows)
+    y, scale = _by_column(product, ct, rows)
     lhs: Operand
     rhs: Operand
     lhs, rhs = (y, q) if transposed else (q, y)
-    tile = layer.tilings.d_rhs and (layer.tilings.d_rhs.swapped() if transposed else layer.tilings.d_rhs)
+    tile = product.tilings.d_rhs and (product.tilings.d_rhs.swapped() if transposed else product.tilings.d_rhs)
     out = contraction_product(
-        lhs, rhs, rows.sizes, jnp.float32, layer.tiled(tile),
+        lhs, rhs, rows.sizes, jnp.float32, product.tiled(tile),
         transpose_lhs=True, window=(rows.first, asked.local_groups),
     )  # fmt: skip
     return (out * jnp.expand_dims(scale, 2 if transposed else 1)).astype(asked.rhs)
 
 
-def _by_column(layer: Layer, y: Array, rows: Rows) -> tuple[Scaled, Array]:
+def _by_column(product: QuantizedProduct, y: Array, rows: Rows) -> tuple[Scaled, Array]:
     """Quantized rows [m, n], and their scales [g, n]: one for each column of each group.
 
     Such scales are factors of the sums over a group. Groups do not share them, so that neither a large row nor a NaN in
     one group changes another.
     """
-    kind, axes = layer.recipe.summed, layer.options.over.m
-    most = jax.ops.segment_max(jnp.abs(y), rows.group, layer.asked.local_groups, indices_are_sorted=True)
+    kind, axes = product.recipe.summed, product.options.over.m
+    most = jax.ops.segment_max(jnp.abs(y), rows.group, product.asked.local_groups, indices_are_sorted=True)
     most = pmax_of_magnitudes(jnp.maximum(most, 0).astype(jnp.float32), axes)  # that of no rows is -inf
-    scale = kind.scale_of(layer.recipe.bound("grad", most))
+    scale = kind.scale_of(product.recipe.bound("grad", most))
     values = kind.rounded(y / jnp.take(scale, rows.group, axis=0))
     return Scaled(values, jnp.ones((1, 1), jnp.float32), kind.name, values.shape), scale
 

@@ -14,7 +14,7 @@ from trencadis.core.problem import Form
 from trencadis.core.target import Target
 from trencadis.gemm.tensor import GroupedTensor
 from trencadis.viz.mosaic import Mosaic, checked_rows
-from trencadis.viz.planned import planned, problem_of
+from trencadis.viz.planned import planned, problem_of_call
 from trencadis.viz.product import Product, product
 from trencadis.viz.raster import raster
 
@@ -78,7 +78,7 @@ def show(
     )
     if tile is None:
         rows = checked_rows(group_sizes, m, group_offset, num_groups)
-        return planned(rows, problem_of(rows, **call), target_of(target))
+        return planned(rows, problem_of_call(rows, **call), target_of(target))
     for name, value in {**call, "target": target}.items():
         if value is not None:
             raise ValueError(f"{name}: goes with the tiles of a backend, not with the fixed raster of `tile`")

@@ -11,10 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from trencadis.backends import cpu, xla
-from trencadis.backends.gpu import tile_scheduler as gpu_scheduler
-from trencadis.backends.tpu import tile_scheduler as tpu_scheduler
-from trencadis.backends.triton import tile_scheduler as triton_scheduler
+from trencadis.backends import BACKENDS
 from trencadis.core import arguments
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import plan
@@ -31,7 +28,7 @@ def planned(rows: Rows, problem: Problem, target: Target) -> Mosaic:
     """The picture of the tiles that the planned backend takes for a problem on a target.
 
     >>> rows = Rows(sizes=(3, 0, 5), m=8, first=0, local_groups=3)
-    >>> planned(rows, problem_of(rows, None, None, "float32", None, "rows", False), Target(platform="cpu")).heights
+    >>> planned(rows, problem_of_call(rows, None, None, "float32", None, "rows", False), Target(platform="cpu")).heights
     (4, 4, 1)
     """
     backend, row_tiles = planned_row_tiles(problem, target)
@@ -41,13 +38,10 @@ def planned(rows: Rows, problem: Problem, target: Target) -> Mosaic:
 def planned_row_tiles(problem: Problem, target: Target) -> tuple[str, RowTiles]:
     """The name of the backend that the plan chooses, and its function from the rows of a group to their tiles."""
     chosen = plan(problem, target)
-    backends: dict[str, Callable[..., list[RowTile]]]
-    backends = {"tpu": tpu_scheduler.row_tiles, "gpu": gpu_scheduler.row_tiles, "xla": xla.row_tiles}
-    backends |= {"triton": triton_scheduler.row_tiles, "cpu": cpu.row_tiles}
-    return chosen.backend, functools.partial(backends[chosen.backend], chosen.problem, chosen.layout)
+    return chosen.backend, functools.partial(BACKENDS[chosen.backend].row_tiles, chosen.problem, chosen.layout)
 
 
-def problem_of(
+def problem_of_call(
     rows: Rows,
     k: int | None,
     n: int | None,
@@ -58,7 +52,7 @@ def problem_of(
 ) -> Problem:
     """The problem of a call on these rows, by the arguments of `show`, each None where the default is meant.
 
-    >>> print(problem_of(Rows((3, 0, 5), 8, 0, 3), 64, 64, None, None, "contraction", None))
+    >>> print(problem_of_call(Rows((3, 0, 5), 8, 0, 3), 64, 64, None, None, "contraction", None))
     contraction m=8 k=64 n=64 g=3: bfloat16 x bfloat16 -> float32
     """
     k, n = (checked_int(name, SIZE if size is None else size) for name, size in (("k", k), ("n", n)))

@@ -4,6 +4,7 @@
 """
 
 import concurrent.futures
+import dataclasses
 import functools
 
 import jax
@@ -12,12 +13,20 @@ import numpy as np
 import oracle
 import pytest
 from gated_cases import BIAS, check, gathered, numbers, pullback, spoil, total, weights
+from jax import lax
+from scipy import special
 
 import trencadis as tr
-from trencadis.core import gated
-from trencadis.core.tiling import Overrides
+from trencadis.backends.cpu import programs
+from trencadis.core import arguments, gated
+from trencadis.core.decision import Plan
+from trencadis.core.epilogue import Epilogue
+from trencadis.core.plan import gated_answers
+from trencadis.core.target import Target
+from trencadis.core.tiling import Overrides, Tiling, Tilings
 
 pytest.importorskip("trencadis_cpu", reason="native kernels are tested by `make test-native`")
+bridge = pytest.importorskip("trencadis.backends.cpu.bridge")
 
 SIZES = np.array([530, 3, 0, 1, 13, 70], np.int32)  # more than a tile, few rows, none, panels that are not full
 M = 640  # 23 rows are unowned
@@ -69,15 +78,105 @@ GATED = {
 
 
 @pytest.mark.parametrize("name", GATED)
-def test_gated_activations_in_blocks_of_rows(name, monkeypatch):
-    """Groups that start and end within blocks, after rows that no local group owns; a NaN in those."""
-    from trencadis.backends.cpu import gated as native
-
-    monkeypatch.setattr(native, "BLOCK", 1 << 14)
+def test_gated_activations(name):
+    """Groups of any number of rows, after rows that no local group owns; a NaN in those."""
     problem, sizes, first = GATED[name], np.array([[3, 261, 0, 85, 22, 300]], np.int32), np.array([1], np.int32)
     lhs, rhs, *rest = operands = spoil(problem, sizes, first, numbers(problem, 2), 3, np.nan)
     got = gated.run(problem, Overrides(backend="cpu"), lhs, rhs, sizes, first, *rest)
     check(problem, sizes, first, operands, got)
+
+
+def test_the_sum_of_two_products_is_rounded_once():
+    """In bfloat16 two products that cancel leave nothing; what was rounded in between would be left."""
+    problem = total(700, 160, 136, 6, "bf16 bf16 bf16", local=5)
+    sizes, first = np.array([[3, 261, 0, 85, 22, 300]], np.int32), np.array([1], np.int32)
+    lhs, rhs, *_ = numbers(problem, 2)
+    (got,) = gated.run(problem, Overrides(backend="cpu"), lhs, rhs, sizes, first, -lhs, rhs)
+    assert not np.any(np.asarray(got, np.float32))
+
+
+def test_tiles_change_no_bit_of_a_gated_activation():
+    """The sums over the columns of each row are those of chunks of columns, whatever the tiles."""
+    problem, sizes, first = GATED["pullback"], np.array([[3, 261, 0, 85, 22, 300]], np.int32), np.array([1], np.int32)
+    lhs, rhs, *rest = numbers(problem, 2)
+    results = []
+    for tile in ((512, 256, 512), (7, 256, 64), (100, 256, 100)):
+        overrides = Overrides(backend="cpu", tilings=Tilings(forward=Tiling(*tile)))
+        results.append(gated.run(problem, overrides, lhs, rhs, sizes, first, *rest))
+    for other in results[1:]:
+        for got, want in zip(other, results[0], strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+# functions of one number, by what they are in float64; values are compared in units of the last place
+FUNCTIONS = {
+    "exp": (jnp.exp, np.exp),
+    "expm1": (jnp.expm1, np.expm1),
+    "log": (jnp.log, np.log),
+    "log1p": (jnp.log1p, np.log1p),
+    "tanh": (jnp.tanh, np.tanh),
+    "sigmoid": (jax.nn.sigmoid, special.expit),
+    "erf": (lax.erf, special.erf),
+    "erfc": (lax.erfc, special.erfc),
+    "rsqrt": (lax.rsqrt, lambda x: 1 / np.sqrt(x)),
+    "power": (lambda x: x**-3, lambda x: x**-3.0),
+    "clip": (lambda x: jnp.clip(x, -1.5, 2.5), lambda x: np.clip(x, -1.5, 2.5)),
+    "sign": (jnp.sign, np.sign),
+    "ranges": (
+        lambda x: jnp.where((x > -1) & ~(x >= 2) | (x == 7), x, 1.0),
+        lambda x: np.where((x > -1) & (x < 2) | (x == 7), x, 1.0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_to_the_last_places(name):
+    """Over all magnitudes but denormal numbers, which are 0 for XLA, too; infinities and NaN are where they belong."""
+    function, exact = FUNCTIONS[name]
+    large = np.logspace(-36, 36, 200)
+    near, far = np.linspace(-3, 3, 3001), np.linspace(-110, 110, 3001)
+    x = np.concatenate([near, far, large, -large, [0.0, np.inf, -np.inf, np.nan]])
+    x = x.astype(np.float32)
+    got = tr.grouped_matmul(x[:, None], jnp.ones((1, 1, 1)), [len(x)], activation=function, backend="cpu")[:, 0]
+    with np.errstate(all="ignore"):
+        want = exact(x.astype(np.float64))
+        want = np.where(np.abs(want) < 1e-37, 0, want).astype(np.float32)
+        got = np.where(np.abs(got) < 1e-37, 0, got)
+    np.testing.assert_array_max_ulp(got[np.isfinite(want)], want[np.isfinite(want)], maxulp=6)
+    np.testing.assert_array_equal(got[~np.isfinite(want)], want[~np.isfinite(want)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jnp.sin], ids=["in the kernel", "in XLA"])
+def test_activations(activation, dtype):
+    """With a bias, over a batch, and their gradients: what has no operation in the kernel is applied by XLA."""
+    x, w, y = drawn(24, 70, jnp.dtype(dtype))
+    bias = np.random.default_rng(1).normal(size=(len(SIZES), 70)).astype(np.float32)
+    x, y, sizes = np.stack([x, x[::-1]]), np.stack([y, y]), np.stack([SIZES, np.roll(SIZES, 2)])
+    x, y = np.nan_to_num(x), np.nan_to_num(y)
+
+    def value(backend, x, w, bias):
+        op = functools.partial(
+            tr.grouped_matmul, activation=activation, preferred_element_type=x.dtype, backend=backend
+        )
+        return jax.vmap(lambda x, sizes: op(x, w, sizes, bias=bias))(x, sizes)
+
+    def step(backend, *args):
+        out, pull = jax.vjp(functools.partial(value, backend), *args)
+        return out, *pull(y)
+
+    got, want = (jax.jit(step, static_argnums=0)(backend, x, w, bias) for backend in ("cpu", "reference"))
+    for mine, other in zip(got, want, strict=True):
+        oracle.check(mine, np.asarray(other, np.float64))
+    alone = tr.why(lambda x, w: tr.grouped_matmul(x, w, SIZES, activation=activation), x[0], w)
+    assert ("then sin in XLA" in str(alone)) is (activation is jnp.sin)
+
+
+def test_a_gated_activation_with_other_operations_is_left_to_xla():
+    problem = GATED["forward"]
+    gate = dataclasses.replace(problem.gate, activation=lambda gate, up: jnp.sin(gate) * up)
+    answers = gated_answers(problem.replace(gate=gate), Target(platform="cpu"), Overrides())
+    assert "has operations that it lacks" in answers["cpu"].reason and isinstance(answers["xla"], Plan)
 
 
 def test_a_layer_of_experts():
@@ -131,6 +230,19 @@ def test_an_error_names_what_is_wrong():
     with pytest.raises(jax.errors.JaxRuntimeError, match="trencadis_cpu: shapes do not match"):
         call(jnp.ones((4, 5)), jnp.ones((1, 6, 3)), jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32),
              **options, **counts).block_until_ready()  # fmt: skip
+
+
+def test_a_program_that_is_not_valid_is_refused():
+    """A register that is not there would be memory of another."""
+    relu = programs.of_activation(jax.nn.relu)
+    wrong = dataclasses.replace(relu, code=((0, 2, 0, 9, 0),))
+    problem = arguments.rows_problem(
+        jnp.ones((4, 5)), jnp.ones((1, 5, 3)), jnp.ones(1, jnp.int32), jnp.float32,
+        transpose_rhs=False, epilogue=Epilogue(), precision=None,
+    )  # fmt: skip
+    operands = jnp.ones((4, 5)), jnp.ones((1, 5, 3)), jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the program of the epilogue is not valid"):
+        bridge.fused(problem, Tiling(8, 8, 8), wrong, operands)[0].block_until_ready()
 
 
 @pytest.mark.parametrize("sizes", [

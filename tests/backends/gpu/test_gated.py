@@ -14,13 +14,13 @@ import trencadis as tr
 from trencadis import moe
 from trencadis.backends.gpu import plan
 from trencadis.core import gated
+from trencadis.core.call import Options
 from trencadis.core.devices import CARDS
 from trencadis.core.epilogue import Epilogue, Gate
 from trencadis.core.plan import Plan, Refusal
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 from trencadis.moe import layer
-from trencadis.quant.product import Options
 
 from .ahead import kernels, structs
 from .interpreted import kernel, layout_of, tricky

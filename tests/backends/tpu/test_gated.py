@@ -16,13 +16,13 @@ from trencadis import moe
 from trencadis.backends.tpu import plan
 from trencadis.backends.tpu.execution import execute
 from trencadis.core import autodiff, gated
+from trencadis.core.call import Options
 from trencadis.core.devices import CHIPS
 from trencadis.core.epilogue import Epilogue, Gate
 from trencadis.core.plan import Refusal
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 from trencadis.moe import layer
-from trencadis.quant.product import Options
 
 from .ahead import compiled, kernels
 from .interpreted import STRICT, boundary_sizes, rows_layout, run

@@ -11,11 +11,14 @@ import pytest
 pytest.importorskip("triton")
 
 import trencadis as tr
+from trencadis.backends import triton
 from trencadis.backends.triton import bridge
 from trencadis.backends.triton import moe as kernels
+from trencadis.core.decision import Refusal
 from trencadis.core.devices import CARDS
 from trencadis.core.jax_compat import JAX
 from trencadis.moe import combine, permute, route, sort_by_expert
+from trencadis.moe.row_operations import sum_of_rows
 from trencadis.moe.selection import SCORES, PullBackWeights, Rule
 
 pytestmark = pytest.mark.core
@@ -161,7 +164,8 @@ def test_rows_move_by_16_bytes():
 def test_elsewhere_it_is_xla():
     assert CALL not in jax.jit(layer).lower(*ARGS).as_text()
     for name in ("a100", "mi300x"):  # in a process that does not know which GPU it lowers for
-        assert CALL not in jax.jit(layer).trace(*ARGS).lower(lowering_platforms=(CARDS[name].platform,)).as_text()
+        with pytest.warns(tr.PerformanceWarning, match="run as XLA operations .* which GPU this is for is not known"):
+            assert CALL not in jax.jit(layer).trace(*ARGS).lower(lowering_platforms=(CARDS[name].platform,)).as_text()
 
 
 def test_many_blocks_of_ids_are_summed_by_a_kernel():
@@ -185,3 +189,16 @@ def test_many_blocks_of_ids_are_summed_by_a_kernel():
 )
 def test_what_the_kernels_do_not_take(call):
     assert call(jnp.ones((4, 8))) is None
+
+
+def test_without_triton_a_warning_says_what_to_install(monkeypatch):
+    """The sums over the rows of a token have no kernel on GPUs, and do not warn."""
+    advice = "pip install 'trencadis[cuda]'"
+    monkeypatch.setattr(triton, "_missing", lambda: Refusal("triton", "Triton does not import", advice))
+    rows = jax.ShapeDtypeStruct((16, 2), jnp.int32)
+    with tr.target("h200"):
+        with pytest.warns(tr.PerformanceWarning, match=r"run as XLA operations .*pip install 'trencadis\[cuda\]'"):
+            sort = jax.jit(lambda x: sort_by_expert(x, 4))
+            assert CALL not in sort.trace(rows).lower(lowering_platforms=("cuda",)).as_text()
+        sums = jax.jit(lambda y, rows: sum_of_rows(y, rows, None))
+        sums.trace(jax.ShapeDtypeStruct((32, 8), jnp.float32), rows).lower(lowering_platforms=("cuda",))

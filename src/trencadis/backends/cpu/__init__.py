@@ -4,6 +4,7 @@ The kernels use the threads of XLA. They find the rows of each group in the size
 operation of a program, however many groups it has. `xla` runs what they do not take, and wherever they are missing.
 
 bridge    from JAX to the custom calls
+programs  activations and their pullbacks as programs of the kernels
 gated     products with a gated activation
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 
+from trencadis.backends.cpu import programs
 from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, unknown_dtype
 from trencadis.core.epilogue import ALONG_K
 from trencadis.core.problem import Form, Problem
@@ -43,12 +45,12 @@ class Layout:
 
 def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """The plan of a native kernel for a product of floats on a CPU, or why there is none."""
-    refusal = elsewhere(target) or _arithmetic(problem)
+    refusal = elsewhere(target) or _arithmetic(problem) or _gated(problem)
     if refusal is not None:
         return refusal
-    inner = problem
-    if problem.epilogue.activation is not None:
-        inner = problem.replace(epilogue=problem.epilogue.without_activation, out=problem.sum)
+    inner, activation = problem, problem.epilogue.activation
+    if activation is not None and programs.of_activation(activation) is None:  # XLA applies it to the finished sum
+        inner = problem.without_activation
     largest = (ROWS, SUMMED, COLUMNS) if problem.form is Form.ROWS else (SUMMED, ROWS, COLUMNS)
     asked, layout = overrides.tilings.forward or Tiling(*largest), layout_here()
     sizes = zip((asked.m, asked.k, asked.n), largest, (inner.m, inner.k, inner.n), strict=True)
@@ -91,13 +93,28 @@ def _arithmetic(problem: Problem) -> Refusal | None:
     return None
 
 
+def _gated(problem: Problem) -> Refusal | None:
+    """The refusal of a gated activation that is no program of the kernels; None if it is, or if there is none."""
+    gate = problem.gate
+    if gate is None or gate.activation is None or programs.of_gate(gate) is not None:
+        return None
+    return _refusal(f"{gate} has operations that it lacks")
+
+
 def run(plan: Plan, *operands: Array) -> Any:
     """The result of a plan's problem, or a list of them, by custom calls."""
     from trencadis.backends.cpu import bridge, gated
 
-    if plan.problem.gate is not None:
+    problem = plan.problem
+    if problem.gate is not None:
         return gated.run(plan, *operands)
-    return bridge.grouped(plan.problem, plan.tiling, operands[:4], plan.problem.epilogue.split(operands[4:]))
+    extras, activation = problem.epilogue.split(operands[4:]), problem.epilogue.activation
+    if activation is None:
+        return bridge.grouped(problem, plan.tiling, operands[:4], extras)
+    program = programs.of_activation(activation)
+    assert program is not None  # or the plan had peeled it off
+    biases = [] if extras.bias is None else [extras.bias]
+    return bridge.fused(problem, plan.tiling, program, operands[:4], biases=biases)[0]
 
 
 def row_tiles(problem: Problem, layout: Layout, start: int, end: int) -> list[RowTile]:

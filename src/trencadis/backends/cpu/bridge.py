@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import trencadis_cpu
 
+from trencadis.backends.cpu.programs import Program
 from trencadis.backends.prepare import flat_sizes
 from trencadis.core.epilogue import Extras
 from trencadis.core.problem import Form, Problem
@@ -16,7 +17,7 @@ from trencadis.core.tiling import Tiling
 
 Array = jax.Array
 
-INTERFACE = 1  # of the custom calls; a package with another one is of another time
+INTERFACE = 2  # of the custom calls; a package with another one is of another time
 
 if getattr(trencadis_cpu, "INTERFACE", None) != INTERFACE:
     raise ImportError(f"it is not of this version of trencadis, which wants interface {INTERFACE} of it")
@@ -31,13 +32,14 @@ except Exception as error:  # a jaxlib that does not know the interface that the
 
 
 def call(
-    name: str, operands: Sequence[Array], out: jax.ShapeDtypeStruct, attributes: dict[str, Any], *,
-    alias: int | None = None,
-) -> Array:  # fmt: skip
-    """The array that a kernel writes, from its operands; it has the memory of operand `alias` if there is one."""
-    aliases = None if alias is None else {alias: 0}
-    found: Any = jax.ffi.ffi_call(f"trencadis_{name}", out, input_output_aliases=aliases)(*operands, **attributes)
-    return found
+    name: str, operands: Sequence[Array], out: Any, attributes: dict[str, Any], aliases: dict[int, int] | None = None
+) -> Any:
+    """What a kernel writes from its operands: an array or a list of them, which may have the memory of operands.
+
+    `out` is the shape and dtype of each, and `aliases` the number of a result by that of an operand.
+    """
+    kernel: Any = jax.ffi.ffi_call(f"trencadis_{name}", out, input_output_aliases=aliases)
+    return kernel(*operands, **attributes)
 
 
 def grouped(
@@ -70,10 +72,43 @@ def grouped(
         "tile": np.array(sides, np.int64),
     }
     out = jax.ShapeDtypeStruct(problem.out_shape, problem.out)
-    alias = None if extras.existing is None else 4 + (bias is not None)
-    return call("grouped", [lhs, rhs, flat_sizes(sizes, problem.m), first, *given], out, attributes, alias=alias)
+    aliases = None if extras.existing is None else {4 + (bias is not None): 0}
+    found: Array = call("grouped", [lhs, rhs, flat_sizes(sizes, problem.m), first, *given], out, attributes, aliases)
+    return found
 
 
-def empty(shape: tuple[int, ...], dtype: Any, *operands: Array, nth: int = 0) -> Array:
-    """The nth result of a problem with these operands, in new memory that holds anything, for loops to write into."""
-    return call("empty", operands, jax.ShapeDtypeStruct(shape, dtype), {"nth": np.int64(nth)})
+def fused(
+    problem: Problem, tile: Tiling, program: Program, operands: Sequence[Array], *,
+    second: Sequence[Array] = (), biases: Sequence[Array] = (), token: Array | None = None,
+    inputs: Sequence[Array] = (),
+) -> list[Array]:  # fmt: skip
+    """What a program makes of the sums of a rows problem, and of other arrays.
+
+    Args:
+      problem: the problem.
+      tile: the largest tile of a thread.
+      program: it reads the sums, those of a second product if there is one, and the inputs; results are the problem's.
+      operands: lhs, rhs, group sizes and first group.
+      second: the rhs of a second product, or its lhs and rhs.
+      biases: of the product, and of the second one.
+      token: i32[rows], the row of lhs that each row is, if they are gathered.
+      inputs: arrays [rows, n], which the first results take the memory of, or [rows].
+    """
+    lhs, rhs, sizes, first = operands
+    given = [*second, *(x.astype(problem.acc) for x in biases), *(() if token is None else (token,))]
+    attributes = {
+        "transpose_rhs": problem.transpose_rhs,
+        "bias": len(biases) > 0,
+        "gather": token is not None,
+        "second": np.int64(len(second)),
+        "rows": np.int64(problem.rows),
+        "local": np.int64(problem.local_groups),
+        "tile": np.array((tile.m, tile.k, tile.n), np.int64),
+    }
+    results = [(problem.out_shape, problem.out)] if problem.gate is None else problem.results
+    out = [jax.ShapeDtypeStruct(*each) for each in results]
+    every = [lhs, rhs, flat_sizes(sizes, problem.m), first, *given, *inputs]
+    matrices = [4 + len(given) + i for i, x in enumerate(inputs) if x.ndim == 2]
+    aliases = {operand: result for result, operand in enumerate(matrices)}
+    found: list[Array] = list(call("fused", every, out, {**attributes, **program.attributes}, aliases))
+    return found

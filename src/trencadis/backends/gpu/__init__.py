@@ -44,6 +44,7 @@ from trencadis.backends.gpu.scales import (
     unpacks_in_registers,
     with_bfloat16_rows,
 )
+from trencadis.backends.gpu.tile_scheduler import row_tiles
 from trencadis.backends.prepare import (
     DEINTERLEAVED,
     PREPARE,
@@ -61,6 +62,8 @@ from trencadis.core.jax_compat import apart, gpu_interpreter
 from trencadis.core.problem import Form, Problem
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
+
+__all__ = ["plan", "row_tiles", "run"]
 
 Array = jax.Array
 
@@ -157,15 +160,15 @@ def _elsewhere(target: Target) -> Refusal | None:
 
 def _peeled(problem: Problem) -> Problem:
     """The problem without an activation that does not lower in a kernel: XLA applies it after the kernel."""
-    epilogue = problem.epilogue
-    if epilogue.activation is None or _lowers(epilogue.activation, accumulator(problem.sum, problem.out)):
+    activation = problem.epilogue.activation
+    if activation is None or _lowers(activation, accumulator(problem.sum, problem.out)):
         return problem
-    return problem.replace(epilogue=epilogue.without_activation, out=problem.sum)
+    return problem.without_activation
 
 
 def _missing() -> Refusal | None:
     """The refusal if Pallas for GPUs does not import: with jax < 0.11 it needs a package that jax does not install."""
-    advice = "pip install 'trencadis[cuda]' brings what it needs"
+    advice = "pip install 'trencadis[cuda]', or in a checkout: pip install '.[cuda]'"
     return missing("gpu", "trencadis.backends.gpu.kernel", "Pallas for GPUs", advice)
 
 

@@ -286,7 +286,7 @@ class Consumer:
         return at, to
 
     def _release(self, done: Scalar, i: Scalar) -> None:
-        """Tell the producer, and the warpgroup that rewrites weights, that this consumer has read step i of a tile."""
+        """Tell the producer, and the rewrite warpgroup, that this consumer has read step i of a tile."""
         mgpu.barrier_arrive(self.refs["empty"].at[tile_queue.slot(done + i, self.layout.stages, self.pipeline)])
         if self.layout.rewrites:
             mgpu.barrier_arrive(self.refs["rewritten_empty"].at[tile_queue.slot(done + i, REWRITE_STAGES)])

@@ -45,8 +45,8 @@ class Layout:
     hi_lo: str = ""  # "lhs" or "rhs": the operand that comes as a bf16 hi/lo split of a float32 array
     swap_ab: bool = False  # weights are operand A of wgmma and rows operand B, so that tile rows are its N
     upcast: bool = False  # weights are of lower precision than rows, and the kernel upcasts them
-    upcast_in_smem: bool = False  # an upcast warpgroup does so in shared memory; else they are a register (RS) operand
-    transpose_in_smem: bool = False  # 8-bit weights are stored [k, n], and a warpgroup transposes them
+    upcast_in_smem: bool = False  # a rewrite warpgroup does so in shared memory; else they are a register (RS) operand
+    transpose_in_smem: bool = False  # 8-bit weights are stored [k, n], and a rewrite warpgroup transposes them
     promoted: bool = False  # sums of each part of k are scaled and added up in other registers
     gated: bool = False  # two arrays of weights, gate and up, are multiplied by the same rows; columns are those of one
     pairs: bool = False  # the sum goes on over k of a second pair of lhs and rhs
@@ -63,7 +63,7 @@ class Layout:
 
     @property
     def rewrites(self) -> bool:
-        """Whether a warpgroup between producer and consumers writes the weights of each step anew, in shared memory."""
+        """Whether a rewrite warpgroup writes the weights of each step anew, in shared memory, before consumers read."""
         return self.upcast_in_smem or self.transpose_in_smem
 
     @property

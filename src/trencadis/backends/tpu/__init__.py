@@ -18,15 +18,19 @@ ragged             the kernels of the general grouped GEMM, in which more than o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from trencadis.core.decision import PARTITIONED, Plan, Refusal
 from trencadis.core.devices import CHIPS
 from trencadis.core.problem import Problem
+from trencadis.core.schedule import RowTile
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
+
+if TYPE_CHECKING:
+    from trencadis.backends.tpu.layout import Layout
 
 
 def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
@@ -44,6 +48,13 @@ def run(plan: Plan, *operands: jax.Array) -> Any:
     from trencadis.backends.tpu import execution
 
     return execution.run(plan, *operands)
+
+
+def row_tiles(problem: Problem, layout: Layout, start: int, end: int) -> list[RowTile]:
+    """The row tiles of a group that owns the rows [start, end), as the tile scheduler of this layout computes them."""
+    from trencadis.backends.tpu import tile_scheduler
+
+    return tile_scheduler.row_tiles(problem, layout, start, end)
 
 
 def elsewhere(target: Target) -> Refusal | None:

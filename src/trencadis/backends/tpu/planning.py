@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,7 +75,7 @@ def _peeled(problem: Problem) -> Problem:
     activation = problem.epilogue.activation
     if activation is None or _lowers(activation, accumulator(problem.sum, problem.out)):
         return problem
-    return problem.replace(epilogue=dataclasses.replace(problem.epilogue, activation=None), out=problem.sum)
+    return problem.without_activation
 
 
 def _arithmetic(problem: Problem) -> Refusal | None:

@@ -32,7 +32,7 @@ from trencadis.backends.triton.choose import (
     tiling_of,
 )
 from trencadis.backends.triton.layout import Layout
-from trencadis.backends.triton.tile_scheduler import align_of, most_tiles, tiles
+from trencadis.backends.triton.tile_scheduler import align_of, most_tiles, row_tiles, tiles
 from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, unknown_dtype
 from trencadis.core.devices import Card, card_for
 from trencadis.core.dtypes import bits
@@ -40,6 +40,8 @@ from trencadis.core.epilogue import ALONG_K
 from trencadis.core.problem import Form, Problem
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
+
+__all__ = ["plan", "row_tiles", "run"]
 
 Array = jax.Array
 
@@ -126,10 +128,14 @@ def _elsewhere(target: Target, card: Card | None) -> Refusal | None:
     return None
 
 
-def card_of(target: Target) -> Card | None:
-    """The card of a target on which the kernels run, if Triton is here to compile them; None of any other."""
+def card_of(target: Target) -> Card | Refusal:
+    """The card of a target on which the kernels run, if Triton is here to compile them, or why there are none."""
     card = card_for(target)
-    return card if _elsewhere(target, card) is None and _missing() is None else None
+    refusal = _elsewhere(target, card) or _missing()
+    if refusal is not None:
+        return refusal
+    assert card is not None  # or `_elsewhere` had refused
+    return card
 
 
 def _peeled(problem: Problem) -> Problem:
@@ -139,7 +145,7 @@ def _peeled(problem: Problem) -> Problem:
         return problem
     if source(epilogue.activation) is not None and problem.out.name in FLOATS:
         return problem
-    return problem.replace(epilogue=problem.epilogue.without_activation, out=problem.sum)
+    return problem.without_activation
 
 
 def _converted(problem: Problem) -> Problem:
@@ -154,7 +160,7 @@ def _converted(problem: Problem) -> Problem:
 
 def _missing() -> Refusal | None:
     """The refusal if Triton does not import: jax does not install it."""
-    advice = "pip install 'trencadis[cuda]' or 'trencadis[rocm]' brings it"
+    advice = "pip install 'trencadis[cuda]' or 'trencadis[rocm]', or in a checkout: pip install '.[cuda]' or '.[rocm]'"
     return missing("triton", "trencadis.backends.triton.bridge", "Triton", advice)
 
 
