@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 import trencadis as tr
+from trencadis.compat.maxtext import gmm
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -113,16 +114,23 @@ def test_a_call_like_one_before_it_traces_nothing():
     x, w, sizes = jnp.ones((33, 7)), jnp.ones((4, 7, 5)), (10, 0, 20, 3)
     routing = tr.moe.route(x[:, :4], 2)
     mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    spec, recipe = jax.sharding.PartitionSpec("expert"), tr.quant.Recipe("int8", "int8")
+    spec, traced = jax.sharding.PartitionSpec("expert"), jnp.array(sizes)
     multiply = tr.sharded(mesh, spec, spec, spec)(tr.grouped_matmul)
+    q, recipe = tr.quant.quantize(w, "int8", "column"), tr.quant.Recipe(*["int8"] * 3)
+
+    def quantized(x, w):
+        out = tr.grouped_matmul(x, q, sizes) + tr.ragged_dot(x, q, traced)
+        out += tr.grouped_dense(x, w, sizes, contracting_dims=((1,), (1,)), quantization=recipe)
+        return (out + gmm(x, w, traced, lhs_quantize_dtype="int8", rhs_quantize_dtype="int8")).sum()
 
     def calls():
-        multiply(x, w, jnp.array(sizes))
+        multiply(x, w, traced)
         tr.moe_mlp(x, routing, w, w, w.mT, quantization=recipe)
         tr.parallel.moe_mlp(x, routing, w, w, w.mT, axis="expert", mesh=mesh)
         tr.grouped_matmul(x, w, sizes, precision="highest")
         tr.transposed_grouped_matmul(x.T, x, sizes)
         tr.moe_mlp(x, routing, w, w, w.mT)
+        jax.grad(quantized, (0, 1))(x, w)
 
     events = []
     listener = lambda name, seconds, **_: events.append(name)

@@ -86,6 +86,16 @@ def test_dtypes_follow_lax(dtype, rng):
         np.testing.assert_array_equal(oracle.wide(got), oracle.wide(want))
 
 
+def test_packed_values_with_two_contracted_dimensions(rng):
+    x, y = (rng.integers(-1, 2, shape) for shape in ((3, 2, 2), (3, 2, 4)))
+    for ragged, sizes in ((0, [1, 1]), (1, [1, 1]), (1, [[1, 1], [0, 2], [1, 0]])):
+        numbers = lax.RaggedDotDimensionNumbers((((0, 1), (0, 1)), ((), ())), [ragged], [])
+        got = tr.ragged_dot_general(*(jnp.asarray(a, jnp.int4) for a in (x, y)), jnp.array(sizes), numbers)
+        want = tr.ragged_dot_general(*(jnp.asarray(a, jnp.int32) for a in (x, y)), jnp.array(sizes), numbers)
+        assert got.dtype == jnp.int4
+        np.testing.assert_array_equal(got, want)
+
+
 def test_windows_that_lax_does_not_have(rng):
     x, w = rng.normal(size=(9, 3)).astype("f"), rng.normal(size=(2, 3, 4)).astype("f")
     sizes = np.array([2, 3, 1, 3])

@@ -188,6 +188,11 @@ def test_delayed_scaling_looks_back(rng):
         assert made.scale_inv[0] == (1 if i == 0 else np.float32(4 / 448)) and made.scale_inv[1] == 1
         assert made.amax.tolist() == [most, 0]
     assert q.scale.tolist() == [56, 1] and q.amax_history[0].max() == 8
+    # no scale comes from a history with NaN, of which a maximum of so many numbers might not tell
+    q = quantizer(ScalingMode.DELAYED_TENSOR_SCALING, groups=8)
+    q.update(jnp.arange(8.0).at[2].set(jnp.nan))
+    q.update(jnp.full(8, 4.0))
+    np.testing.assert_allclose(q.scale, [112, 112, 1, 112, 112, 448 / 5, 448 / 6, 64], rtol=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES[1:], ids=lambda mode: mode.name)

@@ -9,6 +9,7 @@ import pytest
 
 from trencadis import backends
 from trencadis.core.arguments import problem_of
+from trencadis.core.devices import target_of
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import Plan, Refusal, answers, plan
 from trencadis.core.target import Target
@@ -87,6 +88,16 @@ def test_a_product_is_split_where_no_backend_takes_its_scales():
     assert "split along k into parts of 24" in str(chosen)
     weights = Epilogue(by_column=True, column_block=(32, 1))
     assert (plan(by_column.replace(epilogue=weights), H200).backend, plan(by_column, V6E).split) == ("gpu", 24)
+
+
+@pytest.mark.parametrize("card", ["a100", "h200", "b200", "mi300x"])
+@pytest.mark.parametrize("rows", ["bfloat16", "float32"])
+def test_the_gradient_of_rows_beside_int4_weights_runs_kernels(card, rows):
+    """Its scales change with each entry of k: there is a kernel for each block of n, which reads bytes."""
+    weights = Epilogue(by_column=True, column_block=(1, 128))
+    asked = problem_of((256, 512), (4, 512, 256), dtype=rows, epilogue=weights).replace(rhs=np.dtype("int4"))
+    chosen = plan(asked, target_of(card))
+    assert chosen.backend in backends.KERNELS[chosen.target.platform] and chosen.split == 128
 
 
 def test_what_a_kernel_does_not_fuse_is_peeled_off():

@@ -43,6 +43,19 @@ def test_beta_times_out_is_rounded_once(flat, rng):
     np.testing.assert_array_equal(wide(found), wide(want))
 
 
+@pytest.mark.parametrize("groups", [2, 80])
+def test_factors_of_an_empty_buffer_have_gradients_of_0(groups):
+    lhs = GroupedTensor.fully_ragged(jnp.zeros(0), [0] * groups, [3] * groups)
+    rhs = GroupedTensor.fully_ragged(jnp.ones(6 * groups), [3] * groups, [2] * groups)
+    out = tr.grouped_gemm(lhs, rhs, contracting_dims=((1,), (0,)))
+
+    def total(alpha, beta):
+        return tr.grouped_gemm(lhs, rhs, contracting_dims=((1,), (0,)), alpha=alpha, beta=beta, out=out).data.sum()
+
+    for each in jax.grad(total, (0, 1))(jnp.ones(groups), jnp.ones(groups)):
+        np.testing.assert_array_equal(each, np.zeros(groups))
+
+
 def test_out_is_not_read_where_beta_is_0(rng):
     """As in BLAS; the gradients of beta and out are those of `beta * out`, and unowned rows keep what out holds."""
     x, w, old = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((6, 4), (3, 4, 2), (6, 2)))

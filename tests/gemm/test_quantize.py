@@ -234,6 +234,16 @@ def test_integers_are_multiplied_as_integers(rng):
     np.testing.assert_array_equal(got, (x.astype(np.int64) @ w.astype(np.int64)).astype(np.float32))
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+def test_nan_loses_its_group_where_groups_are_large(ragged, rng):
+    """XLA's maximum of so many numbers drops NaN on CPU."""
+    x = rng.normal(size=(2, 128, 64)).astype(np.float32)
+    x[1, 3, 3] = np.nan
+    tensor = GroupedTensor.ragged_rows(x.reshape(256, 64), [128, 128]) if ragged else GroupedTensor.stacked(x)
+    found = np.isnan(dequantize(grouped_quantize(tensor, "int8").data)).reshape(x.shape)
+    assert found[1].all() and not found[0].any()
+
+
 def test_a_layer(rng):
     """Bias, activation, the dtype of what is not quantized, gradients; alpha, and what no group owns."""
     x, w = rng.normal(size=(6, 8)).astype(np.float32), rng.normal(size=(3, 8, 4)).astype(np.float32)

@@ -106,6 +106,24 @@ def test_numbers_are_off_by_half_a_step_of_their_block(format, granularity, seed
     check(format, x, quantized(format, granularity)(x))
 
 
+LONG = (2, 128, 64)  # XLA's maximum of so many numbers drops NaN on CPU
+
+
+@pytest.mark.parametrize(
+    "granularity", ["tensor", "row", "column", "group", (1, 32, 1), (1, 1, 32), (0, 48, 20)], ids=str
+)
+def test_a_block_with_nan_is_lost_as_a_whole_in_large_arrays_too(granularity, rng):
+    x = rng.normal(size=LONG).astype(np.float32)
+    bad = np.zeros(LONG, bool)
+    for at in ((1, 3, 3), (1, 100, 60)):
+        x[at], bad[at] = np.nan, True
+    x[0, 1, 1], bad[0, 1, 1] = np.inf, True
+    q = quantize(x, "int8", granularity)
+    blocks = np.indices(LONG) // np.reshape(q.block, (3, 1, 1, 1))
+    number = np.ravel_multi_index(tuple(blocks), LONG)
+    np.testing.assert_array_equal(np.isnan(q.dequantize()), np.isin(number, number[bad]))
+
+
 @pytest.mark.parametrize(("format", "granularity"), [x for x in CASES if x[1] in ("column", (2, 7, 5), None)], ids=str)
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(seed=st.integers(0, 2**16), power=st.integers(-20, 37))

@@ -272,7 +272,7 @@ INT8 = jnp.ones((2, 4, 6), jnp.int8)
         (lambda: prepare("w"), "w: want a Scaled, a qwix.QArray or an array; got str"),
         (
             lambda: prepare(INT8, interleave=True),
-            r"interleaved: want a multiple of 16 entries .*; got shape \(2, 6, 4\)",
+            r"interleaved: want a multiple of 16 entries along axis -2, which is stored last; got shape \(2, 4, 6\)",
         ),
         (lambda: prepare(INT8, interleave=1), "interleave: want True, False or None; got 1"),
         (lambda: prepare(INT8[0, 0]), r"w: want weights of at least 2 dimensions, .*; got shape \(6,\)"),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from oracle import close
+from oracle import close, rows
 from sweep import sweep
 
 import trencadis as tr
@@ -251,6 +251,14 @@ def test_sums_are_those_of_what_the_operands_stand_for(format, left, right, x, r
         close(got, want)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int4"])
+def test_packed_rows_beside_scales_that_columns_share(dtype, rng):
+    """JAX does not promote these rows to the dtype of the scales by itself."""
+    x, q = rng.integers(-4, 5, (4, 64)), quantize(rng.normal(size=(2, 64, 8)).astype("f"), "int8", "row")
+    got = tr.grouped_matmul(jnp.asarray(x).astype(dtype), q, [3, 1])
+    close(got, rows(x, exact(q), [3, 1]))
+
+
 def test_a_sum_is_not_cut_into_single_numbers(x, w):
     """Scales that change with every k, as those of columns do in d lhs, go to the rows."""
     splits = [
@@ -308,6 +316,16 @@ def test_gradients_of_what_is_not_quantized(granularity, x, w, rng):
     assert d_bias.dtype == jnp.bfloat16 and d_bias[:, 0].tolist() == SIZES.tolist()
     many = jax.vmap(lambda x: tr.grouped_matmul(x, r, SIZES))(np.stack([x, 2 * x]))
     close(many[1], by_rows(2 * x, exact(r)))
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_scales_for_each_of_k_are_as_exact_as_the_result(format, x, w):
+    """They are multiplied into bfloat16 rows, in float32 unless the result is rounded as well; `why` says so."""
+    x, r = jnp.where(np.isnan(x), 0, x).astype(jnp.bfloat16), quantize(w, format, (1, 1, 4))
+    close(tr.grouped_matmul(x, r, SIZES, jnp.float32), by_rows(np.asarray(x, np.float64), exact(r)))
+    for dtype in (jnp.bfloat16, jnp.float32):
+        (plan, *_) = tr.why(lambda x, r, dtype=dtype: tr.grouped_matmul(x, r, SIZES, dtype), x, r, target="h200").passes
+        assert f"rows times scales in {jnp.dtype(dtype)}" in str(plan.plan)
 
 
 def test_a_gradient_takes_one_product_for_each_of_its_terms(x, w, rng):
@@ -418,8 +436,8 @@ def test_is_no_sequence():
 
 def test_what_cannot_be_quantized_is_named():
     x, _, _ = _small()
-    for wrong in (None, quantize(x, "int8")):
-        with pytest.raises(TypeError, match="x: want an array of floats"):
+    for wrong in (None, quantize(x, "int8"), object(), np.array(["a"]), [[1.0], [2.0, 3.0]]):
+        with pytest.raises(TypeError, match=r"x: want (an array|a float dtype)"):
             quantize(wrong, "int8")
     with pytest.raises(ValueError, match="granularity: want 2 lengths"):
         quantize(x, "int8", 5)

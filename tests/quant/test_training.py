@@ -256,6 +256,17 @@ def test_nan_stays_in_its_group(recipe, xwy):
     assert np.isnan(bad_x[:4]).all() and (bad_x[4:] == d_x[4:]).all() and (bad_w == d_w).all()
 
 
+def test_nan_reaches_results_where_operands_are_large(rng):
+    """XLA's maximum of so many numbers drops NaN on CPU."""
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((256, 64), (2, 64, 256)))
+    x[3, 5], w[1, 7, 2] = np.nan, np.nan
+    dense = functools.partial(tr.grouped_dense, contracting_dims=((1,), (1,)), quantization=Recipe(*["int8"] * 3))
+    out, pull = jax.vjp(lambda x, w: dense(x, w, [100, 156]), x, w)
+    assert np.isnan(out[3]).all() and np.isnan(out[100:, 2]).all() and np.isfinite(out[100:, 3:]).all()
+    d_x, d_w = pull(jnp.ones_like(out).at[200, 9].set(jnp.nan))
+    assert np.isnan(d_x[200]).all() and np.isnan(d_w[1, :, 9]).all() and np.isfinite(d_w[1, :, 10:]).all()
+
+
 @BOTH
 def test_windows_and_shards(recipe, xwy):
     """R-03: experts over a mesh with check_vma on; results and gradients of the windows add up to those of all."""

@@ -58,7 +58,8 @@ def grouped_gemm(
       lhs: the left operand. Its axes are those of its `shape`; the first axis of a stack is that of the groups. Its
         data, and those of rhs, may be a `quant.Scaled`, as `gemm.grouped_quantize` returns it.
       rhs: the right operand, with the same number of groups.
-      contracting_dims: the axes of lhs and those of rhs that are contracted with each other.
+      contracting_dims: the axes of lhs and those of rhs that are contracted with each other. Their lengths are equal,
+        unowned entries at the end of a ragged axis included.
       bias: `[g, ...]` with the free axes of rhs, added to the product of each group.
       alpha: `[g]`, the factor of the product of each group.
       beta: `[g]`, the factor of each group of `out`; 1 by default. As in BLAS, `out` is not read where beta is 0: NaN

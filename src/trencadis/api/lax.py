@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -120,17 +120,31 @@ def _lax_type(
     group_offset: ArrayLike | None,
 ) -> ShapeDtypeStruct:
     """The shape and dtype of lax's result; bad arguments raise lax's own errors, since lax is asked for it."""
-    ask = functools.partial(
-        lax.ragged_dot_general, ragged_dot_dimension_numbers=dims, precision=precision, preferred_element_type=preferred
-    )
     shape, window = group_sizes.shape, dims.rhs_group_dimensions
     if group_offset is not None and len(window) == 1 and shape and 0 <= window[0] < rhs.ndim:
         # lax has no windows: show it the sizes of only as many groups as rhs holds
         shape = (*shape[:-1], min(shape[-1], rhs.shape[window[0]]))
     sizes = ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(group_sizes.dtype))
     a, b = (ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip((lhs, rhs), _dtypes(lhs, rhs), strict=True))
+    given: list[Any] = [dims, precision, preferred, (a, b, sizes), jnp.result_type(int)]
+    return _type_of_lax(*given) if all(isinstance(x, Hashable) for x in given) else _type_of_lax.__wrapped__(*given)
+
+
+@functools.lru_cache(maxsize=256)  # tracing takes longer than the rest of a call
+def _type_of_lax(
+    dims: Dims,
+    precision: PrecisionLike,
+    preferred: DTypeLike | None,
+    types: tuple[ShapeDtypeStruct, ...],
+    default: np.dtype,
+) -> ShapeDtypeStruct:
+    """What lax's result is for operands and sizes of these types; the default dtype tells of jax_enable_x64."""
+    del default
+    ask = functools.partial(
+        lax.ragged_dot_general, ragged_dot_dimension_numbers=dims, precision=precision, preferred_element_type=preferred
+    )
     with without_mesh():
-        return jax.eval_shape(ask, a, b, sizes)
+        return jax.eval_shape(ask, *types)
 
 
 def _dtypes(*operands: Array | Scaled) -> list[np.dtype]:
@@ -233,7 +247,8 @@ def _contraction(lhs: Array, rhs: Array, sizes: SizesArray, dims: Dims, out: Sha
         )  # [g, i, n]
 
     each = jax.vmap(jax.vmap(entry, in_axes=(0, over, 0)), in_axes=(0, over, 0))
-    products = each(rows(lhs, lhs_k, lhs_b), sizes, rows(rhs, rhs_k, rhs_b)).sum(axis=1)  # [b, g, i, n]
+    products = each(rows(lhs, lhs_k, lhs_b), sizes, rows(rhs, rhs_k, rhs_b))  # [b, x, g, i, n]
+    products = products[:, 0] if x == 1 else products.sum(axis=1)
     return jnp.moveaxis(products, 0, 1).astype(out.dtype).reshape(out.shape)
 
 

@@ -63,8 +63,10 @@ class Plan:
         return entries + rest.steps + gate
 
     def __str__(self) -> str:
-        axis = "n" if self.asked.epilogue.columnwise else "k"
-        split = f", split along {axis} into parts of {self.split}" if self.split else ""
+        across = self.asked.epilogue.columnwise
+        split = f", split along {'n' if across else 'k'} into parts of {self.split}" if self.split else ""
+        if self.split and across:
+            split += f", rows times scales in {self.problem.lhs}"
         peeled = f", then {' + '.join(self.peeled)} in XLA" if self.peeled else ""
         return f"{self.backend}, tile {self.tiling}{split}{peeled}: {self.because}"
 

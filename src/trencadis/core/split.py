@@ -32,8 +32,10 @@ def part_of(problem: Problem) -> Problem:
     steps, wide = problem.epilogue, accumulator(problem.acc, np.float32)
     lhs, rhs = whole(problem.lhs), whole(problem.rhs)
     inner = problem.replace(rhs=rhs, out=wide, epilogue=Epilogue(by_row=steps.by_row), interleaved=False)
-    if steps.columnwise:  # lhs times scales; the exponents of bfloat16 hold them
-        return inner.replace(n=steps.column_block[1], lhs=lhs if lhs == jnp.bfloat16 else wide)
+    if steps.columnwise:  # lhs times scales, whose exponents bfloat16 holds, and as many digits as a result of 16 bits
+        kept = lhs == jnp.bfloat16 and problem.out.itemsize <= 2
+        rhs = np.dtype(np.int8) if rhs.name == "int4" else rhs  # kernels read 4 bits along k, where they are not stored
+        return inner.replace(n=steps.column_block[1], lhs=lhs if kept else wide, rhs=rhs)
     return inner.replace(k=steps.part, lhs=lhs, epilogue=Epilogue(by_row=steps.by_row, by_column=steps.by_column))
 
 

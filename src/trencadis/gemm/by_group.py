@@ -106,7 +106,7 @@ def _spread(values: Array, other: Array, starts: Array, ends: Array, length: int
 @jax.jit
 def _sums(x: Array, starts: Array, ends: Array) -> Array:
     """Sums of whole chunks in a group, and of its entries in the first chunk and in the last."""
-    chunks = jnp.pad(x, (0, -x.shape[0] % CHUNK)).reshape(-1, CHUNK)
+    chunks = jnp.pad(x, (0, -x.shape[0] % CHUNK if x.shape[0] else CHUNK)).reshape(-1, CHUNK)
     first, last = -(-starts // CHUNK), ends // CHUNK  # whole chunks of each group, if first < last
     index = np.arange(chunks.shape[0], dtype=np.int32)
     inside = (index >= first[:, None]) & (index < last[:, None])  # [g, chunks]

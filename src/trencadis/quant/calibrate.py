@@ -10,8 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
+from trencadis.core import arguments
+from trencadis.core.mesh import Axes
 from trencadis.quant.blocks import Shape, expanded
 from trencadis.quant.formats import Format, FormatLike, format_of
 from trencadis.quant.scaled import Scaled
@@ -103,20 +106,50 @@ def checked_floats(name: str, x: Any) -> Array:
     """An argument that must be a float array, as float32."""
     if x is None or isinstance(x, (str, Scaled)):
         raise TypeError(f"{name}: want an array of floats; got {type(x).__name__}")
-    x = jnp.asarray(x)
+    x = x if isinstance(x, (np.ndarray, jax.Array)) else arguments.as_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name}: want a float dtype; got {x.dtype}")
-    return x.astype(jnp.float32)
+    return jnp.asarray(x).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def block_absmax(x: Array, block: Shape) -> Array:
     """The largest magnitude of each block; NaN for a block that contains NaN."""
+    return lax.platform_dependent(x, cpu=lambda x: _absmax_on_cpu(x, block), default=lambda x: _absmax(x, block))
+
+
+def _absmax(x: Array, block: Shape) -> Array:
+    parts, along = _parts(jnp.abs(x), block)
+    return parts.max(axis=along, initial=0)
+
+
+def _absmax_on_cpu(x: Array, block: Shape) -> Array:
+    """The same where XLA's maximum of many floats drops NaN.
+
+    As integers, NaN is above Inf. Of whole axes, a maximum and a sum of floats are both faster, in loops of their own.
+    """
+    if any(1 < length < size for length, size in zip(block, x.shape, strict=True)):
+        parts, along = _parts(lax.bitcast_convert_type(jnp.abs(x), jnp.int32), block)
+        return lax.bitcast_convert_type(parts.max(axis=along, initial=0), jnp.float32)
+    x, found = lax.optimization_barrier((x, _absmax(x, block)))
+    parts, along = _parts(jnp.abs(x), block)
+    return jnp.where(jnp.isnan(parts.sum(axis=along)), jnp.nan, found)
+
+
+def _parts(x: Array, block: Shape) -> tuple[Array, tuple[int, ...]]:
+    """The blocks of x, [count, length, count, length, ...] with zeros behind, and the axes along them."""
     counts = [-(-size // length) for size, length in zip(x.shape, block, strict=True)]
     short = [(0, c * b - size) for c, b, size in zip(counts, block, x.shape, strict=True)]
-    padded = jnp.pad(jnp.abs(x), short) if any(after for _, after in short) else jnp.abs(x)
+    padded = jnp.pad(x, short) if any(after for _, after in short) else x
     parts = padded.reshape([n for pair in zip(counts, block, strict=True) for n in pair])
-    return parts.max(axis=tuple(range(1, parts.ndim, 2)), initial=0)
+    return parts, tuple(range(1, parts.ndim, 2))
+
+
+def pmax_of_magnitudes(x: Array, axes: Axes) -> Array:
+    """The largest of these float32 magnitudes over mesh axes, NaN where one is: as integers, NaN is above Inf."""
+    if not axes:
+        return x
+    return lax.bitcast_convert_type(lax.pmax(lax.bitcast_convert_type(x, jnp.int32), axes), jnp.float32)
 
 
 def block_shape(kind: Format, granularity: Granularity, shape: Shape) -> Shape:

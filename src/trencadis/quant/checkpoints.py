@@ -34,6 +34,7 @@ def from_mxfp4(blocks: Any, scales: Any) -> Scaled:
     Args:
       blocks: uint8 `[g, n, k / 32, 16]`: two e2m1 numbers in each byte, that of the lower k in the low nibble.
       scales: uint8 `[g, n, k / 32]`: the exponents of e8m0, a scale of 2**(s - 127) for each 32 numbers along k.
+        Where devices flush subnormal numbers, that of an exponent of 0 is 0, and so are its numbers, below 2**-124.
 
     Returns:
       A `Scaled` in the format "mxfp4". Its bytes are those of the checkpoint.

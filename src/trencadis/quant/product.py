@@ -151,7 +151,8 @@ def _rows_scales(
         if each.shape[0] > 1:
             each = jnp.take(each, local_group(problem, sizes, first), axis=0)
         each = jnp.where(owned(problem, sizes, first)[:, None], each, 1)  # unowned rows have no scales
-        lhs = (lhs.dequantize() if isinstance(lhs, Scaled) else lhs) * each
+        lhs = lhs.dequantize() if isinstance(lhs, Scaled) else lhs.astype(accumulator(lhs.dtype, np.float32))
+        lhs = lhs * each
         rhs = _values(rhs)
     epilogue, scales = problem.epilogue, []
     if isinstance(rhs, Scaled) and rhs.total is not None and rhs.scale.shape[k_axis] > 1:

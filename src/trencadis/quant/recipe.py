@@ -7,11 +7,9 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from trencadis.core.mesh import Axes, Over
-from trencadis.quant.calibrate import Granularity, block_shape, calibrated
+from trencadis.core.mesh import Over
+from trencadis.quant.calibrate import Granularity, block_shape, calibrated, pmax_of_magnitudes
 from trencadis.quant.formats import Format, FormatLike, format_name, format_of
 from trencadis.quant.scaled import Scaled
 
@@ -109,9 +107,10 @@ class Recipe:
         axes = [getattr(over, letter) for letter in letters]
         groups = over.g if letters[0] == "m" and lengths[0] > 1 else ()  # a device has 0 in rows of other groups
         spanned = tuple(a for each, length in zip(axes, lengths, strict=True) if length == _WHOLE for a in each)
+        everywhere = (*(a for each in axes for a in each), *(over.g if letters[0] == "m" else ()))
         return calibrated(
-            x, *self._granularity(name), lambda absmax: self.bound(name, _most(absmax, spanned + groups)),
-            lambda most: _most(most, (*(a for each in axes for a in each), *(over.g if letters[0] == "m" else ()))),
+            x, *self._granularity(name), lambda absmax: self.bound(name, pmax_of_magnitudes(absmax, spanned + groups)),
+            lambda most: pmax_of_magnitudes(most, everywhere),
         )  # fmt: skip
 
     def _granularity(self, name: str) -> tuple[Format, Granularity]:
@@ -123,11 +122,6 @@ class Recipe:
         elif granularity is None and name == "rhs":
             granularity = (1, kind.block, 1)
         return kind, granularity
-
-
-def _most(absmax: Array, axes: Axes) -> Array:
-    """The largest of these magnitudes over mesh axes; Inf where one is NaN, which not every maximum passes on."""
-    return lax.pmax(jnp.where(jnp.isnan(absmax), jnp.inf, absmax), axes) if axes else absmax
 
 
 def _checked(name: str, choice: Any) -> Choice:

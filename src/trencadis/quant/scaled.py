@@ -180,7 +180,7 @@ class Scaled(_Fields):
         """
         if interleaved == self.interleaved:
             return self
-        values = _interleaved(self._stored[0]) if interleaved else _in_order(self._stored[0])
+        values = _interleaved(self._stored[0], self.transposed) if interleaved else _in_order(self._stored[0])
         static = (self.format, self.block, self.transposed, bool(interleaved))
         return Scaled.tree_unflatten(static, (values, *self._stored[1:]))
 
@@ -339,11 +339,15 @@ def checked(name: str, x: Scaled) -> Scaled:
     return Scaled.tree_unflatten(static, (values, jnp.ones(counts, scale.dtype), total, zeros))
 
 
-def _interleaved(values: Any) -> Any:
-    """Values interleaved along the last axis; a description of them stays as it is."""
+def _interleaved(values: Any, transposed: bool) -> Any:
+    """Values interleaved along the last axis, which is the last but one of the array if it is stored transposed.
+
+    A description of values stays as it is.
+    """
     if not values.ndim or not interleaves(values.dtype, values.shape[-1]):
-        want = f"a multiple of {run_length(values.dtype)} entries along the last axis as it is stored"
-        raise ValueError(f"interleaved: want {want}; got shape {tuple(values.shape)}")
+        want = f"a multiple of {run_length(values.dtype)} entries along axis {-1 - transposed}, which is stored last"
+        got = _swapped(tuple(values.shape)) if transposed else tuple(values.shape)
+        raise ValueError(f"interleaved: want {want}; got shape {got}")
     return interleave(values) if isinstance(values, (jax.Array, np.ndarray)) else values
 
 

@@ -45,6 +45,7 @@ from trencadis.core.partition import Partition, compute, dimensions, partition
 from trencadis.core.problem import Problem
 from trencadis.core.spans import local_group, owned
 from trencadis.core.tiling import Tilings, resolve
+from trencadis.quant.calibrate import pmax_of_magnitudes
 from trencadis.quant.product import contraction_product, rows_product
 from trencadis.quant.recipe import Recipe
 from trencadis.quant.scaled import Scaled
@@ -329,8 +330,8 @@ def _by_column(product: QuantizedProduct, y: Array, rows: Rows) -> tuple[Scaled,
     """
     kind, axes = product.recipe.summed, product.options.over.m
     most = jax.ops.segment_max(jnp.abs(y), rows.group, product.asked.local_groups, indices_are_sorted=True)
-    most = lax.pmax(most, axes) if axes else most
-    scale = kind.scale_of(product.recipe.bound("grad", jnp.maximum(most, 0)))  # that of no rows is -inf
+    most = pmax_of_magnitudes(jnp.maximum(most, 0).astype(jnp.float32), axes)  # that of no rows is -inf
+    scale = kind.scale_of(product.recipe.bound("grad", most))
     values = kind.rounded(y / jnp.take(scale, rows.group, axis=0))
     return Scaled(values, jnp.ones((1, 1), jnp.float32), kind.name, values.shape), scale
 

@@ -62,6 +62,8 @@ CASES = {
     "mxfp4": (asked("float4_e2m1fn", scales=E8M0, length=32, k=160, out="bfloat16"), {"block_k": 64}),
     "nvfp4": (asked("float4_e2m1fn", scales=E4M3, length=16, k=72, **BIAS), {"block_k": 64}),
     "nvfp4, float16": (asked("float4_e2m1fn", scales=E4M3, length=16, rows="float16", out="float16"), {}),
+    "mxfp4, each of k": (asked("float4_e2m1fn", scales=E8M0, length=1, across=32, k=98, n=72), {"block_k": 64}),
+    "nvfp4, each of k": (asked("float4_e2m1fn", scales=E4M3, length=1, across=16, rows="float16", by_row=True), {}),
     "mxfp4, float16": (asked("float4_e2m1fn", scales=E8M0, length=32, rows="float16"), {}),
     "mxfp8, float16": (asked("float8_e4m3fn", scales=E8M0, length=32, rows="float16"), {}),
     "int8, float16": (asked("int8", length=48, rows="float16", n=41), {"block_k": 16}),
@@ -264,3 +266,30 @@ def test_quantized_weights_are_one_kernel_without_a_warning(name, length):
         text = program.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@triton_kernel_call") == 2  # the list of tiles, and the product
     assert "4x128x128xui8" not in text and "4x128x256xui8" not in text  # no pass over the weights
+
+
+BY_COLUMN = [(card, name) for card in ("a100", "h200", "b200", "mi300x") for name in ("mxfp4", "nvfp4")]
+
+
+@pytest.mark.parametrize(("card", "name"), sweep(BY_COLUMN, [("a100", "mxfp4"), ("h200", "nvfp4")]))
+def test_the_gradient_of_rows_beside_4_bit_floats_is_one_kernel(card, name):
+    """Its scales change with each entry of its k, so that both values of a byte have their own."""
+    x, w, sizes = (
+        jax.ShapeDtypeStruct(*each) for each in (((64, 256), "bfloat16"), ((4, 256, 128), "float32"), ((4,), "int32"))
+    )
+    w = jax.eval_shape(lambda w: tr.quant.quantize(w, name, (1, 32 if name == "mxfp4" else 16, 1)), w)
+
+    def d_x(x, w, sizes):
+        return jax.vjp(lambda x: tr.grouped_matmul(x, w, sizes, jnp.bfloat16), x)[1](jnp.ones((64, 128), jnp.bfloat16))
+
+    last = tr.why(d_x, x, w, sizes, target=card).passes[-1].plan
+    assert last.backend == "triton" and not last.split and "times their scales" in last.because
+    with tr.target(card):
+        text = jax.jit(d_x).trace(x, w, sizes).lower(lowering_platforms=(target_of(card).platform,)).as_text()
+    assert text.count("@triton_kernel_call") == 2
+
+
+def test_interleaved_weights_with_a_scale_for_each_of_k_are_multiplied_in_order():
+    problem = interleaved("float4_e2m1fn", scales=E8M0, length=1, across=32)
+    answer = plan(problem, target_of("h200"))
+    assert answer.backend == "triton" and not answer.problem.interleaved

@@ -56,11 +56,25 @@ def numbers(b, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def scales_at(scales, n, first, COUNT: tl.constexpr, SCALES: tl.constexpr, PER: tl.constexpr):
+def scales_at(scales, n, first, COUNT: tl.constexpr, SCALES: tl.constexpr, PER: tl.constexpr, EVERY: tl.constexpr = 1):
     """The scales of a step from the `first` along k on, as float32 numbers: [block_n, PER], of COUNT along k."""
-    at = first + tl.arange(0, PER)
+    at = first + tl.arange(0, PER) * EVERY
     there = tl.load(scales + n[:, None] + at[None, :], mask=(at < COUNT)[None, :], other=0)
     return numbers(there, SCALES)
+
+
+@triton.jit
+def scales_of_nibbles(
+    scales, n, done, COUNT: tl.constexpr, SCALES: tl.constexpr, PER: tl.constexpr, LENGTH: tl.constexpr,
+    PACK: tl.constexpr,
+):  # fmt: skip
+    """A step's scales for the low nibbles of bytes and for the high ones: the same unless each of k has its own."""
+    EVERY: tl.constexpr = PACK if LENGTH == 1 else 1
+    low = scales_at(scales, n, done // LENGTH, COUNT, SCALES, PER, EVERY)
+    high = low
+    if EVERY == 2:
+        high = scales_at(scales, n, done + 1, COUNT, SCALES, PER, EVERY)
+    return low, high
 
 
 @triton.jit
@@ -181,13 +195,14 @@ def complete(acc, WAIT: tl.constexpr):
 
 @triton.jit
 def step(
-    acc, w_at, x_at, scale, rows, inside, x_inside,
+    acc, w_at, x_at, scale, scale_high, rows, inside, x_inside,
     FORMAT: tl.constexpr, PACK: tl.constexpr, INTERLEAVED: tl.constexpr, DOT: tl.constexpr, STEP: tl.constexpr,
     UNPACK: tl.constexpr, UNPACK_HIGH: tl.constexpr, PRODUCT: tl.constexpr, PER: tl.constexpr, IN_FACTORS: tl.constexpr,
     WAIT: tl.constexpr,
 ):  # fmt: skip
     """The sums [block_n, block_m] after one step along k; `rows` is the mask of rows, the others those of k, or None.
 
+    scale_high are the scales of the high nibbles of bytes, and scale those of the low ones, or of bytes and words.
     Unowned rows are not read: where groups are small, they would be most of what a tile reads beside weights.
     """
     there = rows[None, :]
@@ -206,7 +221,7 @@ def step(
         x = tl.load(x_at + STEP, mask=there, other=0.0)
         if UNPACK_HIGH is None:
             w = w >> 4
-        left = factor(w, scale, FORMAT, UNPACK_HIGH, PRODUCT, IN_FACTORS, PER, DOT)
+        left = factor(w, scale_high, FORMAT, UNPACK_HIGH, PRODUCT, IN_FACTORS, PER, DOT)
         acc = complete(tl.dot(left, x, acc), WAIT)
     return acc
 
@@ -277,13 +292,12 @@ def sums(
             ahead = scales_at(scales, s, (first + BLOCK_K) // LENGTH, COUNT, SCALES, PARTS)
         for nth in tl.static_range(PARTS):
             done = first + nth * (STEP * HELD)
-            scale = None
+            scale, scale_high = None, None
             if PROMOTED:
                 scale = nth_of(here, nth)
             elif IN_FACTORS:
-                scale = scales_at(scales, s, done // LENGTH, COUNT, SCALES, PER)
-            inside = None
-            x_inside = None
+                scale, scale_high = scales_of_nibbles(scales, s, done, COUNT, SCALES, PER, LENGTH, PACK)
+            inside, x_inside = None, None
             if K % BLOCK_K != 0:
                 inside = k < (K - done) // HELD
                 x_inside = x_k < K - done if INTERLEAVED else inside
@@ -291,7 +305,7 @@ def sums(
             if PROMOTED or ROW_LENGTH > 0:
                 part = tl.full((BLOCK_N, BLOCK_M), 0, tl.float32)
             part = step(
-                part, w_at, x_at, scale, rows, inside, x_inside,
+                part, w_at, x_at, scale, scale_high, rows, inside, x_inside,
                 FORMAT, PACK, INTERLEAVED, DOT, STEP, UNPACK, UNPACK_HIGH, PRODUCT, PER, IN_FACTORS, WAIT,
             )  # fmt: skip
             if PROMOTED or ROW_LENGTH > 0:
@@ -316,8 +330,8 @@ def weights(
 ):  # fmt: skip
     """A program for each tile. K_LHS is the length of rows of lhs, PACK the numbers in a byte.
 
-    LENGTH and ACROSS are the entries of k and of n that share a scale, and PER the scales of a step along k. ROW_LENGTH
-    is the entries of k that share a scale of a row; 0: all of them.
+    LENGTH and ACROSS are the entries of k and of n that share a scale, and PER the scales along k of what a step
+    multiplies at once. ROW_LENGTH is the entries of k that share a scale of a row; 0: all of them.
     """
     owned = tl.load(count)  # row tiles; those of unowned rows come after them
     total = tl.load(count + 1)

@@ -93,7 +93,7 @@ def refused(problem: Problem) -> str:
         return "4-bit weights are unpacked where they are stored [g, n, k], and k is even"
     if epilogue.column_scales.name not in (*RESULTS, *BYTES):
         return f"scales of weights are {epilogue.column_scales.name}"
-    if not list(_steps(problem)):
+    if not list(_steps(problem)) or (problem.interleaved and epilogue.column_block[0] == 1):
         return f"scales change along k every {epilogue.part}"
     return ""
 
@@ -125,6 +125,13 @@ def at_once(problem: Problem, layout: Layout) -> int:
     """The entries of k that are multiplied at once: a step, or a block of it whose sum is scaled."""
     length = problem.epilogue.column_block[0]
     return min(layout.block_k, length) if length and not in_factors(problem) else layout.block_k
+
+
+def _scales_at_once(problem: Problem, layout: Layout) -> int:
+    """The scales along k of what is multiplied at once: half of a step's where the nibbles of a byte have their own."""
+    length = problem.epilogue.column_block[0]
+    each = 8 // bits(problem.rhs) if length == 1 else 1
+    return max(layout.block_k // max(length, 1) // each, 1)
 
 
 def with_16_bit_rows(problem: Problem) -> Problem:
@@ -335,7 +342,7 @@ def kernel_of(problem: Problem, layout: Layout, arch: str, *, interpret: bool = 
         "UNPACK": low if ptx else None, "UNPACK_HIGH": high if ptx else None,
         "PRODUCT": product(problem.lhs.name) if ptx else None,
         "SCALES": epilogue.column_scales.name, "LENGTH": epilogue.column_block[0],
-        "ACROSS": epilogue.column_block[1], "PER": max(layout.block_k // max(epilogue.column_block[0], 1), 1),
+        "ACROSS": epilogue.column_block[1], "PER": _scales_at_once(problem, layout),
         "IN_FACTORS": in_factors(problem), "ROW_LENGTH": epilogue.row_block,
         "WAIT": "" if ptx and arch.startswith("9.") else None,
         "ACTIVATION": None if text is None else function(text, rewritten if interpret else triton.jit),

@@ -89,7 +89,7 @@ class GroupedQuantizer:
         if self.scaling_mode is not ScalingMode.DELAYED_TENSOR_SCALING:
             return
         history = self.amax_history.at[:, 0].set(amax)
-        most = history.max(axis=1)
+        most = jnp.where(jnp.isnan(history), jnp.inf, history).max(axis=1)  # on CPU, a maximum drops NaN
         self.scale = jnp.where((most > 0) & jnp.isfinite(most), np.float32(self.format.largest) / most, self.scale)
         self.amax_history = jnp.roll(history, -1, axis=1).at[:, 0].set(0)
 
