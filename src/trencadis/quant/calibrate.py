@@ -123,6 +123,7 @@ def _absmax(x: Array, block: Shape) -> Array:
     return parts.max(axis=along, initial=0)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _absmax_on_cpu(x: Array, block: Shape) -> Array:
     """The same where XLA's maximum of many floats drops NaN.
 
@@ -134,6 +135,11 @@ def _absmax_on_cpu(x: Array, block: Shape) -> Array:
     x, found = lax.optimization_barrier((x, _absmax(x, block)))
     parts, along = _parts(jnp.abs(x), block)
     return jnp.where(jnp.isnan(parts.sum(axis=along)), jnp.nan, found)
+
+
+@_absmax_on_cpu.defjvp
+def _(block: Shape, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return _absmax_on_cpu(*primals, block), jax.jvp(lambda x: _absmax(x, block), primals, tangents)[1]
 
 
 def _parts(x: Array, block: Shape) -> tuple[Array, tuple[int, ...]]:
