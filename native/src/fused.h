@@ -31,17 +31,18 @@ struct FusedOptions {
 // What all tiles of a call share.
 struct Fused {
   std::vector<Index> rows;       // of the results, at which each product starts
+  std::vector<char> gaps;        // whether each product is none: rows that no group owns
   std::vector<Product> seconds;  // the second product of each; none if there is none
   Program program;
   std::vector<Block> inputs, results;  // whole arrays
 
-  // A tile: its sums, and what the program makes of them. A product without operands is a gap, whose results are zero.
+  // A tile: its sums, and what the program makes of them. The results of a gap are zero.
   void compute(const std::vector<Product>& products, const Tile& t, Index block, Scratch& scratch) const {
     std::size_t i = static_cast<std::size_t>(t.product);
     Index m = t.m1 - t.m0, n = t.n1 - t.n0, row = rows[i] + t.m0;
     Block read[kInputs], written[kResults];
     for (std::size_t j = 0; j < results.size(); j++) written[j] = part(results[j], row, t.n0);
-    if (products[i].a.data == nullptr) {
+    if (gaps[i]) {
       for (std::size_t j = 0; j < results.size(); j++) clear(written[j], m, n);
       return;
     }
@@ -81,6 +82,7 @@ inline Block block_of(ffi::AnyBuffer x, Index n) {
 
 inline bool fits(ffi::AnyBuffer x, Index rows, Index n) {
   auto shape = x.dimensions();
+  if (x.element_type() != ffi::DataType::F32 && x.element_type() != ffi::DataType::BF16) return false;
   return (shape.size() == 1 && shape[0] == rows) || (shape.size() == 2 && shape[0] == rows && shape[1] == n);
 }
 
@@ -101,14 +103,14 @@ inline ffi::Error fused(ffi::ThreadPool& pool, ffi::AnyBuffer lhs, ffi::AnyBuffe
   state->program = program;
   for (std::size_t i = rest.used(); i < args.size(); i++) {
     auto x = args.get<ffi::AnyBuffer>(i);
-    if (x.has_error() || !fits(*x, rows, n)) return wrong("an input of the program has a wrong shape");
+    if (x.has_error() || !fits(*x, rows, n)) return wrong("an input of the program has a wrong shape or dtype");
     state->inputs.push_back(block_of(*x, n));
   }
   // sums of each chunk of columns, which are added up in order when all tiles are done
   std::vector<std::vector<float>> sums(rets.size());
   for (std::size_t i = 0; i < rets.size(); i++) {
     auto x = rets.get<ffi::AnyBuffer>(i);
-    if (x.has_error() || !fits(**x, rows, n)) return wrong("a result of the program has a wrong shape");
+    if (x.has_error() || !fits(**x, rows, n)) return wrong("a result of the program has a wrong shape or dtype");
     Block block = block_of(**x, n);
     if (block.kind == Block::kByRow) {
       if (block.narrow) return wrong("sums over columns are float32");
@@ -127,7 +129,7 @@ inline ffi::Error fused(ffi::ThreadPool& pool, ffi::AnyBuffer lhs, ffi::AnyBuffe
 
   std::vector<Product> products;
   each_span(spans, rows, [&](Index i, Index start, Index length) {
-    state->rows.push_back(start);
+    state->rows.push_back(start), state->gaps.push_back(i < 0);
     Product p{length, n, 0, {}, {}, nullptr, n};
     if (i >= 0) {
       Index row = o.gather ? 0 : start;

@@ -172,6 +172,13 @@ def test_activations(activation, dtype):
     assert ("then sin in XLA" in str(alone)) is (activation is jnp.sin)
 
 
+def test_an_activation_of_empty_sums_is_that_of_the_bias():
+    bias = np.array([[1.0, -2.0], [3.0, -4.0]], np.float32)
+    op = functools.partial(tr.grouped_matmul, bias=bias, activation=jax.nn.relu, backend="cpu")
+    got = op(jnp.ones((4, 0)), jnp.ones((2, 0, 2)), [1, 2])
+    np.testing.assert_array_equal(got, [[1, 0], [3, 0], [3, 0], [0, 0]])
+
+
 def test_a_gated_activation_with_other_operations_is_left_to_xla():
     problem = GATED["forward"]
     gate = dataclasses.replace(problem.gate, activation=lambda gate, up: jnp.sin(gate) * up)
