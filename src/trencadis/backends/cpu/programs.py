@@ -125,6 +125,7 @@ class _Steps:
             "add_any": lambda: add("add", *x),
             "neg": lambda: add("mul", x[0], MINUS_ONE),
             "square": lambda: add("mul", x[0], x[0]),
+            "one_minus_square": lambda: add("sub", ONE, add("mul", x[0], x[0])),
             "rsqrt": lambda: add("div", ONE, add("sqrt", x[0])),
             "sign": lambda: self._sign(x[0]),
             "clamp": lambda: add("min", add("max", x[1], x[0]), x[2]),
