@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from sweep import sweep
 
 from trencadis.quant import FORMATS, Format, Scaled, dequantize, quantize
@@ -124,6 +126,28 @@ def test_a_block_with_nan_is_lost_as_a_whole_in_large_arrays_too(granularity, rn
     blocks = np.indices(LONG) // np.reshape(q.block, (3, 1, 1, 1))
     number = np.ravel_multi_index(tuple(blocks), LONG)
     np.testing.assert_array_equal(np.isnan(q.dequantize()), np.isin(number, number[bad]))
+
+
+SHARDED = [
+    ("int8", (1, 8, 8), ("d", "e", None)),  # two devices for each block, of which they have a part
+    ("int8", (1, 3, 8), ("d", None, "e")),  # with a shorter last block, on no device alone
+    ("mxfp8", (1, 1, 32), (None, None, ("d", "e"))),
+    ("mxfp4", (1, 32, 1), ("d", "e", None)),
+]
+
+
+@pytest.mark.parametrize(("format", "granularity", "spec"), SHARDED, ids=str)
+def test_blocks_may_lie_on_several_devices(format, granularity, spec, rng):
+    mesh = jax.make_mesh((2, 4), ("d", "e"), axis_types=(AxisType.Explicit,) * 2)
+    x = rng.normal(size=(8, 64, 64)).astype(np.float32)
+    x[3, 40, 5] = np.nan
+    with jax.set_mesh(mesh):
+        q = quantize(jax.device_put(x, NamedSharding(mesh, P(*spec))), format, granularity)
+        np.testing.assert_array_equal(q.dequantize(), quantize(x, format, granularity).dequantize())
+        assert jax.typeof(q.values).sharding.spec == P(*spec)
+        along = jax.device_put(x, NamedSharding(mesh, P(("d", "e"))))
+        each = jax.vmap(lambda x: quantize(x, format, granularity[1:]).dequantize())(along)
+    np.testing.assert_array_equal(each, q.dequantize())
 
 
 @pytest.mark.parametrize(("format", "granularity"), [x for x in CASES if x[1] in ("column", (2, 7, 5), None)], ids=str)

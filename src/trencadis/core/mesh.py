@@ -144,7 +144,7 @@ def flattened(x: Array, axes: int) -> Array:
     if mesh is None:
         return x.reshape(shape)
     spec = spec_of(jax.typeof(x).sharding, mesh, x.ndim)
-    return _reshaped(x, shape, mesh, (sum(spec[:axes], ()), *spec[axes:]))
+    return reshaped(x, shape, mesh, (sum(spec[:axes], ()), *spec[axes:]))
 
 
 def unflattened(x: Array, like: Array) -> Array:
@@ -152,10 +152,11 @@ def unflattened(x: Array, like: Array) -> Array:
     mesh = explicit_mesh(like)
     if mesh is None:
         return x.reshape(like.shape)
-    return _reshaped(x, like.shape, mesh, spec_of(jax.typeof(like).sharding, mesh, like.ndim))
+    return reshaped(x, like.shape, mesh, spec_of(jax.typeof(like).sharding, mesh, like.ndim))
 
 
-def _reshaped(x: Array, shape: tuple[int, ...], mesh: AbstractMesh, spec: Spec) -> Array:
+def reshaped(x: Array, shape: Sequence[int], mesh: AbstractMesh, spec: Spec) -> Array:
+    """The array in another shape, whose dimensions are sharded over these explicit mesh axes."""
     sharding = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))
     return lax.reshape(x, shape, out_sharding=sharding)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from trencadis.core import arguments
-from trencadis.core.mesh import Axes
+from trencadis.core.mesh import Axes, explicit_mesh, reshaped, resharded, spec_of
 from trencadis.quant.blocks import Shape, expanded
 from trencadis.quant.formats import Format, FormatLike, format_of
 from trencadis.quant.scaled import Scaled
@@ -115,6 +117,22 @@ def checked_floats(name: str, x: Any) -> Array:
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def block_absmax(x: Array, block: Shape) -> Array:
     """The largest magnitude of each block; NaN for a block that contains NaN."""
+    mesh = explicit_mesh(x)
+    if mesh is None:
+        return _absmax_anywhere(x, block)
+    # of the part of each block on a device first, so that shards of x stay where they are
+    over = spec_of(jax.typeof(x).sharding, mesh, x.ndim)
+    held = [size // math.prod(mesh.shape[axis] for axis in axes) for size, axes in zip(x.shape, over, strict=True)]
+    part = tuple(b if b == size else math.gcd(b, n) for b, size, n in zip(block, x.shape, held, strict=True))
+    found = _absmax_anywhere(x, part)
+    if part == block:
+        return found
+    whole = spec_of(jax.typeof(found).sharding, mesh, x.ndim)
+    found = resharded(found, mesh, [axes if a == b else () for axes, a, b in zip(whole, part, block, strict=True)])
+    return _absmax_anywhere(found, tuple(b // a for a, b in zip(part, block, strict=True)))
+
+
+def _absmax_anywhere(x: Array, block: Shape) -> Array:
     return lax.platform_dependent(x, cpu=lambda x: _absmax_on_cpu(x, block), default=lambda x: _absmax(x, block))
 
 
@@ -147,8 +165,14 @@ def _parts(x: Array, block: Shape) -> tuple[Array, tuple[int, ...]]:
     counts = [-(-size // length) for size, length in zip(x.shape, block, strict=True)]
     short = [(0, c * b - size) for c, b, size in zip(counts, block, x.shape, strict=True)]
     padded = jnp.pad(x, short) if any(after for _, after in short) else x
-    parts = padded.reshape([n for pair in zip(counts, block, strict=True) for n in pair])
-    return parts, tuple(range(1, parts.ndim, 2))
+    shape, along = [n for pair in zip(counts, block, strict=True) for n in pair], tuple(range(1, 2 * x.ndim, 2))
+    mesh = jax.typeof(x).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return padded.reshape(shape), along
+    # JAX does not find the sharding by itself, not even where `jax.vmap` has taken all explicit axes
+    over = zip(spec_of(jax.typeof(x).sharding, mesh, x.ndim), counts, strict=True)
+    spec = [each for axes, count in over for each in (((), axes) if count == 1 else (axes, ()))]
+    return reshaped(padded, shape, mesh, tuple(spec)), along
 
 
 def pmax_of_magnitudes(x: Array, axes: Axes) -> Array:
