@@ -101,3 +101,24 @@ def test_quantization_with_an_activation_over_traced_values(rng):
         )
 
     np.testing.assert_allclose(*both(1.0), rtol=1e-5, atol=1e-5)
+
+
+class Clipped(quant.Recipe):
+    """A recipe with a state of its own."""
+
+    def __init__(self, factor):
+        super().__init__("int8", "int8")
+        object.__setattr__(self, "factor", factor)
+
+    def bound(self, name, absmax):
+        return absmax * self.factor
+
+
+def test_recipes_with_a_state_are_equal_only_in_the_same_state(rng):
+    assert Clipped(0.5) == Clipped(0.5) != Clipped(1.0) != quant.Recipe("int8", "int8")
+    x, up, down = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((3, 8), (2, 8, 4), (2, 4, 8)))
+    routing = moe.route(x[:, :2], 1)
+    run = lambda factor: tr.moe_mlp(x, routing, None, up, down, activation=jnp.abs, quantization=Clipped(factor))
+    whole, half, traced = run(1.0), run(0.5), jax.jit(run)(0.5)
+    assert np.abs(whole - half).max() > 0.1
+    close(traced, half)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from trencadis.core import arguments
 from trencadis.core.alike import sharded_like
 from trencadis.core.call import Options
-from trencadis.core.epilogue import Activation, static_activation
+from trencadis.core.epilogue import Activation, is_hashable, static_activation
 from trencadis.core.mesh import Over, replicated, resharded_like
 from trencadis.core.plan import check_backend
 from trencadis.moe import layer as layers
@@ -132,8 +132,9 @@ class _OneDevice:
     def __call__(self, x: Array, chosen: Array, weights: Array, experts: Experts, first: Any) -> Array:
         frozen = Experts(*(w if isinstance(w, Scaled) else None for w in experts))
         learned = Experts(*(None if isinstance(w, Scaled) else w for w in experts))
-        # a program that others may share closes over no traced values
-        run = self.run if self.layer.traced else functools.partial(_run, self)
+        # a program that others may share closes over no traced values, nor over arrays of a recipe
+        shared = not self.layer.traced and is_hashable(self.recipe)
+        run = functools.partial(_run, self) if shared else self.run
         return run(chosen, first, frozen, Inputs(x, weights, learned))
 
     def run(self, chosen: Array, first: Any, frozen: Experts, inputs: Inputs) -> Array:

@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh
 from trencadis.core import arguments, unfused
 from trencadis.core.alike import sharded_like
 from trencadis.core.call import Options, Steps, sizes_and_window
-from trencadis.core.epilogue import Epilogue, static_activation
+from trencadis.core.epilogue import Epilogue, is_hashable, static_activation
 from trencadis.core.jax_compat import vary_alike
 from trencadis.core.mesh import (
     Axes,
@@ -106,7 +106,8 @@ def trained(
         part = _partition_of(recipe, asked, mesh, operands)
         over = Over() if partly_explicit(mesh) else Over(part.m, part.k, part.n, part.g)
         options = dataclasses.replace(options, out_sharding=None, over=over)
-        return _on_mesh(*operands, recipe=recipe, part=part, options=options, mesh=mesh)
+        on_mesh = _on_mesh_once if is_hashable(recipe) else _on_mesh
+        return on_mesh(*operands, recipe=recipe, part=part, options=options, mesh=mesh)
     return _trained(recipe, (x, w, *after), asked=asked, options=options, steps=steps, given=(rows, weights))
 
 
@@ -166,7 +167,6 @@ def _partition_of(recipe: Recipe, asked: Problem, mesh: AbstractMesh, operands: 
     return partition(asked, specs, explicit_axes(mesh))
 
 
-@functools.partial(jax.jit, static_argnames=("recipe", "part", "options", "mesh"))
 def _on_mesh(*operands: Array, recipe: Recipe, part: Partition, options: Options, mesh: AbstractMesh) -> Array:
     """The result on all devices, each of which has a part of the operands."""
 
@@ -178,6 +178,9 @@ def _on_mesh(*operands: Array, recipe: Recipe, part: Partition, options: Options
         return with_automatic_axes(functools.partial(multiply, part.problem), mesh, part.result)(*operands)
     function = functools.partial(compute, part, multiply)
     return mapped(function, mesh, part.operands, part.result, dict(part.devices))(*operands)
+
+
+_on_mesh_once = jax.jit(_on_mesh, static_argnames=("recipe", "part", "options", "mesh"))
 
 
 def _check(recipe: Any, x: Array, w: Array) -> None:
