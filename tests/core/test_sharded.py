@@ -337,13 +337,17 @@ def test_sharded_makes_automatic_axes_explicit():
         tr.sharded(mesh, P(), "e")
 
 
-def test_a_sharded_function_may_close_over_what_changes():
-    held, mesh = {}, mesh_of(AxisType.Auto, (2, 2))
-    call = tr.sharded(mesh, P("d"))(lambda x: x * held["factor"])
-    for held["factor"] in (2.0, 3.0):
-        np.testing.assert_array_equal(call(np.ones(4)), np.full(4, held["factor"]))
-    slope = jax.grad(lambda a: held.update(factor=a) or call(np.ones(4)).sum())(5.0)
-    assert slope == 4
+GLOBAL = {}
+
+
+def test_a_sharded_function_may_read_what_changes():
+    closed = {}
+    for held, function in ((closed, lambda x: x * closed["factor"]), (GLOBAL, lambda x: x * GLOBAL["factor"])):
+        call = tr.sharded(mesh_of(AxisType.Auto, (2, 2)), P("d"))(function)
+        for held["factor"] in (2, 3):
+            np.testing.assert_array_equal(call(np.ones(4)), np.full(4, held["factor"]))
+        slope = jax.grad(lambda a, held=held, call=call: held.update(factor=a) or call(np.ones(4)).sum())(5.0)
+        assert slope == 4
 
 
 def test_without_a_mesh_nothing_changes():

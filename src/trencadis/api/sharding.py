@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 
@@ -91,8 +92,12 @@ class _Program:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it surely computes the same in every call: its function closes over nothing, nor do its options."""
-        if not inspect.isfunction(self.function) or self.function.__closure__ is not None:
+        """Whether it surely computes the same in every call: a function of this package, whose options hold no arrays.
+
+        Functions of users may read variables that change.
+        """
+        ours = inspect.isfunction(self.function) and self.function.__module__.startswith("trencadis.")
+        if not ours or any(isinstance(each, (jax.Array, np.ndarray)) for each in jax.tree.leaves(self.options)):
             return False
         return all(isinstance(each, type) or not callable(each) or is_constant(each) for _, each in self.options) and (
             is_hashable(self.options)
