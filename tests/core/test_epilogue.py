@@ -1,5 +1,8 @@
 """What follows the product."""
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,6 +146,21 @@ def test_a_rule_that_closes_over_a_traced_value_keeps_it_out_of_kernels():
     seen = []
     jax.jit(lambda s: seen.append(static_activation(rounded(s, "jvp"), F32, F32)) or s)(2.0)
     assert seen == [None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """A value with a hash, that of a function which may close over anything."""
+
+    function: Callable[..., jax.Array]
+
+    def __call__(self, z):
+        return self.function(z)
+
+
+def test_nothing_keeps_what_an_activation_closes_over():
+    with jax.checking_leaks():
+        jax.jit(lambda b: static_activation(Applied(lambda z: z * b), F32, F32) or b)(2.0)
 
 
 def test_the_reason_of_a_failing_activation_is_in_the_error():

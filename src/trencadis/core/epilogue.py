@@ -285,7 +285,7 @@ def static_activation(activation: object, dtype: DTypeLike, result: DTypeLike, a
     return find(activation, np.dtype(dtype), np.dtype(result), arguments)
 
 
-def is_constant(activation: object) -> bool:
+def is_constant(activation: Any) -> bool:
     """Whether it never changes, so that it need not be traced for every call.
 
     A function of JAX does not, nor does a value that is its fields and nothing else, as `moe.swiglu()` is.
@@ -295,10 +295,11 @@ def is_constant(activation: object) -> bool:
         getattr(module, name, None) is activation for module in (jax.nn, jnp, jax.lax)
     ):
         return True
-    params = getattr(type(activation), "__dataclass_params__", None)
+    params = vars(type(activation)).get("__dataclass_params__")  # and no subclass, which may have a state of its own
     if params is None or not params.frozen or not params.eq:
         return False
-    return is_hashable(activation)
+    values = (getattr(activation, field.name) for field in dataclasses.fields(activation))
+    return all(isinstance(value, (int, float, str, np.number, type(None))) or is_constant(value) for value in values)
 
 
 def is_hashable(x: object) -> bool:
