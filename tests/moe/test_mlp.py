@@ -85,6 +85,18 @@ def test_without_a_gate(rng, backend):
     check(rng, routings(rng)["masked"], params, activation=jax.nn.relu, backend=backend)
 
 
+def test_the_result_of_an_activation_may_have_another_dtype(rng):
+    """Its gradient is that of the same function, converted."""
+    routing, params = routings(rng)["top2"], parameters(rng)
+    x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)
+
+    def slope(activation):
+        return jax.jit(jax.grad(lambda x: call(routing, x, routing.weights, params, activation=activation).sum()))(x)
+
+    narrow = lambda gate, up: (jnp.tanh(gate) * up).astype(jnp.bfloat16)
+    same({"x": slope(narrow)}, {"x": slope(lambda *z: narrow(*z).astype(jnp.float32))})
+
+
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_windows_of_the_experts(rng, first):
     """Experts that are not there add nothing, to the result or to a gradient; the window is traced."""

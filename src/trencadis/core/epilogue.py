@@ -276,6 +276,20 @@ class Elementwise:
         return f"Elementwise({self.__name__})"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Converted:
+    """An activation whose result has another dtype, converted to that of its operands."""
+
+    fn: Activation
+
+    def __call__(self, *xs: Array) -> Array:
+        return self.fn(*xs).astype(xs[0].dtype)
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.fn, "__name__", type(self.fn).__name__)
+
+
 def static_activation(activation: object, dtype: DTypeLike, result: DTypeLike, arguments: int = 1) -> Activation | None:
     """The activation as a hashable part of a problem; an error if it is not a function of so many numbers.
 
@@ -337,6 +351,8 @@ def _static_activation(
             known += _pullbacks(activation, *(number,) * arguments, out=out)
         except Exception:  # a rule that fails, where nothing may ever ask for it
             return _by_identity(activation, known)
+    if out.dtype != number.dtype and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (number, out)):
+        activation = Converted(activation)
     texts = [str(each.jaxpr) for each in known]
     if not any(" at 0x" in text for text in texts) and all(_says_all(each.jaxpr, each.consts) for each in known):
         return Elementwise(activation, "\n".join(texts))
