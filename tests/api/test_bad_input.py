@@ -20,7 +20,7 @@ s = jnp.array([3, 0, 5])
         (ValueError, ["lhs", "2 dimensions [m, k]", "(4,)"], lambda: gmm(x[0], w, s)),
         (ValueError, ["rhs", "3 dimensions [g, k, n]", "(4, 2)"], lambda: gmm(x, w[0], s)),
         (ValueError, ["rhs", "[g, n, k]"], lambda: gmm(x, w[0], s, transpose_rhs=True)),
-        (ValueError, ["rhs", "k = 4", "(3, 2, 4)"], lambda: gmm(x, w.swapaxes(1, 2), s)),
+        (ValueError, ["rhs", "k = 4", "(3, 2, 4)", "wants transpose_rhs=True"], lambda: gmm(x, w.swapaxes(1, 2), s)),
         (ValueError, ["rhs", "k = 4", "transpose_rhs=True"], lambda: gmm(x, w, s, transpose_rhs=True)),
         (ValueError, ["rhs", "3 groups", "only 2"], lambda: gmm(x, w, s[:2])),
         (ValueError, ["group_sizes", "1 dimension", "(1, 3)"], lambda: gmm(x, w, s[None])),

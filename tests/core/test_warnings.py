@@ -59,6 +59,7 @@ def ragged(x, w, s):
             {"dtype": jnp.float32, "precision": jax.lax.DotAlgorithmPreset.F32_F32_F32},
             "precision is F32_F32_F32; it has DEFAULT, HIGH and HIGHEST",
         ),
+        ("h200", {"dtype": jnp.int16, "preferred_element_type": jnp.int32}, "lhs is int16; it takes .*"),
         ("h200", {"fn": blocks}, "one kernel for each block of 24 along k"),
         ("v6e", {"fn": blocks}, "one kernel for each block of 24 along k"),
     ],
@@ -98,6 +99,7 @@ def test_once_for_each_reason():
         warnings.simplefilter("default")
         lower("unknown", fn=layers)
     assert len(seen) == 1
+    assert seen[0].filename == __file__  # and not where it is issued, in the library
 
 
 def spread(axis):

@@ -131,9 +131,10 @@ def without(name):
         (["params", "w_up", "(4, 6, 5)", "(4, 6, 3)"], {"params": PARAMS | {"w_up": PARAMS["w_up"][:, :, :3]}}),
         (["mask", "(2, 2)", "(4,)"], {"mask": jnp.ones(4, bool)}),
         (["experts", "(2, 2, 2)"], {"experts": jnp.ones((2, 2), jnp.int32)}),
+        (["mlp", "the result alone", "tuple"], {"mlp": lambda x, *experts, **options: (x, None)}),
     ],
 )
 def test_errors_name_the_argument(words, change):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises((ValueError, TypeError)) as error:
         moe.apply(**({"params": PARAMS, "x": X, "config": SMALL} | change))
     assert all(word in str(error.value) for word in words)

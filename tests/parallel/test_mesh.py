@@ -111,7 +111,14 @@ def test_tokens_that_shards_do_not_divide():
         ({"tensor_axis": "f"}, "tensor_axis: want axes of the mesh, 'e'; got 'f'"),
         ({"x": None}, "x: want an array; got NoneType"),
         ({"routing": None}, "routing: want what moe.route returns; got NoneType"),
+        ({"data_axis": "e"}, "axis, data_axis, tensor_axis: want each axis of the mesh at most once; got 'e', 'e'"),
+        ({"w_up": None}, "w_up: want an array; got NoneType"),
         ({"w_up": np.ones((6, 4), np.float32)}, "w_up: want 3 dimensions; got (6, 4)"),
+        ({"w_up": np.ones((5, 6, 4), np.float32)}, "w_up: want experts that the 2 shards of 'e' divide evenly; got 5"),
+        (
+            {"axis": (), "tensor_axis": "e", "w_up": np.ones((8, 6, 5), np.float32)},
+            "w_up: want a last dimension f that the 2 shards of 'e' divide evenly; got 5",
+        ),
         ({"group_offset": 1}, "group_offset: want one of the options bias_gate"),
     ],
 )

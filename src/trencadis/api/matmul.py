@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
@@ -176,12 +177,9 @@ def make_group_metadata(
     first = arguments.first_group(start_group)
     arguments.check_schedule(sizes, m, tm, first, num_nonzero_groups)
     check_traced(jnp.asarray(sizes), first, int(m), int(num_nonzero_groups))
-    walk = visits(
-        sizes,
-        int(m),
-        int(tm),
-        first=first,
-        local_groups=int(num_nonzero_groups),
-        empty=arguments.checked_flag("visit_empty_groups", visit_empty_groups),
-    )
+    empty = arguments.checked_flag("visit_empty_groups", visit_empty_groups)
+    walk = _visits(sizes, int(m), int(tm), first=first, local_groups=int(num_nonzero_groups), empty=empty)
     return GroupMetadata(walk.offsets, walk.group, walk.tile), walk.count
+
+
+_visits = jax.jit(visits, static_argnums=(1, 2), static_argnames=("local_groups", "empty"))  # one program, also eagerly

@@ -64,12 +64,13 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     if problem.epilogue.along_k:
         return Refusal(backend="xla", reason=ALONG_K)
     if problem.gate is not None and target.platform != "cpu":
-        return Refusal(backend="xla", reason="its products have kernels of their own, which loops have not")
+        return Refusal(backend="xla", reason="its loops apply a gated activation on CPUs alone")
     asked = overrides.tilings.forward
     layout = _layout(int4_as_int8(problem), target, asked.m if asked else 256)
     low, high = layout.heights[0], layout.heights[-1]
     tiling = asked or Tiling(high, max(problem.k, 1), max(problem.n, 1))
-    because = f"loops over row tiles of {low} to {high} rows that start at each group's first row"
+    heights = f"{high}" if low == high else f"{low} to {high}"
+    because = f"loops over row tiles of {heights} rows that start at each group's first row"
     because += "" if problem.gate is None else f"; {problem.gate} in each tile"
     return Plan(
         asked=problem, problem=problem, target=target, backend="xla", tiling=tiling, layout=layout, because=because

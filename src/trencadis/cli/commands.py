@@ -10,7 +10,7 @@ import typer
 from trencadis.cli.doctor import diagnose
 from trencadis.cli.inspect import Inspect
 from trencadis.cli.show import Show, ShowGemm
-from trencadis.cli.why import why
+from trencadis.cli.why import Why
 
 
 class OneLineErrors(typer.core.TyperGroup):
@@ -64,7 +64,7 @@ def _start(
 
 app.command(name="show")(Show)
 app.command(name="show-gemm")(ShowGemm)
-app.command(name="why")(why)
+app.command(name="why")(Why)
 app.command(name="inspect")(Inspect)
 
 

@@ -31,6 +31,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'trencadis.compat' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    """The drop-in modules, and `tilings`, which translates the tilings of their originals."""
+    return [*__all__, "tilings"]
+
+
 def none_if_default(tiling: PeerTiling) -> Any:
     """None for the peers' default tiling, `(128, 128, 128)` or nine times 128; any other tiling as it is.
 

@@ -33,10 +33,11 @@ def rows_problem(
     if transpose_rhs:
         rhs_k, n = n, rhs_k
     if k != rhs_k:
-        where = "last" if transpose_rhs else "second"
+        where, stored = ("last", "[g, k, n]") if transpose_rhs else ("second", "[g, n, k]")
+        other = f"; rhs of shape {stored} wants transpose_rhs={not transpose_rhs}" if k == n else ""
         raise ValueError(
             f"rhs: the {where} dimension must be k = {k}, the last dimension of lhs {lhs.shape}; "
-            f"got rhs of shape {rhs.shape} with transpose_rhs={transpose_rhs}"
+            f"got rhs of shape {rhs.shape} with transpose_rhs={transpose_rhs}{other}"
         )
     if local > groups:
         raise ValueError(

@@ -133,6 +133,11 @@ class Card:
     float8: bool = True  # the tensor cores multiply float8_e4m3fn and float8_e5m2
 
     @property
+    def units(self) -> str:
+        """What its maker calls the cores: "SMs", or "CUs" of an AMD GPU."""
+        return "CUs" if self.platform == "rocm" else "SMs"
+
+    @property
     def hopper(self) -> bool:
         """Whether this is a Hopper GPU, which the Mosaic kernels are for."""
         return self.arch == "9.0"

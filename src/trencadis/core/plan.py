@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import warnings
 
 import numpy as np
@@ -133,10 +134,9 @@ def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
     if chosen.backend not in kernels:
         problem = part_of(chosen.asked) if chosen.split else chosen.asked
         refusals = [_answer(name, problem, chosen.target, overrides) for name in kernels]
-        for refusal in refusals:
-            if isinstance(refusal, Refusal) and refusal.costly:
-                how = f"a grouped product runs as XLA loops instead of a kernel{gathered(chosen)}"
-                warn_slow(f"{how}: {refusal.reason}", refusal.advice)
+        costly = [(each.reason, each.advice) for each in refusals if isinstance(each, Refusal) and each.costly]
+        for reason, advice in dict.fromkeys(costly):
+            warn_slow(f"a grouped product runs as XLA loops instead of a kernel{gathered(chosen)}: {reason}", advice)
     elif chosen.split:
         warn_slow(
             f"a quantized product runs one kernel for each block of {chosen.split} along "
@@ -158,9 +158,12 @@ def gathered(chosen: Plan) -> str:
 
 
 def warn_slow(reason: str, advice: str = "") -> None:
-    """Issue a `PerformanceWarning` with a reason and what the caller can do about it."""
+    """Issue a `PerformanceWarning` with a reason and what the caller can do about it, at the line of the caller."""
     hint = "trencadis.why(fn, *args) shows every grouped product of a function and what each runs on"
-    warnings.warn("; ".join(filter(None, (reason, advice, hint))), PerformanceWarning, stacklevel=2)
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("trencadis", "jax"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn("; ".join(filter(None, (reason, advice, hint))), PerformanceWarning, stacklevel=level)
 
 
 def check_backend(backend: str | None) -> str | None:

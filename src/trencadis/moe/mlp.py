@@ -86,7 +86,11 @@ def moe_mlp(
     experts = Experts(*(None if w is None else array_operand(name, w) for name, w in given.items()))
     _check(x, routing, experts, save)
     first = arguments.first_group(group_offset)
-    arguments.check_window_given(group_offset, experts.up.shape[0], routing.sizes.shape[0])
+    if group_offset is None and experts.up.shape[0] != routing.sizes.shape[0]:
+        raise ValueError(
+            f"w_up: holds {experts.up.shape[0]} experts and the routing has {routing.sizes.shape[0]}; want as many, or "
+            "group_offset to say which of them these are"
+        )
     arguments.check_window(first, experts.up.shape[0], routing.sizes.shape[0])
     if x.shape[0] == 0:
         return x

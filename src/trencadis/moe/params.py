@@ -138,6 +138,8 @@ def apply(
         tokens, routing, own.get("w_gate"), own["w_up"], own["w_down"], **biases,
         activation=config.activation, save=config.save, quantization=config.quantization,
     )  # fmt: skip
+    if isinstance(y, tuple):
+        raise TypeError("mlp: want a function that returns the result alone; got a tuple, as of parallel.moe_mlp")
     if config.shared:
         shared = _shared(own, tokens, config.activation)
         y = y + (shared if mask is None else jnp.where(mask[:, None], shared, 0))

@@ -87,6 +87,9 @@ def moe_mlp(
     for name, w in params.items():
         if w is not None and w.ndim != (rank := 3 if name.startswith("w_") else 2):
             raise ValueError(f"{name}: want {rank} dimensions; got {tuple(w.shape)}")
+    experts, _, width = array_operand("w_up", w_up).shape
+    _check_shards("w_up: want experts", experts, used, axis)
+    _check_shards("w_up: want a last dimension f", width, used, tensor_axis)
     alike = {name: w if w is None or isinstance(w, Scaled) else sharded_like(w, w) for name, w in params.items()}
     given = (sharded_like(x, x), routing.experts, routing.weights, alike)  # and so are their gradients
     activation = options.pop("activation", swiglu())
@@ -150,6 +153,17 @@ def _check_axes(mesh: Mesh | AbstractMesh, **axes: Axis) -> None:
     for name, given in axes.items():
         if not set(names_of(given)) <= set(mesh.axis_names):
             raise ValueError(f"{name}: want axes of the mesh, {', '.join(map(repr, mesh.axis_names))}; got {given!r}")
+    every = [each for given in axes.values() for each in names_of(given)]
+    if len(every) > len(set(every)):
+        found = ", ".join(map(repr, every))
+        raise ValueError(f"{', '.join(axes)}: want each axis of the mesh at most once; got {found}")
+
+
+def _check_shards(wanted: str, length: int, mesh: Mesh | AbstractMesh, axis: Axis | None) -> None:
+    """Raise an error unless the shards of a mesh axis divide a dimension evenly."""
+    shards = math.prod(mesh.shape[name] for name in names_of(() if axis is None else axis))
+    if length % shards:
+        raise ValueError(f"{wanted} that the {shards} shards of {axis!r} divide evenly; got {length}")
 
 
 def _spec(name: str, w: Any, axis: Axis, tensor_axis: Axis | None) -> Any:

@@ -47,7 +47,7 @@ __all__ = ["plan", "row_tiles", "run"]
 Array = jax.Array
 
 FLOATS = ("bfloat16", "float16", "float32")
-OPERANDS = (*FLOATS, "int8", "float8_e4m3fn", "float8_e5m2")
+OPERANDS = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "int8")
 
 DESCRIPTORS = 2 * 128  # bytes of the descriptors of copies that a program writes, at most
 SPLIT_BLOCK = 2048  # numbers that one program splits into three parts

@@ -182,8 +182,8 @@ def reason(problem: Problem, layout: Layout, card: Card) -> str:
     waves = tile_count(problem, layout) / (card.cores * programs_per_sm(problem, card, layout))
     how = "; float32 as six products of its bfloat16 parts" if split_operand(problem, card.arch) else ""
     return (
-        f"{layout.block_m} x {layout.block_n} tiles of {layout.warps} warps, {waves:.2f} waves over {card.cores} SMs, "
-        f"{layout.stages} stages of {layout.block_k} along the sum{how}; "
+        f"{layout.block_m} x {layout.block_n} tiles of {layout.warps} warps, {waves:.2f} waves over {card.cores} "
+        f"{card.units}, {layout.stages} stages of {layout.block_k} along the sum{how}; "
         f"{1e3 * estimated_time(problem, card, layout):.3g} ms by the model of the card"
     )
 

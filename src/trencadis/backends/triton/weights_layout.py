@@ -243,8 +243,8 @@ def reason(problem: Problem, layout: Layout, card: Card) -> str:
         inside = in_factors(problem) and not problem.epilogue.row_block
         where = ", times their scales" if inside else "; scales multiply the sum of each block of k"
     return (
-        f"{layout.block_m} x {layout.block_n} tiles of {layout.warps} warps, {waves:.2f} waves over {card.cores} SMs, "
-        f"{layout.stages} stages of {layout.block_k} along k, weights unpacked in registers{where}; "
+        f"{layout.block_m} x {layout.block_n} tiles of {layout.warps} warps, {waves:.2f} waves over {card.cores} "
+        f"{card.units}, {layout.stages} stages of {layout.block_k} along k, weights unpacked in registers{where}; "
         f"{1e3 * estimated_time(problem, card, layout):.3g} ms by the model of the card"
     )
 
