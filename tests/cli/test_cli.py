@@ -154,7 +154,7 @@ def test_bad_input_is_one_line(trencadis, line, message):
     [
         ("why --target tpu", "rows m=4096 k=1024 n=1024 g=8: bfloat16 x bfloat16 -> float32\ntarget       tpu"),
         ("why -m 64 -k 8 -n 4 -g 2 --target v4", "target       tpu (TPU v4)"),
-        ("why -m 64 -k 8 -n 4 --target h200 --preferred-element-type bfloat16", "rows m=64 k=4 n=8 g=8: bfloat16 x"),
+        ("why -m 64 -k 8 -n 4 --platform h200 --preferred-element-type bfloat16", "rows m=64 k=4 n=8 g=8: bfloat16 x"),
         ("why --m 64 --k 8 --n 4 --groups 2 --dtype float32 --transpose-rhs", "m=64 k=8 n=4 g=2: float32 x float32ᵀ"),
         ("why --k 8 --n 4 --form contraction --dtype int8", "contraction m=4096 k=8 n=4 g=8: int8 x int8 -> int32"),
     ],
@@ -229,7 +229,7 @@ def test_python_m_trencadis(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("line", "alone"),
-    [("why", False), ("show 3", False), ("doctor", False), ("why --target v6e", True), ("show 3 --target=h200", True),
+    [("why", False), ("show 3", False), ("doctor", False), ("why --target v6e", True), ("show 3 --platform=h200", True),
      ("show 3 --tile 4", True), ("show-gemm 3", True), ("inspect", True)],
 )  # fmt: skip
 def test_which_commands_ask_for_the_devices_of_this_machine(line, alone, monkeypatch):

@@ -30,7 +30,7 @@ def _needs_no_device(arguments: list[str]) -> bool:
     >>> _needs_no_device(["why", "--target", "h200"]), _needs_no_device(["why"])
     (True, False)
     """
-    named = any(word.partition("=")[0] in ("--target", "--tile") for word in arguments)
+    named = any(word.partition("=")[0] in ("--target", "--platform", "--tile") for word in arguments)
     return named or arguments[:1] in (["show-gemm"], ["inspect"])
 
 

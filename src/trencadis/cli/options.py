@@ -20,7 +20,9 @@ FormOption = Annotated[Form, typer.Option(help="The ragged axis: rows, or the co
 TransposeRhs = Annotated[bool, typer.Option("--transpose-rhs", help="rhs is stored g x n x k.")]
 TargetOption = Annotated[
     str | None,
-    typer.Option("--target", metavar="NAME", help=f"Plan for {', '.join(TARGETS)}; by default for this machine."),
+    typer.Option(
+        "--target", "--platform", metavar="NAME", help=f"Plan for {', '.join(TARGETS)}; by default for this machine."
+    ),
 ]
 
 
