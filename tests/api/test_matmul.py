@@ -283,14 +283,19 @@ def test_zero_sized_dimensions(backend, m, k, n, g):
     f = functools.partial(tr.grouped_matmul, group_sizes=sizes, backend=backend)
     np.testing.assert_array_equal(f(x, w), oracle.rows(x, w, sizes))
 
+    def in_blocks(w):
+        return tr.grouped_matmul(jnp.concatenate([x, x]), w, np.stack([sizes, sizes]), backend=backend).sum()
+
     @jax.jit
     def transformed(x, w):
-        return *jax.grad(lambda x, w: f(x, w).sum(), (0, 1))(x, w), jax.vmap(f)(jnp.stack([x, x]), jnp.stack([w, w]))
+        mapped = jax.vmap(f)(jnp.stack([x, x]), jnp.stack([w, w]))
+        return *jax.grad(lambda x, w: f(x, w).sum(), (0, 1))(x, w), mapped, jax.grad(in_blocks)(w)
 
-    dx, dw, both = map(np.asarray, transformed(x, w))
+    dx, dw, both, of_blocks = map(np.asarray, transformed(x, w))
     np.testing.assert_array_equal(dx, oracle.rows(np.ones((m, n)), w, sizes, transpose_rhs=True))
     np.testing.assert_array_equal(dw, oracle.contraction(x, np.ones((m, n)), sizes))
     np.testing.assert_array_equal(both[1], oracle.rows(x, w, sizes))
+    np.testing.assert_array_equal(of_blocks, 2 * dw)
 
 
 def test_large_group_counts(backend):

@@ -304,13 +304,15 @@ def test_complex(backend, rng):
     close(value_and_vjp(f, (x, w), c), value_and_vjp(dense_rows, (x, w), c))
 
 
-def test_vmap_over_an_axis_of_length_zero():
-    f = tr.grouped_matmul
-    x, w, sizes = np.ones((0, M, K), "f"), np.ones((0, G, K, N), "f"), np.ones((0, G), np.int32)
-    mapped = lambda axes, *args: jax.jit(jax.vmap(f, in_axes=axes))(*args)
-    assert mapped((0, 0, 0), x, w, sizes).shape == (0, M, N)
-    assert mapped((0, None, None), x, np.ones((G, K, N), "f"), SIZES).shape == (0, M, N)
-    assert mapped((None, 0, None), np.ones((M, K), "f"), w, SIZES).shape == (0, M, N)
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0)])
+def test_vmap_over_an_axis_of_length_zero(axes):
+    shapes = (M, K), (G, K, N), (G,)
+    x, w, sizes = (np.ones(shape if axis is None else (0, *shape)) for shape, axis in zip(shapes, axes, strict=True))
+    mapped = lambda x, w: jax.vmap(tr.grouped_matmul, in_axes=axes)(x, w, sizes.astype(int))
+    twice = lambda x, w: jax.vmap(mapped)(jnp.stack([x, x]), jnp.stack([w, w])).sum()
+    out, gradient = jax.jit(lambda x, w: (mapped(x, w), jax.grad(twice, argnums=1)(x, w)))(x, w)
+    assert out.shape == (0, M, N)
+    np.testing.assert_array_equal(gradient, np.zeros_like(w))
 
 
 def test_linear_transpose(backend, xwy):

@@ -285,9 +285,11 @@ def _batch(
         args = tuple(map(replicated, args))  # XLA refuses a `shard_map` inside of another here
     elif mesh is not None:  # the axis itself is sharded
         return _batch_on_mesh(mesh, args, dims, problem, overrides)
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    if not size:  # no problem below has a batch of 0
+        return vary_alike(jnp.zeros((0, *problem.out_shape), problem.out), *args)[0], 0
     if problem.epilogue or problem.summed:
         return jax.vmap(functools.partial(expand, problem, overrides), in_axes=tuple(dims))(*args), 0
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     lhs, rhs, sizes, first = (x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True))
     batched = tuple(d is not None for d in dims)
     if problem.form is Form.ROWS and batched == (True, False, False, False):

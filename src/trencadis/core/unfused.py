@@ -42,7 +42,7 @@ def scale(problem: Problem, z: Array, extras: Extras, sizes: Sizes, first: First
 
 def summed(problem: Problem, z: Num[Array, spans * shape]) -> Num[Array, g * shape]:
     """The results of a contraction, those of all batch entries added up if the problem says so."""
-    return z.reshape(problem.batch, -1, *z.shape[1:]).sum(axis=0) if problem.summed else z
+    return z.reshape(problem.batch, problem.local_groups, *z.shape[1:]).sum(axis=0) if problem.summed else z
 
 
 def along_k(problem: Problem, extras: Extras, sizes: Sizes, first: First) -> tuple[Array | None, Array | None]:
