@@ -139,8 +139,9 @@ def _call(
 
     operands = {name: x for name, x in given.items() if x is not None}
     # bytes are only moved: their dtype may be one that the GPU does not have, as float8 before Ada
-    dtypes = {name: np.dtype(np.uint8 if x.dtype.itemsize == 1 else x.dtype) for name, x in (operands | results).items()}
-    pointers = tuple((name, dtype.name) for name, dtype in dtypes.items())
+    pointers = tuple(
+        (name, "uint8" if x.dtype.itemsize == 1 else np.dtype(x.dtype).name) for name, x in (operands | results).items()
+    )
     kernel = bridge.Kernel(
         function=function, pointers=pointers, constants=tuple(constants.items()), arch=arch, warps=warps, stages=1
     )
