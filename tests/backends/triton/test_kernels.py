@@ -42,6 +42,7 @@ CASES = {
     "rows, float32 by bfloat16, six products": (
         rows_problem(75, 33, 40, 6, "f32 bf16 f32", precision="highest", transpose_rhs=True), {},
     ),
+    "rows, bfloat16, which is exact": (rows_problem(45, 33, 40, 5, "bf16 bf16 f32", precision="highest"), {}),
     "rows, mixed": (rows_problem(75, 33, 32, 6, "bf16 f16 f16", transpose_rhs=True), {}),
     "rows, float32 by bfloat16": (rows_problem(75, 33, 40, 6, "f32 bf16 bf16", local=4), {}),
     "rows, bias": (rows_problem(75, 33, 72, 6, "bf16 bf16 bf16", epilogue=BIAS), {}),
@@ -67,6 +68,7 @@ CASES = {
         sum_problem(75, 40, 40, 5, "bf16 bf16 bf16", local=4, epilogue=MORE), {"programs": 3},
     ),
     "contraction, float32, six products": (sum_problem(103, 40, 40, 4, precision="highest"), {}),
+    "contraction, float16, which is exact": (sum_problem(45, 40, 40, 4, "f16 f16 f32", precision="highest"), {}),
     "contraction, float32": (sum_problem(103, 40, 40, 4, "f32 f32 bf16"), {}),
     "contraction, scales": (sum_problem(75, 40, 33, 4, "bf16 bf16 f32", epilogue=SCALES), {}),
     "contraction, existing_out": (sum_problem(75, 40, 40, 5, "bf16 bf16 bf16", local=4, epilogue=MORE), {}),

@@ -175,6 +175,12 @@ def test_rows_move_by_16_bytes():
     assert len(re.findall(r"st\.global\.v4\.b32", text)) == 16 and not re.search(r"st\.global\.b", text)
 
 
+def test_rows_of_float8_move_where_nothing_multiplies_them():
+    move = jax.jit(lambda x, rows: kernels.spread_rows(x, rows, None, CARDS["a100"].arch))
+    args = jax.ShapeDtypeStruct((16, 64), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((16, 2), jnp.int32)
+    assert CALL in move.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
 def test_elsewhere_it_is_xla():
     assert CALL not in jax.jit(layer).lower(*ARGS).as_text()
     for name in ("a100", "mi300x"):  # in a process that does not know which GPU it lowers for

@@ -182,7 +182,7 @@ def _arithmetic(problem: Problem, card: Card) -> Refusal | None:
     for name, dtype in (("lhs", problem.lhs), ("rhs", problem.rhs)):
         if dtype.name.startswith("float8") and not card.float8:
             return _refusal(f"{name} is {dtype.name}, which {card.kind} does not have", "cast it to bfloat16")
-    if mma_dtype(problem) == jnp.float32 and precision(problem, card.arch) is None:
+    if precision(problem, card.arch) is None:
         return _refusal(f"precision is {problem.asked}; it multiplies float32 as tf32, or with its full precision")
     return None
 

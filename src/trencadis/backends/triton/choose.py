@@ -201,11 +201,13 @@ def mma_dtype(problem: Problem) -> np.dtype[Any]:
 def precision(problem: Problem, arch: str) -> str | None:
     """How float32 factors are multiplied, in Triton's words; None if the precision asked for is none of these.
 
-    Six bfloat16 products of three parts each have the error of float32. AMD has products of float32 itself.
+    Six bfloat16 products of three parts each have the error of float32. AMD has products of float32 itself. Products of
+    other factors are exact, whatever the precision.
     """
     asked, several = problem.asked, problem.precisions
-    full = asked in FULL or bool(several & {lax.Precision.HIGHEST, lax.Precision.HIGH})
-    if not full and asked not in TF32 and several != {lax.Precision.DEFAULT}:
+    exact = mma_dtype(problem) != jnp.float32
+    full = not exact and (asked in FULL or bool(several & {lax.Precision.HIGHEST, lax.Precision.HIGH}))
+    if not exact and not full and asked not in TF32 and several != {lax.Precision.DEFAULT}:
         return None
     if arch.startswith("gfx"):
         return "ieee"
@@ -218,7 +220,7 @@ def split_operand(problem: Problem, arch: str) -> str:
     It is the right factor of the tensor cores: a kernel splits the left one in registers, but would have to write a
     right one back to shared memory. In the rows form weights are the left factor, since there are more of them.
     """
-    if mma_dtype(problem) != jnp.float32 or precision(problem, arch) != "bf16x6":
+    if precision(problem, arch) != "bf16x6":
         return ""
     return "lhs" if problem.form is Form.ROWS else "rhs"
 

@@ -138,7 +138,10 @@ def _call(
     from trencadis.backends.triton import bridge, interpreter
 
     operands = {name: x for name, x in given.items() if x is not None}
-    pointers = tuple((name, np.dtype(x.dtype).name) for name, x in (operands | results).items())
+    # bytes are only moved: their dtype may be one that the GPU does not have, as float8 before Ada
+    pointers = tuple(
+        (name, "uint8" if x.dtype.itemsize == 1 else np.dtype(x.dtype).name) for name, x in (operands | results).items()
+    )
     kernel = bridge.Kernel(
         function=function, pointers=pointers, constants=tuple(constants.items()), arch=arch, warps=warps, stages=1
     )
