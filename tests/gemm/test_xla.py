@@ -98,6 +98,20 @@ def test_goes_through_vmap(rng):
     np.testing.assert_allclose(jax.vmap(call)(many), jnp.stack([call(a) for a in many]), 1e-5)
 
 
+@pytest.mark.parametrize("scale", [None, np.ones(2, np.float32)], ids=["plain", "scaled"])
+def test_a_small_product_of_bfloat16_into_float32_has_a_gradient(scale):
+    """All operands are stored transposed: XLA:CPU has no code for the product if it transposes the sum itself."""
+    m, k, n = [9, 5], [5, 0], [5, 1]
+    rhs = GroupedTensor.fully_ragged(jnp.ones(25, jnp.bfloat16), n, k)
+
+    def loss(a):
+        lhs, dtype = GroupedTensor.fully_ragged(a, k, m), jnp.bfloat16
+        out = tr.grouped_gemm(lhs, rhs, contracting_dims=((0,), (1,)), preferred_element_type=dtype, alpha=scale)
+        return out.data.astype(jnp.float32).sum()
+
+    assert jax.jit(jax.grad(loss))(jnp.ones(45)).tolist() == [5.0] * 45
+
+
 def test_many_groups_are_looped_over():
     sizes = [1] * (xla.UNROLLED_GROUPS + 1)
     x = GroupedTensor.fully_ragged(jnp.ones(len(sizes)), sizes, sizes)

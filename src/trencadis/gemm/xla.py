@@ -101,13 +101,15 @@ def _unrolled(problem: GemmProblem, lhs: Array, rhs: Array, out: Array, *, seria
 
 def _product(problem: GemmProblem, lhs: Array, rhs: Array, group: Groups, zero: Any, out: Array) -> Array:
     """The result with the product of one group in it; `zero` is a loop index, which keeps the slices in the loop."""
-    contract = (((int(not problem.lhs.transposed),), (int(problem.rhs.transposed),)), ((), ()))
+    axes = int(not problem.lhs.transposed), int(problem.rhs.transposed)
     x = _matrix(problem.lhs, lhs, group.lhs + zero, (group.m, group.k))
     y = _matrix(problem.rhs, rhs, group.rhs + zero, (group.k, group.n))
     if x.dtype != y.dtype:
         x, y = x.astype(problem.acc), y.astype(problem.acc)
+    if problem.out.transposed:  # a transposed sum would fail: XLA:CPU refuses some small bfloat16 products that it flips
+        x, y, axes = y, x, axes[::-1]
+    contract = (((axes[0],), (axes[1],)), ((), ()))
     acc = lax.dot_general(x, y, contract, precision=problem.precision, preferred_element_type=problem.acc)
-    acc = acc.T if problem.out.transposed else acc
     if problem.accumulate:
         acc = cast(acc, problem.sum) + cast(
             _matrix(problem.out, out, group.out + zero, (group.m, group.n)), problem.sum
