@@ -151,7 +151,7 @@ inline ffi::Error fused(ffi::ThreadPool& pool, ffi::AnyBuffer lhs, ffi::AnyBuffe
                 state->compute(all, t, block, scratch);
               });
   for (std::size_t i = 0; i < rets.size(); i++) {
-    if (sums[i].empty()) continue;
+    if (state->results[i].kind != Block::kRowSums) continue;
     float* out = static_cast<float*>((*rets.get<ffi::AnyBuffer>(i))->untyped_data());
     for (Index row = 0; row < rows; row++) {
       float total = 0;

@@ -174,6 +174,11 @@ def test_float_sizes_and_sums_past_m_are_refused():
         tr.ragged_dot(jnp.ones((4, 2)), jnp.ones((2, 2, 1)), jnp.array([3, 2]))
 
 
+def test_a_precision_that_has_no_hash_gets_the_error_of_lax():
+    with pytest.raises(ValueError, match="Precision argument must be one of"):
+        tr.ragged_dot(jnp.ones((4, 2)), jnp.ones((2, 2, 1)), jnp.array([1, 2]), precision=("default", ["highest"]))
+
+
 def test_out_sharding(rng):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):

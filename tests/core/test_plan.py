@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -98,6 +99,20 @@ def test_the_gradient_of_rows_beside_int4_weights_runs_kernels(card, rows):
     asked = problem_of((256, 512), (4, 512, 256), dtype=rows, epilogue=weights).replace(rhs=np.dtype("int4"))
     chosen = plan(asked, target_of(card))
     assert chosen.backend in backends.KERNELS[chosen.target.platform] and chosen.split == 128
+
+
+@pytest.mark.parametrize("target", ["a100", "v6e"])
+def test_a_layout_is_that_of_the_precision_which_is_set(target):
+    """`jax.default_matmul_precision` is no part of a problem, which layouts are remembered by."""
+    asked = problem_of((4096, 1024), (8, 1024, 1032))
+    if target == "v6e":  # whose weights the kernel may round to bfloat16, times their scales, by default alone
+        asked = asked.replace(rhs=np.dtype("int8"), epilogue=Epilogue(by_column=True, column_block=(128, 1)))
+    found = []
+    for precision in ("highest", "default"):
+        with jax.default_matmul_precision(precision):
+            found.append(plan(asked, target_of(target)).layout)
+    explicit = (plan(asked.replace(precision=each), target_of(target)).layout for each in ("highest", "default"))
+    assert found == list(explicit) and found[0] != found[1]
 
 
 def test_what_a_kernel_does_not_fuse_is_peeled_off():

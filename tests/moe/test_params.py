@@ -125,6 +125,7 @@ def without(name):
     ("words", "change"),
     [
         (["x", "d = 6", "(2, 5)"], {"x": jnp.ones((2, 5))}),
+        (["x", "array", "str"], {"x": "tokens"}),
         (["params", "without bias_down", "router, w_gate"], {"params": without("bias_down")}),
         (["params", "without router"], {"params": without("router")}),
         (["params", "unknown w_side"], {"params": PARAMS | {"w_side": X}}),

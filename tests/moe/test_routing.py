@@ -204,6 +204,7 @@ def test_capacity_drops_the_last_tokens_and_counts_them(seed, capacity):
     ("words", "change"),
     [
         (["logits", "[t, e]"], {"logits": jnp.ones(3)}),
+        (["logits", "array", "NoneType"], {"logits": None}),
         (["k", "8", "9"], {"k": 9}),
         (["k", "int", "[2]"], {"k": [2]}),
         (["k", "int", "True"], {"k": True}),

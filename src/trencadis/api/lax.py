@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -32,6 +32,7 @@ from trencadis.core import arguments
 from trencadis.core.call import Options
 from trencadis.core.debug import check_traced
 from trencadis.core.dtypes import ShapeDtype, accumulator, bits
+from trencadis.core.epilogue import is_hashable
 from trencadis.core.jax_compat import without_mesh
 from trencadis.core.spans import clamped, offsets
 from trencadis.quant.operand import Operand, Sizes, array_operand
@@ -127,7 +128,7 @@ def _lax_type(
     sizes = ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(group_sizes.dtype))
     a, b = (ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip((lhs, rhs), _dtypes(lhs, rhs), strict=True))
     given: list[Any] = [dims, precision, preferred, (a, b, sizes), jnp.result_type(int)]
-    return _type_of_lax(*given) if all(isinstance(x, Hashable) for x in given) else _type_of_lax.__wrapped__(*given)
+    return _type_of_lax(*given) if is_hashable(tuple(given)) else _type_of_lax.__wrapped__(*given)
 
 
 @functools.lru_cache(maxsize=256)  # tracing takes longer than the rest of a call

@@ -120,7 +120,7 @@ def apply(
     >>> y.shape, int(routing.sizes.sum())
     ((2, 3, 8), 12)
     """
-    x = jnp.asarray(x)
+    x = arguments.as_array("x", x)
     if x.ndim < 1 or x.shape[-1] != config.d:
         raise ValueError(f"x: want [..., d] with d = {config.d}; got {x.shape}")
     _check(params, config, whole=mlp is moe_mlp)

@@ -83,7 +83,7 @@ def route(
     >>> [round(float(w), 2) for w in routing.weights[1]]
     [0.67, 0.33]
     """
-    logits = jnp.asarray(logits)
+    logits = arguments.as_array("logits", logits)
     optional = {"bias": bias, "mask": mask, "experts": experts}
     bias, mask, experts = (None if x is None else arguments.as_array(name, x) for name, x in optional.items())
     scale = arguments.as_array("scale", scale)

@@ -95,6 +95,18 @@ def test_the_sum_of_two_products_is_rounded_once():
     assert not np.any(np.asarray(got, np.float32))
 
 
+def test_the_sums_of_rows_without_columns_are_zero():
+    """They are written all the same: the memory of a result holds what was there before."""
+    problem, sizes, first = pullback(700, 160, 0, 6), np.array([[3, 261, 0, 85, 22, 300]]), np.zeros(1, np.int32)
+    operands = numbers(problem, 2)
+    step = jax.jit(functools.partial(gated.run, problem, Overrides(backend="cpu")))
+    for _ in range(8):
+        before = [jnp.full((700,), np.nan).block_until_ready() for _ in range(8)]
+        del before
+        *_, d_weight = step(*operands[:2], sizes, first, *operands[2:])
+        assert not np.any(d_weight)
+
+
 def test_tiles_change_no_bit_of_a_gated_activation():
     """The sums over the columns of each row are those of chunks of columns, whatever the tiles."""
     problem, sizes, first = GATED["pullback"], np.array([[3, 261, 0, 85, 22, 300]], np.int32), np.array([1], np.int32)

@@ -49,14 +49,14 @@ def chip_for(target: Target) -> Chip:
 def padded(problem: Problem) -> Problem:
     """The problem with k and n padded to multiples of 128 lanes where they are too large to be a single chunk.
 
-    Its precision is that of the kernel's products, and no longer depends on a setting.
+    Its precision is that of the kernel's products, or with scales along k that which was asked for: it says how weights
+    are multiplied by them. It no longer depends on a setting, as layouts are remembered by problem.
     """
 
     def pad(size: int, large: bool = False) -> int:
         return round_up(size, LANES) if size > CHUNKS[-1] or large else size
 
-    if not block_scales.applies(problem):  # with scales along k it says how weights are multiplied by them
-        problem = problem.replace(precision=precision_of(problem))
+    problem = problem.replace(precision=problem.asked if block_scales.applies(problem) else precision_of(problem))
     if problem.form is Form.CONTRACTION:
         return problem.replace(n=pad(problem.n), k=pad(problem.k))
     held = 2 * len(gating.weights(problem)) * problem.k * problem.n * width(problem.rhs)

@@ -63,7 +63,8 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
         return elsewhere
     assert card is not None  # or `_elsewhere` had refused
     inner = with_k_last(weights_layout.with_16_bit_rows(_peeled(problem)))
-    inner = inner.replace(interleaved=_reads_interleaved(problem, inner, card))
+    # layouts are remembered by problem, which must not depend on a setting
+    inner = inner.replace(interleaved=_reads_interleaved(problem, inner, card), precision=problem.asked)
     inner = _converted(inner) if card.hopper else inner
     refusal = _arithmetic(inner, card) or _size(inner) or _missing()
     if refusal is not None:
