@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int32, Num
@@ -145,6 +146,8 @@ class GroupMetadata(NamedTuple):
     group_ids: Int32[Array, " tiles+groups-1"]  # the group of each visit
     m_tile_ids: Int32[Array, " tiles+groups-1"]  # the row tile of each visit
 
+
+export.register_namedtuple_serialization(GroupMetadata, serialized_name="trencadis.GroupMetadata")
 
 def make_group_metadata(
     *,
