@@ -1,5 +1,6 @@
 """Grouped products on meshes: values and gradients of one device, no gathered matrices, no exchange inside a loop."""
 
+import contextlib
 import functools
 import re
 
@@ -114,7 +115,8 @@ def test_equals_one_device(kind, layout, shape, steps):
     lhs, rhs, out = LAYOUTS[layout]
     mesh = mesh_of(kind, shape)
     given = [put(mesh, x, spec) for x, spec in zip(arrays(), (lhs, rhs, P(), out), strict=True)]
-    compiled = step(functools.partial(product, steps)).lower(*given).compile()
+    with jax.set_mesh(mesh) if kind in MIXED else contextlib.nullcontext():
+        compiled = step(functools.partial(product, steps)).lower(*given).compile()
     value, gradients = compiled(*given)
     close((value, gradients), expected(steps))
     assert_lean(compiled.as_text())
