@@ -18,6 +18,7 @@ from trencadis.core import arguments
 from trencadis.core.call import Options, Steps
 from trencadis.core.debug import check_traced
 from trencadis.core.epilogue import Activation
+from trencadis.core.mesh import replicated
 from trencadis.core.schedule import visits
 from trencadis.core.tiling import TilingLike
 from trencadis.quant.operand import Operand, Sizes
@@ -179,9 +180,10 @@ def make_group_metadata(
     sizes = arguments.as_sizes(group_sizes)
     first = arguments.first_group(start_group)
     arguments.check_schedule(sizes, m, tm, first, num_nonzero_groups)
-    check_traced(jnp.asarray(sizes), first, int(m), int(num_nonzero_groups))
+    whole = replicated(jnp.asarray(sizes))
+    check_traced(whole, first, int(m), int(num_nonzero_groups))
     empty = arguments.checked_flag("visit_empty_groups", visit_empty_groups)
-    walk = _visits(sizes, int(m), int(tm), first=first, local_groups=int(num_nonzero_groups), empty=empty)
+    walk = _visits(whole, int(m), int(tm), first=first, local_groups=int(num_nonzero_groups), empty=empty)
     return GroupMetadata(walk.offsets, walk.group, walk.tile), walk.count
 
 
