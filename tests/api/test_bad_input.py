@@ -78,6 +78,7 @@ s = jnp.array([3, 0, 5])
         (TypeError, ["visit_empty_groups", "'no'"], lambda: metadata(group_sizes=s, m=8, tm=4, start_group=0, num_nonzero_groups=3, visit_empty_groups="no")),
         (ValueError, ["group_offset", "[99, 99)"], lambda: tr.ragged_dot_general(jnp.ones((4, 2, 3)), jnp.ones((4, 3, 5)), s[:2], jax.lax.RaggedDotDimensionNumbers((([2], [1]), ([0], [0])), [0], []), group_offset=99)),
         (ValueError, ["group_sizes", "64 bits", str(2**70)], lambda: gmm(x, w, [2**70, 1, 1])),
+        (TypeError, ["lhs", "dtype object"], lambda: gmm(np.array(x, object), w, s)),
         (TypeError, ["group_offset", "'a'"], lambda: gmm(x, w, s, group_offset="a")),
         (ValueError, ["m:", "2**31", str(2**31)], lambda: metadata(group_sizes=s, m=2**31, tm=4, start_group=0, num_nonzero_groups=3)),
         (TypeError, ["tiling", "(m, k, n)"], lambda: gmm(x, w, s, tiling=lambda m: (m, m, m))),

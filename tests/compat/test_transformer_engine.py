@@ -251,6 +251,35 @@ def test_grouped_dense_with_quantizers(mode, rng):
         assert np.linalg.norm(again - wants[0]) / np.linalg.norm(wants[0]) < 0.1 and (again != oracle.wide(out)).any()
 
 
+def test_quantized_kernels_that_all_devices_share(rng):
+    """Rows are sharded: gradients of the kernel are sums over devices, and so the next scales look at all rows."""
+    x, w, b, c, sizes = data((4, 4, 8, 16), jnp.float32, rng)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    quantizers = QuantizerFactory.create_set(scaling_mode=ScalingMode.DELAYED_TENSOR_SCALING, n_groups=4)
+    sizes = sizes.at[-1].add(-2)
+
+    def layer(x, w, b, sizes, quantizers):
+        return grouped_dense(x, w, sizes, bias=b, quantizer_set=quantizers)
+
+    def whole(x, w, b, quantizers):
+        parts = (layer(x, w, b, sizes, quantizers), layer(-2 * x, w, b, sizes, quantizers))
+        return (jnp.concatenate(parts) * jnp.concatenate([c, c])).sum()
+
+    def sharded(x, w, b, quantizers):
+        spec = jax.sharding.PartitionSpec
+        specs = spec("d"), spec(), spec(), spec("d"), spec()
+        of_mesh = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=spec("d"))
+        rows, both = jnp.concatenate([x, -2 * x]), jnp.concatenate([sizes, sizes])
+        return (of_mesh(rows, w, b, both, quantizers) * jnp.concatenate([c, c])).sum()
+
+    (dw, after), (want, _) = jax.jit(lambda *args: [jax.grad(f, (1, 3))(*args) for f in (sharded, whole)])(
+        x, w, b, quantizers
+    )
+    np.testing.assert_allclose(dw, want, rtol=1e-5, atol=1e-5)
+    most = np.array([np.abs(2 * np.asarray(x)[s:e]).max(initial=0) for s, e in oracle.bounds(sizes, len(x))])
+    np.testing.assert_allclose(after.x.scale, np.where(most, 448 / np.where(most, most, 1), 1), rtol=1e-6)
+
+
 def test_without_a_quantizer_nothing_is_scaled():
     """R-13, R-12: without a quantizer a tensor comes back unchanged, with its own sizes."""
     x = GroupedNoScaleTensor(jnp.ones((4, 2)), None, jnp.array([1, 3]), None, (4, 2))

@@ -95,6 +95,8 @@ def test_dimensions_that_do_not_divide_are_not_divided():
     assert axes(divided(batch, "e,", "e,,")) == {"g": "e"}  # half of an entry
     assert axes(divided(batch.replace(rhs_batch=2), "d,", "e,,")) == {}
     assert axes(divided(SUMS.replace(batch=2, m=8), "d,", "d,")) == {}
+    assert axes(divided(ROWS.replace(k=4), ",d", ",e,")) == {"k": "e"}  # each divides it, both together do not
+    assert axes(divided(SUMS.replace(batch=4, m=4, summed=True), "d,", "e,")) == {"m": "d"}
 
 
 def test_exchanges_have_the_dtype_of_sums_or_of_the_result():

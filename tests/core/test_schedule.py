@@ -79,6 +79,15 @@ def test_metadata_shapes_names_and_padding():
     assert (meta.group_ids.tolist(), meta.m_tile_ids.tolist()) == ([2] * 6, [0, 1, 1, 1, 1, 1])
 
 
+def test_metadata_in_a_serialized_program():
+    schedule = functools.partial(tr.make_group_metadata, m=8, tm=4, start_group=0, num_nonzero_groups=2)
+    sizes = jnp.array([3, 5])
+    exported = jax.export.export(jax.jit(lambda s: schedule(group_sizes=s)))(sizes)
+    got, want = jax.export.deserialize(exported.serialize()).call(sizes), schedule(group_sizes=sizes)
+    assert isinstance(got[0], tr.GroupMetadata)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 @pytest.mark.parametrize("first", [-(2**31), -3, -1, 5, 2**31 - 3, 2**31 - 1])
 def test_a_traced_window_outside_of_the_groups(first):
     """A window that reaches outside visits only the groups it holds; its end does not overflow int32."""

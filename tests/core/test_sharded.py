@@ -1,5 +1,6 @@
 """Grouped products on meshes: values and gradients of one device, no gathered matrices, no exchange inside a loop."""
 
+import contextlib
 import functools
 import re
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
+from jax.experimental import checkify, topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sweep import sweep
@@ -114,7 +115,8 @@ def test_equals_one_device(kind, layout, shape, steps):
     lhs, rhs, out = LAYOUTS[layout]
     mesh = mesh_of(kind, shape)
     given = [put(mesh, x, spec) for x, spec in zip(arrays(), (lhs, rhs, P(), out), strict=True)]
-    compiled = step(functools.partial(product, steps)).lower(*given).compile()
+    with jax.set_mesh(mesh) if kind in MIXED else contextlib.nullcontext():
+        compiled = step(functools.partial(product, steps)).lower(*given).compile()
     value, gradients = compiled(*given)
     close((value, gradients), expected(steps))
     assert_lean(compiled.as_text())
@@ -244,6 +246,19 @@ def test_each_shard_of_the_rows_of_a_contraction_has_sizes_of_its_own(kind):
     close((value, gradients), on_one_device(parts, x, y, w))
     assert_lean(compiled.as_text())
     assert value.sharding.is_equivalent_to(NamedSharding(mesh, P("e")), 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_over_devices(kind):
+    """The sizes themselves are sharded over groups; they are small, and every device needs all of them."""
+    x, w, *_ = arrays()
+    sizes = put(mesh_of(kind, (2,)), jnp.asarray(SIZES), P("e"))
+    slope = jax.jit(jax.grad(lambda x, sizes: tr.grouped_matmul(x, w, sizes, activation=jnp.tanh).sum()))
+    close(slope(x, sizes), slope(x, SIZES))
+    metadata = functools.partial(tr.make_group_metadata, m=M, tm=4, start_group=0, num_nonzero_groups=G)
+    for call in (lambda s: metadata(group_sizes=s), lambda s: tr.grouped_dense(x, w, s)):
+        with tr.debug_checks():
+            jax.eval_shape(checkify.checkify(call), sizes)
 
 
 def test_a_dimension_over_a_part_of_an_axis():

@@ -34,6 +34,7 @@ from trencadis.core.debug import check_traced
 from trencadis.core.dtypes import ShapeDtype, accumulator, bits
 from trencadis.core.epilogue import is_hashable
 from trencadis.core.jax_compat import without_mesh
+from trencadis.core.mesh import replicated
 from trencadis.core.spans import clamped, offsets
 from trencadis.quant.operand import Operand, Sizes, array_operand
 from trencadis.quant.product import contraction_product, rows_product
@@ -270,6 +271,7 @@ def _batched(
     first = arguments.first_group(group_offset)
     arguments.check_window(first, 0, groups)
     _check(sizes, m, first)
+    sizes = replicated(jnp.asarray(sizes))
     bounds = jnp.broadcast_to(offsets(sizes, m), (*(lhs.shape[d] for d in lhs_b[:at]), groups + 1))
     start = jnp.take(bounds, first, axis=-1, mode="clip")[..., None]
     entry = lax.broadcasted_iota(jnp.int32, (*bounds.shape[:-1], m), at)
@@ -315,8 +317,8 @@ def _check(sizes: SizesArray, m: int, first: ArrayLike) -> None:
     if known is not None and known.size:
         for row in known.reshape(-1, known.shape[-1]):
             arguments.check_sizes(row, m)
-    elif known is None and sizes.size:
-        jax.vmap(lambda row: check_traced(row, first, m, 0))(sizes.reshape(-1, sizes.shape[-1]))
+    elif known is None:
+        check_traced(jnp.asarray(sizes), first, m, 0)
 
 
 def _transposed(a: Array | Scaled, *axes: int) -> Array | Scaled:

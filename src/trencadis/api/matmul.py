@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int32, Num
@@ -17,6 +18,7 @@ from trencadis.core import arguments
 from trencadis.core.call import Options, Steps
 from trencadis.core.debug import check_traced
 from trencadis.core.epilogue import Activation
+from trencadis.core.mesh import replicated
 from trencadis.core.schedule import visits
 from trencadis.core.tiling import TilingLike
 from trencadis.quant.operand import Operand, Sizes
@@ -146,6 +148,8 @@ class GroupMetadata(NamedTuple):
     m_tile_ids: Int32[Array, " tiles+groups-1"]  # the row tile of each visit
 
 
+export.register_namedtuple_serialization(GroupMetadata, serialized_name="trencadis.GroupMetadata")
+
 def make_group_metadata(
     *,
     group_sizes: Sizes,
@@ -176,9 +180,10 @@ def make_group_metadata(
     sizes = arguments.as_sizes(group_sizes)
     first = arguments.first_group(start_group)
     arguments.check_schedule(sizes, m, tm, first, num_nonzero_groups)
-    check_traced(jnp.asarray(sizes), first, int(m), int(num_nonzero_groups))
+    whole = replicated(jnp.asarray(sizes))
+    check_traced(whole, first, int(m), int(num_nonzero_groups))
     empty = arguments.checked_flag("visit_empty_groups", visit_empty_groups)
-    walk = _visits(sizes, int(m), int(tm), first=first, local_groups=int(num_nonzero_groups), empty=empty)
+    walk = _visits(whole, int(m), int(tm), first=first, local_groups=int(num_nonzero_groups), empty=empty)
     return GroupMetadata(walk.offsets, walk.group, walk.tile), walk.count
 
 

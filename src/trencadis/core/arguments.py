@@ -292,7 +292,8 @@ def as_array(name: str, x: object) -> jax.Array:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"{name}: want an array; got {type(x).__name__}") from None
+        of = f" of dtype {x.dtype}" if isinstance(x, np.ndarray) else ""
+        raise TypeError(f"{name}: want an array; got {type(x).__name__}{of}") from None
 
 
 def as_sizes(group_sizes: object, name: str = "group_sizes") -> jax.Array | np.ndarray:

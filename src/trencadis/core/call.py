@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -65,8 +64,7 @@ def sizes_and_window(problem: Problem, group_sizes: Array | np.ndarray, group_of
     arguments.check_sizes(group_sizes, problem.m)
     arguments.check_window(first, problem.local_groups, problem.groups)
     sizes = jnp.asarray(group_sizes)
-    check = functools.partial(check_traced, first=first, m=problem.m, local_groups=problem.local_groups)
-    _ = jax.vmap(check)(sizes) if sizes.ndim == 2 else check(sizes)
+    check_traced(sizes, first, problem.m, problem.local_groups)
     if arguments.concrete(first) is None:  # so that no kernel counts past 2**31
         first = clamp_first(first, problem.groups, problem.local_groups)
     if sizes.ndim == 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int32, Integer
+
+from trencadis.core.mesh import replicated
 
 # part of jit's cache key: a function that was traced without the checks is traced again with them
 _checking = jax.make_user_context(False)
@@ -40,28 +43,34 @@ def checking() -> bool:
     return bool(_checking.value)
 
 
-def check_traced(group_sizes: Integer[Array, " g"], first: ArrayLike, m: int, local_groups: int) -> None:
-    """Check the sizes `[g]` and the first group `[]` of one call at run time, if `debug_checks` is on."""
-    groups = group_sizes.shape[0]
-    if not checking() or groups == 0:
+def check_traced(group_sizes: Integer[Array, "*batch g"], first: ArrayLike, m: int, local_groups: int) -> None:
+    """Check the sizes `[..., g]` and the first group `[]` of one call at run time, if `debug_checks` is on."""
+    groups = group_sizes.shape[-1]
+    if not checking() or group_sizes.size == 0:
         return
     first = jnp.asarray(first)
-    bound = jnp.iinfo(group_sizes.dtype)  # clip to int32 without hiding a size that is negative or past m
-    sizes = jnp.clip(group_sizes, max(bound.min, -(2**31)), min(bound.max, m + 1)).astype(jnp.int32)
-    worst = jnp.argmin(sizes)
-    checkify.check(
-        sizes[worst] >= 0, "group_sizes: group {i} has size {size}; sizes must be >= 0", i=worst, size=sizes[worst]
-    )
-    fits, over = fit(sizes, m)
-    checkify.check(
-        fits, "group_sizes: group {i} ends past m = {m} rows; sizes must sum to at most m", i=over, m=jnp.int32(m)
-    )
+    check = functools.partial(_check_sizes, m=m)
+    jax.vmap(check)(replicated(group_sizes).reshape(-1, groups))
     checkify.check(
         (first >= 0) & (first <= groups - local_groups),
         "group_offset: a window of {local} groups from group {i} on leaves the {groups} groups of group_sizes",
         i=first,
         local=jnp.int32(local_groups),
         groups=jnp.int32(groups),
+    )
+
+
+def _check_sizes(group_sizes: Integer[Array, " g"], m: int) -> None:
+    """Check that no size is negative, and that all groups fit into m rows."""
+    bound = jnp.iinfo(group_sizes.dtype)  # clip to int32 without hiding a size that is negative or past m
+    sizes = jnp.clip(group_sizes, max(bound.min, -(2**31)), min(bound.max, m + 1)).astype(jnp.int32)
+    least = jnp.min(sizes)
+    checkify.check(
+        least >= 0, "group_sizes: group {i} has size {size}; sizes must be >= 0", i=jnp.argmin(sizes), size=least
+    )
+    fits, over = fit(sizes, m)
+    checkify.check(
+        fits, "group_sizes: group {i} ends past m = {m} rows; sizes must sum to at most m", i=over, m=jnp.int32(m)
     )
 
 

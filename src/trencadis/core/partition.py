@@ -185,6 +185,7 @@ def partition(
     out = None if wanted is None else _named(problem, devices, result_dimensions(problem), wanted)
     choose = _rows if problem.form is Form.ROWS else _contraction
     over, out = choose(problem, devices, lhs, rhs, out)
+    over = {name: _equal_parts(problem, devices, name, axes) for name, axes in over.items()}  # those of both operands
     divided = {axis for axes in over.values() for axis in axes}
     for name, axes in out.items():  # what no operand is divided over, both are
         new = tuple(axis for axis in axes if axis not in divided)

@@ -128,7 +128,12 @@ def _divided(primitive: Primitive, rules: Rules, params: dict[str, Any]) -> Call
         found = divide(specs, dict(mesh.shape), axes_of(result, mesh), **params)
         sharding = [NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec))) for spec in found.operands]
         out = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in found.result)))
-        return mesh, found.function, out, tuple(sharding)
+
+        def local(*operands: Any) -> Any:
+            with without_mesh():
+                return found.function(*operands)
+
+        return mesh, local, out, tuple(sharding)
 
     names = dict.fromkeys(name for operand in factors.operands for name in operand)  # in order of appearance
     summed = (name for name in names if name not in factors.result and name not in factors.whole)

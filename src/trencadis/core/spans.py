@@ -9,8 +9,6 @@ group outside of group_sizes is empty.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -116,19 +114,13 @@ def rows_before(
     one kernel for XLA, which compiles in a fraction of the time of a scan.
     """
     first = clamp_first(first, problem.groups, problem.local_groups)
-    if problem.groups * problem.local_groups > FEW**2:
+    if problem.groups * problem.local_groups > FEW**2 or problem.groups * problem.m >= 2**31:
         return _window(problem, offsets(group_sizes, problem.m), first + np.int32(offset), count)
     shape = problem.batch, count, problem.groups
     limit = lax.broadcast_in_dim(first, shape, (0,)) + (lax.broadcasted_iota(jnp.int32, shape, 1) + np.int32(offset))
     sizes = lax.broadcast_in_dim(clamped(group_sizes, problem.m), shape, (0, 2))
     sizes = lax.select(lax.broadcasted_iota(jnp.int32, shape, 2) < limit, sizes, lax.full_like(sizes, 0))
-    return lax.reduce(sizes, np.int32(0), _sum_up_to(problem.m), (2,))
-
-
-@functools.lru_cache(maxsize=1024)  # JAX traces and compiles a reduction anew for each new function
-def _sum_up_to(m: int) -> Callable[[Array, Array], Array]:
-    """A sum of two sizes that is never past m, nor int32."""
-    return lambda a, b: a + lax.min(b, np.int32(m) - a)
+    return lax.min(lax.reduce_sum(sizes, (2,)), np.int32(problem.m))
 
 
 def _window(problem: Problem, bounds: Array, first: Array, count: int) -> Array:

@@ -7,6 +7,7 @@ from jax.experimental import checkify
 
 from trencadis.core import arguments
 from trencadis.core.debug import checking, fit, past
+from trencadis.core.mesh import replicated
 from trencadis.gemm.tensor import GroupedTensor
 
 
@@ -22,17 +23,18 @@ def check_tensor(name: str, tensor: GroupedTensor, size_names: tuple[str, str]) 
     ragged = {label: sizes for label, sizes in given if sizes is not None}
     if not checking() or all(arguments.concrete(sizes) is not None for sizes in ragged.values()):
         return
+    ragged = {label: replicated(jnp.asarray(sizes)) for label, sizes in ragged.items()}
     for label, sizes in ragged.items():
         worst = jnp.argmin(sizes)
-        size = jnp.asarray(sizes)[worst]
+        size = sizes[worst]
         checkify.check(size >= 0, f"{label}: group {{i}} has size {{size}}; sizes must be >= 0", i=worst, size=size)
     if len(ragged) == 2:
         label, room, places = name, tensor.shape[0], "entries"
-        rows, columns = (jnp.maximum(jnp.asarray(sizes), 0) for sizes in ragged.values())
+        rows, columns = (jnp.maximum(sizes, 0) for sizes in ragged.values())
         sizes = jnp.where(rows > room // jnp.maximum(columns, 1), past(room), rows * columns)  # the product might wrap
     else:
         (label, sizes), by_rows = next(iter(ragged.items())), tensor.last_dims is None
         room, places = (tensor.shape[0], "rows") if by_rows else (tensor.shape[-1], "columns")
-    fits, over = fit(jnp.asarray(sizes), room)
+    fits, over = fit(sizes, room)
     message = f"{label}: group {{i}} ends past the {{room}} {places} of {name}; want room for all groups"
     checkify.check(fits, message, i=over, room=jnp.int32(room))

@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from trencadis.api import gemm, matmul
 from trencadis.compat.transformer_engine.gemm import is_noop
 from trencadis.compat.transformer_engine.quantize import quantized
 from trencadis.compat.transformer_engine.quantizers import GroupedQuantizer, QuantizerSet, noop_quantizer_set
 from trencadis.core import arguments
+from trencadis.core.jax_compat import vary_over, varying_axes
 from trencadis.gemm.operand import gemm_operands
 from trencadis.gemm.tensor import GroupedTensor
 
@@ -62,6 +64,9 @@ def grouped_dense(
     first = None if group_offset is None else arguments.first_group(group_offset)
     if first is not None:
         arguments.check_window(first, kernel.shape[0], sizes.shape[0])
+    varying = frozenset().union(*(varying_axes(each) for each in (x, kernel, sizes, bias, first) if each is not None))
+    axes = tuple(sorted(varying, key=str))  # a `custom_vjp` has gradients that vary as its operands do
+    x, kernel, bias = (None if each is None else vary_over(each, axes) for each in (x, kernel, bias))
     return _dense((out, precision), x, kernel, sizes, bias, first, quantizer_set)
 
 
@@ -154,5 +159,11 @@ def _both(
     one, _, amax = quantized(name, tensor, quantizer, axes[0])
     same = quantizer.scaling_mode.is_tensor_scaling()
     two = one if same else quantized(name, tensor, quantizer, axes[1])[0]
-    after.update(amax)
+    after.update(amax if after.scale is None else _over_devices(amax, after.scale))
     return one.data, two.data, after
+
+
+def _over_devices(amax: Array, scale: Array) -> Array:
+    """The largest magnitudes of all devices that share the scale, which inside `jax.shard_map` may be several."""
+    shared = tuple(sorted(varying_axes(amax) - varying_axes(scale), key=str))
+    return lax.pmax(lax.stop_gradient(amax), shared) if shared else amax
