@@ -66,6 +66,17 @@ def test_biases(rng):
     check(rng, routings(rng)["masked"], parameters(rng, bias=True))
 
 
+@pytest.mark.parametrize("other", [None, jnp.float32])
+def test_biases_of_gate_and_up_need_not_be_alike(rng, other):
+    """One of them may be missing, or have another dtype; a kernel reads both in one."""
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), parameters(rng, bias=True))
+    params["bias_gate"] = None if other is None else params["bias_gate"].astype(other)
+    x, routing = jnp.zeros((T, D), jnp.bfloat16), routings(rng)["top2"]
+    layer = jax.jit(lambda x, params: call(routing, x, routing.weights, params))
+    with tr.target("v5e"):
+        assert "tpu_custom_call" in layer.trace(x, params).lower(lowering_platforms=("tpu",)).as_text()
+
+
 @BACKENDS
 @pytest.mark.parametrize("save", ["fast", "inputs"])
 def test_what_is_saved_does_not_matter(rng, save, backend):

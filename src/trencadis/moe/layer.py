@@ -223,9 +223,7 @@ def _activations(
 ) -> tuple[Array, tuple[Array, ...]]:
     """The activations [m, f], and with keep the pre-activations of gate and up, or of up alone."""
     if _one_kernel(layer, experts):
-        biased = experts.bias_gate is not None or experts.bias_up is not None
-        zeros = jnp.zeros(experts.up.shape[::2], layer.wide) if biased else None
-        bias_gate, bias_up = (zeros if bias is None else bias for bias in (experts.bias_gate, experts.bias_up))
+        bias_gate, bias_up = _alike(experts.bias_gate, experts.bias_up)
         gather, lhs, by = _gathered(indices, x)
         gate = Gate(activation=layer.activation, keep=keep, gather=gather)
         rest = (experts.up, *(() if bias_up is None else (bias_up,)), *by)
@@ -254,6 +252,15 @@ def _pullback(
     d_weight = jnp.sum(jnp.where(_owned(indices, experts, d_h.shape[0]), d_h * h, 0), axis=1)
     d_z = tuple(each.astype(layer.dtype) for each in pullback(factor * d_h))
     return d_z, (factor * h).astype(layer.dtype), d_weight
+
+
+def _alike(*biases: Array | None) -> list[Array | None]:
+    """The biases in one dtype, zeros where one is not there; None of each if there are none."""
+    given = [bias for bias in biases if bias is not None]
+    if not given:
+        return list(biases)
+    shape, dtype = given[0].shape, functools.reduce(accumulator, {bias.dtype for bias in given})
+    return [jnp.zeros(shape, dtype) if bias is None else bias.astype(dtype) for bias in biases]
 
 
 def _one_kernel(layer: Layer, experts: Experts) -> bool:

@@ -202,7 +202,9 @@ def test_many_blocks_of_ids_are_summed_by_a_kernel():
         lambda x: kernels.spread_rows(x.astype(jnp.int8), jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 2)), "9.0"),
         lambda x: kernels.sort_by_expert(jnp.zeros((4, 2), jnp.int32), 10**5, "9.0"),
         lambda x: kernels.sort_by_expert(jnp.zeros((0, 2), jnp.int32), 4, "9.0"),
+        lambda x: kernels.sort_by_expert(jax.ShapeDtypeStruct((2**26, 1), jnp.int32), 4096, "9.0"),
         lambda x: kernels.route(jnp.zeros((4, 2048)), None, 2, "softmax", True, "9.0"),
+        lambda x: kernels.route(jax.ShapeDtypeStruct((2**21, 1024), jnp.float32), None, 2, "softmax", True, "9.0"),
         lambda x: kernels.route_backward(jnp.zeros((4, 64)), jnp.zeros((4, 33)), x, x, "softmax", True, "9.0"),
     ],
 )

@@ -21,6 +21,7 @@ MOST_K = 32  # assignments of a token: the loops over them are unrolled
 TILE_BYTES = 4096  # of rows that a program copies
 IDS = 128  # a block of ids: each is compared with each
 MOST_SORTED, MOST_ROUTED = 4096, 1024  # experts
+MOST_INDEXED = 2**31  # entries of a table of tokens or blocks and experts, whose indices have 32 bits
 COUNTS = 8192  # counts that a program reads at a time
 COLUMNS = 8  # experts whose counts a program sums
 MOST_COUNTS = 1 << 22  # bytes that all programs read of the counts; of more, `sum_counts` sums them first
@@ -53,9 +54,9 @@ def sort_by_expert(
     from trencadis.backends.triton import sort_kernels
 
     size = experts.size
-    if not (0 < size < 2**30 and 0 < num_experts <= MOST_SORTED):
-        return None
     blocks, bins = math.ceil(size / IDS), max(_power(num_experts), 32)
+    if not (0 < size < 2**30 and 0 < num_experts <= MOST_SORTED and blocks * num_experts < MOST_INDEXED):
+        return None
     sizes = _ints(num_experts)
     common = {"SIZE": size, "EXPERTS": num_experts, "BLOCK": IDS, "BINS": bins}
     given: dict[str, Array | None] = {"ids": experts}
@@ -119,7 +120,8 @@ def route_backward(
 
 def _routes(logits: Array, k: int) -> bool:
     """Whether the kernels have room for these logits."""
-    return logits.dtype.name in FLOATS and 0 < logits.shape[1] <= MOST_ROUTED and k <= MOST_K and logits.shape[0] > 0
+    some = 0 < logits.shape[1] <= MOST_ROUTED and 0 < logits.size < MOST_INDEXED
+    return logits.dtype.name in FLOATS and some and k <= MOST_K
 
 
 def _tokens(logits: Array, k: int, score: str, normalize: bool) -> tuple[int, dict[str, Any]]:
