@@ -1,6 +1,9 @@
 """When native kernels for CPUs are taken, and what is said where they are not; none of this needs the kernels."""
 
 import dataclasses
+import importlib
+import pathlib
+import shutil
 
 import jax.numpy as jnp
 import pytest
@@ -37,6 +40,15 @@ def test_why_says_how_to_install_them(monkeypatch):
         "cpu        no   trencadis-cpu, which has faster products than XLA, does not import: "
         "No module named 'no_such_module'; pip install ./native, in a checkout of trencadis"
     ) in str(said)
+
+
+def test_a_package_without_its_library_says_so(tmp_path, monkeypatch):
+    """As where Python starts in `native/` of a checkout, whose package has been built elsewhere."""
+    source = pathlib.Path(__file__).parents[3] / "native/trencadis_cpu/__init__.py"
+    shutil.copy(source, tmp_path / "unbuilt_cpu.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"^its library is not built$"):
+        importlib.import_module("unbuilt_cpu")
 
 
 @pytest.mark.parametrize("change, reason", [
