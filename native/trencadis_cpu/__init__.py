@@ -16,7 +16,9 @@ INTERFACE = 2  # of the handlers: which buffers and attributes they take
 
 try:
     _library = ctypes.CDLL(str(next(pathlib.Path(__file__).parent.glob("_kernels*.so"))))
-except (StopIteration, OSError) as error:
+except StopIteration:
+    raise ImportError("its library is not built") from None
+except OSError as error:
     raise ImportError(f"its library does not load: {error}") from error
 _library.trencadis_instructions.restype = ctypes.c_char_p
 

@@ -40,6 +40,7 @@ s = jnp.array([3, 0, 5])
         (ValueError, ["activation", "one number"], lambda: gmm(x, w, s, activation=jax.nn.softmax)),
         (ValueError, ["activation", "one number"], lambda: gmm(x, w, s, activation=lambda z: jnp.stack([z, z]))),
         (TypeError, ["activation", "relu"], lambda: gmm(x, w, s, activation="relu")),
+        (TypeError, ["activation", "relu", "..."], lambda: gmm(x, w, s, activation=jnp.tanh(x))),  # not all of it
         (ValueError, ["backend", "'xla'", "'cutlass'"], lambda: gmm(x, w, s, backend="cutlass")),
         (ValueError, ["tiling", "(0, 1, 1)"], lambda: gmm(x, w, s, tiling=(0, 1, 1))),
         (ValueError, ["tiling", "tm, tk, tn", "128"], lambda: gmm(x, w, s, tiling=128)),

@@ -93,6 +93,16 @@ def test_text_of_a_forward_pass():
     ]
 
 
+def test_text_of_a_picture_that_is_too_large():
+    picture = show_gemm(GroupedTensor.ragged_rows(ones(99, 2), [99]), GroupedTensor.stacked(ones(1, 2, 4)),
+                   contracting_dims=((1,), (1,)))  # fmt: skip
+    assert picture.text().splitlines() == [
+        "group 0  lhs[0:99] · rhs[0] = result[0:99]   [99, 2] · [2, 4] = [99, 4]",
+        "picture  too large for text: .save('gemm.svg'), or --svg gemm.svg",
+        "total    1 group, 792 multiply-adds",
+    ]
+
+
 def test_text_of_matrices_that_differ_in_all():
     assert show_gemm(A, B, contracting_dims=((1,), (0,))).text().splitlines() == [
         "lhs             ·  rhs           =  result",

@@ -86,11 +86,11 @@ class Refusal:
 
 @functools.cache
 def missing(backend: str, module: str, what: str, advice: str) -> Refusal | None:
-    """The refusal if a module of a backend does not import, since a package is missing; None if it does."""
+    """The refusal, with what to do, if a module of a backend does not import, as a package is missing; else None."""
     try:
         importlib.import_module(module)
     except ImportError as error:
-        return Refusal(backend, f"{what} does not import: {error}", advice)
+        return Refusal(backend, f"{what} does not import: {error}; {advice}")
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -330,7 +331,7 @@ def _static_activation(
 ) -> Activation | None:
     if not callable(activation):
         such = "one number, such as jax.nn.relu" if arguments == 1 else "two numbers, such as moe.swiglu()"
-        raise TypeError(f"activation: want a function of {such}; got {activation!r}")
+        raise TypeError(f"activation: want a function of {such}; got {reprlib.repr(activation)}")
     number = jax.ShapeDtypeStruct((), accumulator(dtype, result))
     try:
         traced = jax.make_jaxpr(activation)(*(number,) * arguments)

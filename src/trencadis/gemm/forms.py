@@ -169,13 +169,20 @@ def _fused(
 def _stacks(a: GemmOperand, b: GemmOperand, dtype: Any, precision: Any) -> GroupedTensor:
     """The product of two stacks as one batched product of XLA."""
     acc = accumulator(a.tensor.dtype, b.tensor.dtype)
-    x, y = a.tensor.data, b.tensor.data
+    # as matrices: XLA:CPU has no code for some small products of bfloat16 if it merges the axes itself
+    (x, x_flipped), (y, y_flipped) = as_matrices(a, a.free, a.contracted), as_matrices(b, b.contracted, b.free)
     if x.dtype != y.dtype:
         x, y = x.astype(acc), y.astype(acc)
-    dims = ((a.contracted, b.contracted), ((0,), (0,)))
+    dims = (((1 if x_flipped else 2,), (2 if y_flipped else 1,)), ((0,), (0,)))
     precision = arguments.checked_precision(precision)
     out = lax.dot_general(x, y, dims, precision=precision, preferred_element_type=acc).astype(dtype)
+    out = out.reshape(_stack_shape(a, b))
     return GroupedTensor(out, None, None, out.shape)
+
+
+def _stack_shape(a: GemmOperand, b: GemmOperand) -> tuple[int, ...]:
+    """The shape of the product of two stacks: the groups, and the free axes of both."""
+    return (a.tensor.shape[0], *(x.tensor.shape[axis] for x in (a, b) for axis in x.free))
 
 
 def _quantized_stacks(a: GemmOperand, b: GemmOperand, dtype: Any, precision: Any) -> GroupedTensor:
@@ -187,8 +194,8 @@ def _quantized_stacks(a: GemmOperand, b: GemmOperand, dtype: Any, precision: Any
     x = x.merged(2, 1) if a.quantized else x.reshape(groups * rows, k)
     sizes: Any = np.full((groups,), rows, np.int32)
     out = rows_product(x, w, sizes, dtype, Options(precision=precision), transpose_rhs=transposed)
-    shape = [groups] + [x.tensor.shape[axis] for x in (a, b) for axis in x.free]
-    return GroupedTensor(out.reshape(shape), None, None, tuple(shape))
+    shape = _stack_shape(a, b)
+    return GroupedTensor(out.reshape(shape), None, None, shape)
 
 
 def _rows(

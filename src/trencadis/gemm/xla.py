@@ -106,7 +106,7 @@ def _product(problem: GemmProblem, lhs: Array, rhs: Array, group: Groups, zero: 
     y = _matrix(problem.rhs, rhs, group.rhs + zero, (group.k, group.n))
     if x.dtype != y.dtype:
         x, y = x.astype(problem.acc), y.astype(problem.acc)
-    if problem.out.transposed:  # a transposed sum would fail: XLA:CPU refuses some small bfloat16 products that it flips
+    if problem.out.transposed:  # not the sum: XLA:CPU has no code for some small bfloat16 products that it flips itself
         x, y, axes = y, x, axes[::-1]
     contract = (((axes[0],), (axes[1],)), ((), ()))
     acc = lax.dot_general(x, y, contract, precision=problem.precision, preferred_element_type=problem.acc)

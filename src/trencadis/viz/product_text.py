@@ -23,6 +23,8 @@ def layout(product: Product, width: int) -> list[Line]:
     places = [place for panel in product.panels for place in panel.unowned_places()]
     entries = _entries(product, width)
     lines = entries + _equations(product, width)
+    if not entries:
+        lines += paragraph("picture", "too large for text: .save('gemm.svg'), or --svg gemm.svg", width, GUTTER)
     if places:
         marked = entries and any(panel.unowned() for panel in product.panels if not panel.separate)
         lines += paragraph("unowned", ", ".join(places) + (f", marked {UNOWNED}" if marked else ""), width, GUTTER)

@@ -1,6 +1,9 @@
 """When native kernels for CPUs are taken, and what is said where they are not; none of this needs the kernels."""
 
 import dataclasses
+import importlib
+import pathlib
+import shutil
 
 import jax.numpy as jnp
 import pytest
@@ -8,7 +11,7 @@ import pytest
 import trencadis as tr
 from trencadis.backends import cpu
 from trencadis.core.arguments import problem_of
-from trencadis.core.decision import Plan, Refusal
+from trencadis.core.decision import Plan, Refusal, missing
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
 
@@ -29,11 +32,23 @@ def answer(problem=ASKED, target=CPU):
 
 
 def test_why_says_how_to_install_them(monkeypatch):
-    monkeypatch.setattr(cpu, "missing", lambda *given: Refusal("cpu", f"{given[2]} does not import: no such module"))
+    monkeypatch.setattr(cpu, "missing", lambda _, __, *given: missing("cpu", "no_such_module", *given))
     x, w, sizes = jnp.ones((64, 16)), jnp.ones((4, 16, 8)), jnp.array([16] * 4)
     said = tr.why(x, w, sizes)
     assert said.passes[0].plan.backend == "xla"
-    assert "trencadis-cpu, which has faster products than XLA (pip install ./native, in a checkout" in str(said)
+    assert (
+        "cpu        no   trencadis-cpu, which has faster products than XLA, does not import: "
+        "No module named 'no_such_module'; pip install ./native, in a checkout of trencadis"
+    ) in str(said)
+
+
+def test_a_package_without_its_library_says_so(tmp_path, monkeypatch):
+    """As where Python starts in `native/` of a checkout, whose package has been built elsewhere."""
+    source = pathlib.Path(__file__).parents[3] / "native/trencadis_cpu/__init__.py"
+    shutil.copy(source, tmp_path / "unbuilt_cpu.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"^its library is not built$"):
+        importlib.import_module("unbuilt_cpu")
 
 
 @pytest.mark.parametrize("change, reason", [
