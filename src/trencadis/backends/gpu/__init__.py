@@ -259,7 +259,7 @@ def _gathered(problem: Problem) -> Refusal | None:
 
 def _size(problem: Problem) -> Refusal | None:
     """The refusal of a problem without work, or with more tiles than 32 bits count; None if there is neither."""
-    if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
+    if problem.empty:
         return _refusal("there is nothing to multiply", costly=False)
     down = -(-problem.rows // WGMMA_M) + 3 * problem.spans  # an upper bound of the tiles in a column
     if problem.form is Form.CONTRACTION:

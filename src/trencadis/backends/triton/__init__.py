@@ -190,7 +190,7 @@ def _arithmetic(problem: Problem, card: Card) -> Refusal | None:
 
 def _size(problem: Problem) -> Refusal | None:
     """The refusal of a problem without work, or with more tiles than 32 bits count; None if there is neither."""
-    if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
+    if problem.empty:
         return _refusal("there is nothing to multiply", costly=False)
     smallest = Layout(block_m=16, block_n=32, block_k=16, warps=1, stages=1)
     tiles = _grid(problem, smallest)
