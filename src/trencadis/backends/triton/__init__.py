@@ -5,6 +5,7 @@ layout           what a layout holds
 tile_scheduler   the list of tiles, computed before the kernel by tile_kernels
 kernels          the kernels of both forms; products: the product of two blocks; activation: activations in them
 weights          the kernel that unpacks low-precision weights; weights_layout: its layouts and its call
+unpack           PTX of that kernel; ragged: the kernels of the general grouped GEMM
 moe              the calls of the kernels around the products of an MoE layer: row_kernels, sort_kernels, route_kernels
 bridge           from JAX to Triton: compilation, and jaxlib's custom call
 interpreter      the same kernels in numpy, on any machine
