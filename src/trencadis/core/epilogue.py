@@ -326,7 +326,7 @@ def is_hashable(x: object) -> bool:
 
 
 def _static_activation(
-    activation: object, dtype: np.dtype[Any], result: np.dtype[Any], arguments: int
+    activation: Any, dtype: np.dtype[Any], result: np.dtype[Any], arguments: int
 ) -> Activation | None:
     if not callable(activation):
         such = "one number, such as jax.nn.relu" if arguments == 1 else "two numbers, such as moe.swiglu()"
