@@ -184,11 +184,13 @@ inline ffi::Error fused_handler(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::A
   program.count = static_cast<Index>(code.size()) / 5, program.registers = registers;
   program.constants = constants.begin(), program.constant_count = static_cast<Index>(constants.size());
   program.results = results.begin(), program.result_count = static_cast<Index>(results.size());
-  std::vector<Span> spans = spans_of(sizes.typed_data(), first.typed_data(), batch, groups, local, m);
   Index pair = second > 0, others = second + (bias ? 1 + pair : 0) + gather;
   program.inputs = 1 + pair + static_cast<Index>(args.size()) - std::min(others, static_cast<Index>(args.size()));
   FusedOptions options{transpose_rhs, bias, gather, local, second, *limits};
-  return checked({lhs, rhs}, [&] { return fused(pool, lhs, rhs, spans, args, rets, rows, program, options); });
+  return checked({lhs, rhs}, [&] {
+    std::vector<Span> spans = spans_of(sizes.typed_data(), first.typed_data(), batch, groups, local, m);
+    return fused(pool, lhs, rhs, spans, args, rets, rows, program, options);
+  });
 }
 
 }  // namespace trencadis

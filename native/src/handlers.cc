@@ -86,11 +86,13 @@ ffi::Error grouped_handler(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuf
       (gather == 1 ? transpose_lhs : x[transpose_lhs ? 1 : 0] != rows)) {
     return wrong("shapes do not match");
   }
-  std::vector<Span> spans = spans_of(sizes.typed_data(), first.typed_data(), batch, groups, local, m);
   std::optional<Limits> limits = limits_of(tile);
   if (!limits) return wrong("want a tile of three positive numbers");
   GroupedOptions options{contraction, transpose_lhs, transpose_rhs, bias, accumulate, local, gather, *limits};
-  return checked({lhs, rhs, *out}, [&] { return grouped(pool, lhs, rhs, spans, Rest(args), *out, rows, options); });
+  return checked({lhs, rhs, *out}, [&] {
+    std::vector<Span> spans = spans_of(sizes.typed_data(), first.typed_data(), batch, groups, local, m);
+    return grouped(pool, lhs, rhs, spans, Rest(args), *out, rows, options);
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -223,23 +225,23 @@ ffi::Error ragged_handler(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuff
   if (table.dimensions().size() != 2 || table.dimensions()[0] != 6) return wrong("want six numbers for each group");
   Index count = table.dimensions()[1];
   const std::int32_t* at = table.typed_data();
-  std::vector<Group> groups;
-  for (Index i = 0; i < count; i++) {
-    auto number = [&](int field) { return static_cast<Index>(at[field * count + i]); };
-    Group g{};
-    Index m = std::max<Index>(number(3), 0), k = std::max<Index>(number(4), 0), n = std::max<Index>(number(5), 0);
-    g.m = m, g.k = k, g.n = n;
-    // strides are those of the sizes as they are given; so each place is computed from these
-    Index lhs_m = m, lhs_k = k, rhs_k = k, rhs_n = n, out_m = m, out_n = n;
-    g.lhs = place(packings[0], number(0), lhs_m, lhs_k);
-    g.rhs = place(packings[1], number(1), rhs_k, rhs_n);
-    g.out = place(packings[2], number(2), out_m, out_n);
-    g.m = std::min(lhs_m, out_m), g.k = std::min(lhs_k, rhs_k), g.n = std::min(rhs_n, out_n);
-    if (k == 0) g.m = out_m, g.n = out_n;  // operands without numbers have no say
-    g.whole = g.m == m && g.k == k && g.n == n;
-    groups.push_back(g);
-  }
   return checked({lhs, rhs, *out}, [&] {
+    std::vector<Group> groups;
+    for (Index i = 0; i < count; i++) {
+      auto number = [&](int field) { return static_cast<Index>(at[field * count + i]); };
+      Group g{};
+      Index m = std::max<Index>(number(3), 0), k = std::max<Index>(number(4), 0), n = std::max<Index>(number(5), 0);
+      g.m = m, g.k = k, g.n = n;
+      // strides are those of the sizes as they are given; so each place is computed from these
+      Index lhs_m = m, lhs_k = k, rhs_k = k, rhs_n = n, out_m = m, out_n = n;
+      g.lhs = place(packings[0], number(0), lhs_m, lhs_k);
+      g.rhs = place(packings[1], number(1), rhs_k, rhs_n);
+      g.out = place(packings[2], number(2), out_m, out_n);
+      g.m = std::min(lhs_m, out_m), g.k = std::min(lhs_k, rhs_k), g.n = std::min(rhs_n, out_n);
+      if (k == 0) g.m = out_m, g.n = out_n;  // operands without numbers have no say
+      g.whole = g.m == m && g.k == k && g.n == n;
+      groups.push_back(g);
+    }
     return ragged(pool, Array(lhs), Array(rhs), groups, packings, Rest(args), *out, accumulate, given, *limits);
   });
 }

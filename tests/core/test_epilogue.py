@@ -1,6 +1,7 @@
 """What follows the product."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -84,6 +85,17 @@ def test_activations_are_equal_only_if_they_compute_the_same(value):
 
     for wrap in (lambda f: f, jax.jit, lambda f: lambda z: jax.jit(jax.jit(f))(z) + 1, jax.checkpoint):
         assert times(2.0, wrap) != times(3.0, wrap)
+
+
+def test_an_activation_may_read_a_variable_that_changes():
+    """Outside of jit a call computes what the function is then, and never what another was with the same text."""
+    read = {"slope": 1.0}
+    activation = lambda z: z * read["slope"]
+    op = functools.partial(tr.grouped_matmul, jnp.ones((2, 3)), jnp.ones((1, 3, 2)), [2], backend="reference")
+    for slope in (1.0, 2.0):
+        read["slope"] = slope
+        np.testing.assert_array_equal(op(activation=activation), np.full((2, 2), 3 * slope))
+    np.testing.assert_array_equal(op(activation=lambda z: z * 1.0), np.full((2, 2), 3.0))
 
 
 def test_python_functions_are_told_apart_even_if_they_look_alike():

@@ -365,6 +365,17 @@ def test_a_sharded_function_may_read_what_changes():
         assert slope == 4
 
 
+def test_a_layer_of_a_sharded_function_may_read_what_changes():
+    """The function is one of this package, and the activation in the description of its layer is not."""
+    config = tr.moe.Config(d=2, f=2, experts=2, k=1, activation=lambda gate, up: gate * up * GLOBAL["factor"])
+    params, x = tr.moe.init(jax.random.key(0), config), np.ones((4, 2), np.float32)
+    call = tr.sharded(mesh_of(AxisType.Auto, (2, 2)), P(), P("d"))(tr.moe.apply)
+    found = []
+    for GLOBAL["factor"] in (1.0, 2.0):
+        found.append(np.asarray(call(params, x, config=config)[0]))
+    np.testing.assert_allclose(found[1], 2 * found[0], rtol=1e-6)
+
+
 def test_without_a_mesh_nothing_changes():
     """One equation, as ever; and a mesh of one device is a mesh."""
     x, w, *_ = arrays()

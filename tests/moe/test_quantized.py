@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import trencadis as tr
 from tests.moe.cases import BACKENDS, D, E, T, call, close, parameters, routings
@@ -122,3 +123,15 @@ def test_recipes_with_a_state_are_equal_only_in_the_same_state(rng):
     whole, half, traced = run(1.0), run(0.5), jax.jit(run)(0.5)
     assert np.abs(whole - half).max() > 0.1
     close(traced, half)
+
+
+def test_a_recipe_that_holds_an_array_on_explicit_axes(rng):
+    """It has no hash, so that its programs are those of one call."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    x, w = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((8, 4), (4, 4, 4)))
+    recipe, sizes = Clipped(jnp.float32(0.5)), jnp.array([3, 0, 4, 1])
+    product = functools.partial(tr.grouped_dense, group_sizes=sizes, quantization=recipe)
+    close(product(put(x, "d"), put(w)), product(x, w))
+    layer = lambda x, w: tr.moe_mlp(x, moe.route(x, 1), None, w, w, activation=jnp.abs, quantization=recipe)
+    assert jax.eval_shape(layer, put(x, "d"), put(w)).sharding.spec == PartitionSpec("d", None)

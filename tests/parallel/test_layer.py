@@ -134,6 +134,7 @@ def test_no_tokens():
         ({"chunks": 9}, "chunks: want an int between 1 and the 8 tokens of x; got 9"),
         ({"chunks": 1.5}, "chunks: want an int between 1 and the 8 tokens of x; got 1.5"),
         ({"dispatch": "int4"}, "dispatch: want a format of 8 bits"),
+        ({"dispatch": "int3"}, "dispatch: format: want one of int8"),
     ],
 )
 def test_bad_options(options, message):

@@ -106,6 +106,9 @@ def test_tokens_that_shards_do_not_divide():
     ("change", "message"),
     [
         ({"mesh": None}, "mesh: want a mesh, or None inside of jax.set_mesh; got None without a mesh that is set"),
+        ({"mesh": "e"}, "mesh: want a jax.sharding.Mesh, or None; got str"),
+        ({"axis": ["e"]}, "axis: want the name of a mesh axis, or a tuple of names; got ['e']"),
+        ({"axis": None}, "axis: want the name of a mesh axis, or a tuple of names; got None"),
         ({"axis": "expert"}, "axis: want axes of the mesh, 'e'; got 'expert'"),
         ({"data_axis": ("e", "d")}, "data_axis: want axes of the mesh, 'e'; got ('e', 'd')"),
         ({"tensor_axis": "f"}, "tensor_axis: want axes of the mesh, 'e'; got 'f'"),

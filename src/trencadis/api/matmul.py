@@ -183,8 +183,8 @@ def make_group_metadata(
     whole = replicated(jnp.asarray(sizes))
     check_traced(whole, first, int(m), int(num_nonzero_groups))
     empty = arguments.checked_flag("visit_empty_groups", visit_empty_groups)
-    walk = _visits(whole, int(m), int(tm), first=first, local_groups=int(num_nonzero_groups), empty=empty)
-    return GroupMetadata(walk.offsets, walk.group, walk.tile), walk.count
+    found = _visits(whole, int(m), int(tm), first=first, local_groups=int(num_nonzero_groups), empty=empty)
+    return GroupMetadata(found.offsets, found.group, found.tile), found.count
 
 
 _visits = jax.jit(visits, static_argnums=(1, 2), static_argnames=("local_groups", "empty"))  # one program, also eagerly

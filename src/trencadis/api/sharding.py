@@ -99,9 +99,7 @@ class _Program:
         ours = inspect.isfunction(self.function) and self.function.__module__.startswith("trencadis.")
         if not ours or any(isinstance(each, (jax.Array, np.ndarray)) for each in jax.tree.leaves(self.options)):
             return False
-        return all(isinstance(each, type) or not callable(each) or is_constant(each) for _, each in self.options) and (
-            is_hashable(self.options)
-        )
+        return is_hashable(self.options) and not _may_change(self.options)
 
     def run(self, *leaves: Any) -> Any:
         shardings = [NamedSharding(self.mesh, spec) for spec in self.specs]
@@ -111,6 +109,15 @@ class _Program:
     def inside(self, *leaves: Any) -> Any:
         """The function, where the axes of the mesh are explicit."""
         return self.function(*jax.tree.unflatten(self.tree, leaves), **dict(self.options))
+
+
+def _may_change(x: Any) -> bool:
+    """Whether an option is a function of a user, or holds one, as the description of a layer holds its activation."""
+    if callable(x):
+        return not (isinstance(x, type) or is_constant(x))
+    if isinstance(x, tuple):
+        return any(map(_may_change, x))
+    return dataclasses.is_dataclass(x) and any(_may_change(getattr(x, each.name)) for each in dataclasses.fields(x))
 
 
 @functools.partial(jax.jit, static_argnums=0)

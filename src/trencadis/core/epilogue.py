@@ -327,14 +327,14 @@ def is_hashable(x: object) -> bool:
 
 
 def _static_activation(
-    activation: object, dtype: np.dtype[Any], result: np.dtype[Any], arguments: int
+    activation: Any, dtype: np.dtype[Any], result: np.dtype[Any], arguments: int
 ) -> Activation | None:
     if not callable(activation):
         such = "one number, such as jax.nn.relu" if arguments == 1 else "two numbers, such as moe.swiglu()"
         raise TypeError(f"activation: want a function of {such}; got {reprlib.repr(activation)}")
     number = jax.ShapeDtypeStruct((), accumulator(dtype, result))
-    try:
-        traced = jax.make_jaxpr(activation)(*(number,) * arguments)
+    try:  # by a fresh function: JAX does not trace one again that it knows, which may read variables that change
+        traced = jax.make_jaxpr(lambda *xs: activation(*xs))(*(number,) * arguments)
         (out,) = traced.out_avals
     except Exception as error:
         raise ValueError(

@@ -99,6 +99,11 @@ class Problem:
         return self.batch * self.local_groups
 
     @property
+    def empty(self) -> bool:
+        """Whether there is nothing to multiply."""
+        return 0 in (self.k, *self.out_shape, self.rows, self.spans, self.groups)
+
+    @property
     def weights(self) -> int:
         """Matrices rhs holds, in the rows form."""
         return self.rhs_batch * self.local_groups

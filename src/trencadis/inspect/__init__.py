@@ -11,6 +11,7 @@ basic_blocks, scoreboard            cut it into basic blocks, and say how many c
 kernel_operands                     compute the integers that a kernel is called with
 scalar_program, scalar_arithmetic   translate its scalar instructions into Python
 simulator                           run them with those integers, against the clock
+collectives                         the bytes that devices exchange in a compiled program
 inspection, report                  `inspect`, and the values that it returns
 """
 

@@ -111,9 +111,8 @@ def moe_mlp(
     over = Over(m=division.local, n=division.width, g=division.experts)  # of gate and up; k of down is n of these
     options = dataclasses.replace(layer.options, over=over)
     apply = _OneDevice(dataclasses.replace(layer, options=options), quantization, routing.sizes.shape[0])
-    out = sharded.run(
-        x, routing.experts, routing.weights, experts, jnp.asarray(first, jnp.int32), apply=apply, division=division
-    )
+    tokens = x, routing.experts, routing.weights
+    out = sharded.run(apply, division, *tokens, experts, jnp.asarray(first, jnp.int32))
     return resharded_like(out, x)
 
 

@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array
 
+from trencadis.core.epilogue import is_hashable
 from trencadis.core.mesh import Axes, Spec, explicit_axes, explicit_mesh, partly_explicit, placed, spec_of
 from trencadis.core.spread import spread
 from trencadis.moe.layer import Experts
@@ -99,11 +100,19 @@ def _divides(division: Division, w: Any) -> bool:
     return not w.interleaved and all(n == 1 or n % parts == 0 for n in w.scale.shape[1:])
 
 
-@functools.partial(jax.jit, static_argnames=("apply", "division"))
-def run(
-    x: Array, chosen: Array, weights: Array, experts: Experts, first: Array, *, apply: Apply, division: Division
+def run(apply: Apply, division: Division, *operands: Any) -> Array:
+    """The result [t, d] of a layer, divided over the tokens as they are; `apply` is the layer of one device.
+
+    Operands are x, the chosen experts, their weights, the parameters of the experts, and the first of these experts.
+    """
+    if is_hashable(apply):
+        return _once(apply, division, *operands)
+    return jax.jit(functools.partial(_run, apply, division))(*operands)  # no other call shares it: it may hold arrays
+
+
+def _run(
+    apply: Apply, division: Division, x: Array, chosen: Array, weights: Array, experts: Experts, first: Array
 ) -> Array:
-    """The result [t, d] of a layer, divided over the tokens as they are; `apply` is the layer of one device."""
     tokens, e, f = (axes or None for axes in (division.tokens, division.experts, division.width))
     d = [None if isinstance(w, Scaled) else division.along_d or None for w in experts[:3]]  # these are moved as bytes
     by_name = Experts((e, d[0], f), (e, d[1], f), (e, f, d[2]), (e, f), (e, f), (e, None))
@@ -128,6 +137,9 @@ def run(
         part, mesh=division.mesh, in_specs=specs, out_specs=rows, axis_names=set(explicit_axes(division.mesh))
     )
     return mapped(*placed(division.mesh, (x, chosen, weights, experts, first), specs))
+
+
+_once = jax.jit(_run, static_argnums=(0, 1))
 
 
 def _shared(division: Division, w: Any, d: int | None) -> Any:

@@ -70,9 +70,9 @@ def moe_mlp(
     ((4, 8), (3,), 0)
     """
     check_options(options)
-    data = names_of(data_axis)
     used = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     _check_axes(used, axis=axis, data_axis=data_axis, tensor_axis=() if tensor_axis is None else tensor_axis)
+    data = names_of(data_axis)
     shards = math.prod(used.shape[name] for name in (*data, *names_of(axis)))
     x = arguments.as_array("x", x)
     check_tokens(x)
@@ -148,9 +148,13 @@ _program = jax.jit(_run, static_argnums=0)
 
 def _check_axes(mesh: Mesh | AbstractMesh, **axes: Axis) -> None:
     """Raise an error that names the argument unless the mesh has all of these axes."""
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise TypeError(f"mesh: want a jax.sharding.Mesh, or None; got {type(mesh).__name__}")
     if mesh.empty:
         raise ValueError("mesh: want a mesh, or None inside of jax.set_mesh; got None without a mesh that is set")
     for name, given in axes.items():
+        if not isinstance(given, (str, tuple)):
+            raise TypeError(f"{name}: want the name of a mesh axis, or a tuple of names; got {given!r}")
         if not set(names_of(given)) <= set(mesh.axis_names):
             raise ValueError(f"{name}: want axes of the mesh, {', '.join(map(repr, mesh.axis_names))}; got {given!r}")
     every = [each for given in axes.values() for each in names_of(given)]

@@ -51,7 +51,10 @@ def dispatch_format(format: FormatLike | None) -> Format | None:
     """The format of tokens that are sent, one of 8 bits."""
     if format is None:
         return None
-    found = format_of(format)
+    try:
+        found = format_of(format)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"dispatch: {error}") from None
     if bits(found.values) != 8 or found.total:
         raise ValueError(f"dispatch: want a format of 8 bits, such as 'float8_e4m3fn', or None; got {found.name!r}")
     return found

@@ -3,6 +3,7 @@
 formats     the formats: the dtype of values, the dtype of scales, and the block that shares a scale
 scaled      `Scaled`, the array that it stands for, and the order in which it is stored
 blocks      scales of blocks: of each entry, and after axes are merged
+operand     what a caller may pass as an operand of a product
 calibrate   `quantize`: scales from the numbers of an array
 checkpoints weights from the files of gpt-oss, AWQ, GPTQ and DeepSeek
 qarray      qwix's quantized arrays as `Scaled`

@@ -106,8 +106,10 @@ def trained(
         part = _partition_of(recipe, asked, mesh, operands)
         over = Over() if partly_explicit(mesh) else Over(part.m, part.k, part.n, part.g)
         options = dataclasses.replace(options, out_sharding=None, over=over)
-        on_mesh = _on_mesh_once if is_hashable(recipe) else _on_mesh
-        return on_mesh(*operands, recipe=recipe, part=part, options=options, mesh=mesh)
+        known: dict[str, Any] = {"recipe": recipe, "part": part, "options": options, "mesh": mesh}
+        if is_hashable(recipe):
+            return _on_mesh_once(*operands, **known)
+        return jax.jit(functools.partial(_on_mesh, **known))(*operands)  # no other call shares it: it may hold arrays
     return _trained(recipe, (x, w, *after), asked=asked, options=options, steps=steps, given=(rows, weights))
 
 

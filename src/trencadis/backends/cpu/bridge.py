@@ -17,10 +17,11 @@ from trencadis.core.tiling import Tiling
 
 Array = jax.Array
 
-INTERFACE = 2  # of the custom calls; a package with another one is of another time
+INTERFACE = 2  # of the custom calls: a package with another one is older, or newer
 
-if getattr(trencadis_cpu, "INTERFACE", None) != INTERFACE:
-    raise ImportError(f"it is not of this version of trencadis, which wants interface {INTERFACE} of it")
+_found = getattr(trencadis_cpu, "INTERFACE", None)
+if _found != INTERFACE:
+    raise ImportError(f"its custom calls have interface {_found}, and this version of trencadis wants {INTERFACE}")
 
 INSTRUCTIONS: str = trencadis_cpu.INSTRUCTIONS  # that the kernels use here; empty if portable
 

@@ -8,7 +8,10 @@ rows             the mainloop of the rows form; contraction: that of the other f
 consumer         the consumer warpgroups; mma_shapes: the products that they issue
 gather           loads of gathered rows; arrivals: the barriers of their copies
 gated            gated activations and their pullback; registers: what they need beside the operations of Pallas
-upcast           low-precision weights as a register (RS) operand; block_scales: their scales, where they change along k
+scales           which operand is upcast, and where scales that change along k are applied
+upcast           low-precision weights as a register (RS) operand; block_scales, operand_scales: their scales along k
+transpose        8-bit weights transposed in shared memory; unpack: int4 weights as 8-bit numbers
+short_sums       sums over 32 or 64 of k, each of which is scaled by itself
 store            the epilogue, and the stores to global memory
 tile_scheduler   the order of tiles; tile_queue: how the producer publishes them to the other warpgroups
 """
@@ -259,7 +262,7 @@ def _gathered(problem: Problem) -> Refusal | None:
 
 def _size(problem: Problem) -> Refusal | None:
     """The refusal of a problem without work, or with more tiles than 32 bits count; None if there is neither."""
-    if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
+    if problem.empty:
         return _refusal("there is nothing to multiply", costly=False)
     down = -(-problem.rows // WGMMA_M) + 3 * problem.spans  # an upper bound of the tiles in a column
     if problem.form is Form.CONTRACTION:

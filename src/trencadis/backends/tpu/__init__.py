@@ -14,6 +14,8 @@ k_parts            k that is too long for VMEM, in parts
 passes             float32 as bfloat16 parts, for precise products; float16, which XLA converts
 epilogue_vectors   scales and bias in VMEM; block_scales: scales of weights that change along k
 ragged             the kernels of the general grouped GEMM, in which more than one of m, k and n differs by group
+resident           one kernel of it for groups whose rhs fits into VMEM
+moe                the kernels around the products of an MoE layer; row_copies: rows copied by their indices
 """
 
 from __future__ import annotations

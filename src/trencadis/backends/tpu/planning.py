@@ -125,7 +125,7 @@ def _gated(problem: Problem) -> Refusal | None:
 
 def _countable(problem: Problem) -> Refusal | None:
     """The refusal of a problem that is empty, or whose sizes do not fit into SMEM; None if there is none."""
-    if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
+    if problem.empty:
         return _refusal("there is nothing to multiply", costly=False)
     if problem.batch * problem.groups > MAX_GROUP_SIZES:
         return _refusal(

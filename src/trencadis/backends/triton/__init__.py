@@ -5,6 +5,7 @@ layout           what a layout holds
 tile_scheduler   the list of tiles, computed before the kernel by tile_kernels
 kernels          the kernels of both forms; products: the product of two blocks; activation: activations in them
 weights          the kernel that unpacks low-precision weights; weights_layout: its layouts and its call
+unpack           PTX of that kernel; ragged: the kernels of the general grouped GEMM
 moe              the calls of the kernels around the products of an MoE layer: row_kernels, sort_kernels, route_kernels
 bridge           from JAX to Triton: compilation, and jaxlib's custom call
 interpreter      the same kernels in numpy, on any machine
@@ -190,7 +191,7 @@ def _arithmetic(problem: Problem, card: Card) -> Refusal | None:
 
 def _size(problem: Problem) -> Refusal | None:
     """The refusal of a problem without work, or with more tiles than 32 bits count; None if there is neither."""
-    if 0 in (problem.k, *problem.out_shape, problem.rows, problem.spans, problem.groups):
+    if problem.empty:
         return _refusal("there is nothing to multiply", costly=False)
     smallest = Layout(block_m=16, block_n=32, block_k=16, warps=1, stages=1)
     tiles = _grid(problem, smallest)
