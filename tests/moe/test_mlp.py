@@ -362,3 +362,12 @@ def test_errors_name_the_argument(rng, words, change):
     with pytest.raises((ValueError, TypeError)) as error:
         tr.moe_mlp(**(given | change))
     assert all(word in str(error.value) for word in words)
+
+
+def test_symbolic_shapes_are_refused(rng):
+    (t,), params = jax.export.symbolic_shape("t"), parameters(rng)
+    x = jax.ShapeDtypeStruct((t, D), jnp.float32)
+    with pytest.raises(ValueError, match="x: want a shape of ints"):
+        jax.eval_shape(lambda x: tr.moe_mlp(x, moe.route(x[:, :E], 2), None, params["up"], params["down"]), x)
+    with pytest.raises(ValueError, match="experts: want a shape of ints"):
+        jax.eval_shape(lambda x: moe.limit_rows(moe.route(x, 2), 3), x)

@@ -227,6 +227,13 @@ def test_errors_name_the_argument(words, change):
     assert all(word in str(error.value) for word in words)
 
 
+def test_capacity_of_ids_that_cannot_hold_no_expert(x64):
+    """256 is no uint8; and a count is int32, as it is without 64 bits."""
+    routing = moe.route(jnp.zeros((2, 256)), 1, experts=jnp.array([[7], [7]]))
+    limited, load = moe.limit_rows(routing._replace(experts=routing.experts.astype(jnp.uint8)), 1)
+    assert limited.experts.ravel().tolist() == [7, 256] and load.dropped.dtype == jnp.int32
+
+
 @pytest.mark.parametrize("capacity", [-1, 1.25, True])
 def test_a_capacity_is_a_number_of_rows(capacity):
     routing = moe.route(jnp.asarray(LOGITS, jnp.float32), 2)

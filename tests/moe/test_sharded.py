@@ -93,6 +93,18 @@ def test_equals_one_device(layout, recipe):
         assert not re.search(r"\[\d+,\d+,\d+\]\S* all-reduce\(", text)
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_weights_that_are_sharded_in_different_ways(gated):
+    """The last dimension of each over the data axis, or another one: gradients are sharded like what they are of."""
+    last, other = ("e", None, "d"), ("e", "d", None)
+    x, router, gate, up, down, *biases = placed("d", None, None, None)
+    inputs = [put(gate, *last), put(up, *other)] if gated else [put(up, *last)]
+    given = [x, router, *inputs, put(down, *last), *biases]
+    without = lambda x, router, *rest: layer(x, router, None, *rest, activation=jax.nn.relu)
+    _, gradients = jax.eval_shape(step(layer if gated else without), *given)
+    assert [g.sharding.spec for g in gradients] == [jax.typeof(each).sharding.spec for each in given]
+
+
 def test_quantized_weights_over_experts_and_width():
     """Scales are divided with the values they belong to."""
     x, router, *weights = numbers()[:5]

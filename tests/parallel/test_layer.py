@@ -11,7 +11,7 @@ import pytest
 from tests.parallel import cases
 from tests.support import moe_oracle
 from tests.support.sweep import sweep
-from trencadis import parallel, quant
+from trencadis import moe, parallel, quant
 
 pytestmark = pytest.mark.core
 
@@ -88,6 +88,15 @@ def test_drops_are_counted_and_add_nothing(strategy):
         lost = (rows_of(experts) - rows_of(left)).reshape(shards, -1).sum(1)
         np.testing.assert_array_equal(load.dropped, lost)
         assert lost.any() or name == "none"
+
+
+def test_ids_that_cannot_hold_no_expert(x64):
+    """256 is no uint8; and counts are int32, as they are without 64 bits."""
+    x, up, down = jnp.zeros((2, 1)), jnp.zeros((256, 1, 1)), jnp.zeros((256, 1, 1))
+    routing = moe.Routing(jnp.array([[7], [255]], jnp.uint8), jnp.ones((2, 1)), None, jnp.zeros(256, jnp.int32))
+    options = {"axis": "e", "mesh": cases.mesh_of(1), "strategy": "all_to_all", "activation": jax.nn.relu}
+    load = jax.jit(lambda: parallel.moe_mlp(x, routing, None, up, down, **options)[1])()
+    assert np.flatnonzero(load.rows).tolist() == [7, 255] and load.dropped.dtype == jnp.int32
 
 
 OPTIONS = {

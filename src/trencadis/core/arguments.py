@@ -309,6 +309,11 @@ def as_sizes(group_sizes: object, name: str = "group_sizes") -> jax.Array | np.n
 def _rank(name: str, x: ShapeDtype, rank: int, axes: str) -> None:
     if x.ndim != rank:
         raise ValueError(f"{name}: want {rank} dimensions {axes}; got {x.ndim}, shape {x.shape}")
+    check_static(name, x)
+
+
+def check_static(name: str, x: ShapeDtype) -> None:
+    """Raise an error that names the argument if its shape has symbolic dimensions, as those of `jax.export` may be."""
     if not all(is_int(size) for size in x.shape):
         raise ValueError(f"{name}: want a shape of ints, since tiles are planned for it; got the symbolic {x.shape}")
 

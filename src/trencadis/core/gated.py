@@ -30,7 +30,7 @@ from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Epilogue, Gate
 from trencadis.core.jax_compat import Value, interpreter_effects, result_type, vary_alike
 from trencadis.core.linear import jvp_of_varied
-from trencadis.core.mesh import explicit_mesh, mapped, mapped_alike, partly_explicit, replicated
+from trencadis.core.mesh import explicit_mesh, mapped, mapped_alike, partly_explicit, replicated, resharded_like
 from trencadis.core.partition import Partition, dimensions
 from trencadis.core.plan import gated_plan
 from trencadis.core.primitive import Rules, register
@@ -122,7 +122,8 @@ def _with_rows(problem: Problem, *operands: V) -> tuple[V | Array, ...]:
 def _activated(gate: Gate, *z: Array) -> Array:
     """The activation of two matrices of sums, in the dtype of sums."""
     assert gate.activation is not None
-    return jax.vmap(jax.vmap(gate.activation))(*(each.astype(accumulator(each.dtype, each.dtype)) for each in z))
+    wide = (resharded_like(each.astype(accumulator(each.dtype, each.dtype)), z[0]) for each in z)
+    return jax.vmap(jax.vmap(gate.activation))(*wide)
 
 
 def _pulled_back(
@@ -130,7 +131,7 @@ def _pulled_back(
 ) -> list[Array]:
     """The results of the pullback from its finished product d_h [m, n]."""
     h, pullback = jax.vjp(functools.partial(_activated, gate), z_gate, z_up)
-    d_h, weight = d_h.astype(h.dtype), weight.astype(h.dtype)[:, None]
+    d_h, weight = resharded_like(d_h.astype(h.dtype), h), weight.astype(h.dtype)[:, None]
     d_weight = jnp.sum(jnp.where(mine, d_h * h, 0), axis=1).astype(problem.acc)
     found = (*pullback(weight * d_h), weight * h)
     return [*(jnp.where(mine, each, 0).astype(problem.out) for each in found), d_weight]

@@ -34,7 +34,7 @@ from trencadis.core.call import Options, Steps, overrides_of, sizes_and_window
 from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Activation, Epilogue, Gate, Gather
 from trencadis.core.linear import with_backward
-from trencadis.core.mesh import explicit_mesh, sharding_of
+from trencadis.core.mesh import explicit_mesh, resharded_like, sharding_of
 from trencadis.core.order import after
 from trencadis.core.spans import clamp_first, offsets
 from trencadis.moe.permutation import (
@@ -114,7 +114,7 @@ class Layer:
 
     def apply(self, z: tuple[Array, ...]) -> Array:
         """The activation of pre-activations [m, f], in the wide dtype."""
-        return jax.vmap(jax.vmap(self.activation))(*(each.astype(self.wide) for each in z))
+        return jax.vmap(jax.vmap(self.activation))(*(resharded_like(each.astype(self.wide), z[0]) for each in z))
 
 
 def run(layer: Layer, indices: Indices, inputs: Inputs) -> Array:
@@ -248,7 +248,7 @@ def _pullback(
         return (d_gate, d_up), weighted, d_weight
     d_h = _product(layer, indices, _rows(indices, d_y), experts.down, transposed=True).astype(layer.wide)
     h, pullback = jax.vjp(lambda *z: layer.apply(z), *z)
-    factor = weight.astype(layer.wide)[:, None]
+    d_h, factor = resharded_like(d_h, h), weight.astype(layer.wide)[:, None]
     d_weight = jnp.sum(jnp.where(_owned(indices, experts, d_h.shape[0]), d_h * h, 0), axis=1)
     d_z = tuple(each.astype(layer.dtype) for each in pullback(factor * d_h))
     return d_z, (factor * h).astype(layer.dtype), d_weight

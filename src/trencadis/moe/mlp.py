@@ -166,6 +166,7 @@ def check_tokens(x: Array) -> None:
             f"x: want floats of 16 bits or more, of shape [t, d]; got {x.dtype} of shape {x.shape}. "
             "Products in 8 bits are for quantization to choose"
         )
+    arguments.check_static("x", x)
 
 
 def _check(x: Array, routing: Routing, experts: Experts, save: str) -> None:

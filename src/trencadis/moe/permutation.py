@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Integer, Num
 
-from trencadis.core import operation
+from trencadis.core import arguments, operation
 from trencadis.core.linear import linear
 from trencadis.moe.row_operations import GatherEntries, SortByExpert, SpreadEntries, SpreadRows, sum_of_rows
 
@@ -41,14 +41,15 @@ def sort_by_expert(experts: Integer[Array, "t k"], num_experts: int) -> Permutat
     >>> token.tolist(), inverse.tolist(), sizes.tolist()
     ([0, 0, 1, 1], [1, 0, 3, 2], [1, 2, 1])
     """
-    experts = jnp.asarray(experts)
-    if experts.ndim != 2 or not jnp.issubdtype(experts.dtype, jnp.integer):
-        raise ValueError(f"experts: want integers of shape [t, k]; got {experts.dtype} of shape {experts.shape}")
-    return Permutation(*operation.run(SortByExpert(num_experts), ids_of(experts, num_experts)))
+    ids = ids_of(jnp.asarray(experts), num_experts)
+    arguments.check_static("experts", ids)
+    return Permutation(*operation.run(SortByExpert(num_experts), ids))
 
 
 def ids_of(experts: Integer[Array, "t k"], num_experts: int) -> Int32[Array, "t k"]:
-    """Ids of experts in 32 bits; `num_experts`, which is no expert, where they do not fit."""
+    """Ids of experts in 32 bits, which hold `num_experts`, too: no expert, also for ids that do not fit."""
+    if experts.ndim != 2 or not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise ValueError(f"experts: want integers of shape [t, k]; got {experts.dtype} of shape {experts.shape}")
     if jnp.iinfo(experts.dtype).max > jnp.iinfo(jnp.int32).max:
         experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
     return experts.astype(jnp.int32)

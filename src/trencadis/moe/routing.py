@@ -282,16 +282,17 @@ def limit_rows(routing: Routing, capacity: int) -> tuple[Routing, Load]:
     if not arguments.is_int(capacity) or capacity < 0:
         raise ValueError(f"capacity: want a nonnegative int, the rows of an expert; got {capacity!r}")
     num_experts, routing = routing.sizes.shape[0], Routing(*map(replicated, routing))
-    _, inverse, sizes = sort_by_expert(routing.experts, num_experts)
+    ids = ids_of(routing.experts, num_experts)
+    _, inverse, sizes = sort_by_expert(ids, num_experts)
     starts = jnp.cumsum(sizes) - sizes  # the first sorted row of each expert
-    there = (routing.experts >= 0) & (routing.experts < num_experts)
-    of_expert = jnp.take(starts, jnp.where(there, routing.experts, 0).reshape(-1))
-    kept = there & ((inverse - of_expert).reshape(routing.experts.shape) < capacity)
+    there = (ids >= 0) & (ids < num_experts)
+    of_expert = jnp.take(starts, jnp.where(there, ids, 0).reshape(-1))
+    kept = there & ((inverse - of_expert).reshape(ids.shape) < capacity)
     rows = jnp.minimum(sizes, capacity)
     limited = routing._replace(
-        experts=jnp.where(kept, routing.experts, num_experts), weights=jnp.where(kept, routing.weights, 0), sizes=rows
+        experts=jnp.where(kept, ids, num_experts), weights=jnp.where(kept, routing.weights, 0), sizes=rows
     )
-    return limited, _load(rows, jnp.sum(sizes - rows))
+    return limited, _load(rows, jnp.sum(sizes - rows, dtype=jnp.int32))
 
 
 def _load(rows: Array, dropped: Array) -> Load:

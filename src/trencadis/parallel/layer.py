@@ -16,7 +16,8 @@ from trencadis.core import arguments
 from trencadis.core.epilogue import Activation
 from trencadis.core.jax_compat import mesh_platform, vary_over
 from trencadis.moe.layer import Save
-from trencadis.moe.mlp import moe_mlp
+from trencadis.moe.mlp import check_tokens, moe_mlp
+from trencadis.moe.permutation import ids_of
 from trencadis.moe.routing import Load, Routing
 from trencadis.parallel import all_gather, exchange
 from trencadis.parallel.choice import STRATEGIES, Strategy, choose, worst_case
@@ -102,6 +103,7 @@ def expert_parallel(
     up = array_operand("w_up", w_up)
     shards, local = lax.axis_size(axis), up.shape[0]
     _check(x, routing, shards, local, strategy, capacity, chunks)
+    routing = routing._replace(experts=ids_of(routing.experts, routing.sizes.shape[0]))
     sizes: dict[str, Any] = dict(shards=shards, tokens=x.shape[0], k=routing.experts.shape[1], local=local)
     if not x.shape[0]:  # nothing travels
         none = vary_over(jnp.zeros(local, jnp.int32), names_of(axis))
@@ -167,7 +169,7 @@ def load_over(axis: Axis, rows: Array, dropped: Array) -> Load:
     """The load of the experts of all shards of an axis, given the rows of this shard's; without a host sync."""
     mean = lax.psum(jnp.sum(rows), axis).astype(jnp.float32) / (rows.shape[0] * lax.axis_size(axis))
     busiest = lax.pmax(jnp.max(rows, initial=0), axis).astype(jnp.float32)
-    return Load(rows, dropped, busiest / jnp.maximum(mean, jnp.finfo(jnp.float32).tiny))
+    return Load(rows, dropped.astype(jnp.int32), busiest / jnp.maximum(mean, jnp.finfo(jnp.float32).tiny))
 
 
 def check_options(options: Collection[str]) -> None:
@@ -181,8 +183,7 @@ def _check(
     x: Array, routing: Routing, shards: int, local: int, strategy: str | None, capacity: int | None, chunks: int
 ) -> None:
     """Raise an error that names the argument; `moe_mlp` checks the others."""
-    if x.ndim != 2:
-        raise ValueError(f"x: want [t, d]; got shape {x.shape}")
+    check_tokens(x)
     if not isinstance(routing, Routing):
         raise TypeError(f"routing: want what moe.route returns; got {type(routing).__name__}")
     if routing.experts.ndim != 2 or routing.experts.shape[0] != x.shape[0]:
