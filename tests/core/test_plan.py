@@ -6,8 +6,10 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 
+import trencadis as tr
 from trencadis import backends
 from trencadis.core.arguments import problem_of
 from trencadis.core.devices import target_of
@@ -113,6 +115,21 @@ def test_a_layout_is_that_of_the_precision_which_is_set(target):
             found.append(plan(asked, target_of(target)).layout)
     explicit = (plan(asked.replace(precision=each), target_of(target)).layout for each in ("highest", "default"))
     assert found == list(explicit) and found[0] != found[1]
+
+
+@pytest.mark.parametrize("backend", ["tpu", "gpu", "triton"])
+def test_int4_operands_that_kernels_do_not_unpack(backend):
+    """Weights beside float32 rows on GPUs, and rows that are summed. Sums of integers are exact."""
+    rng = np.random.default_rng(0)
+    x, w, y = (rng.integers(-8, 8, shape) for shape in ((16, 64), (2, 64, 32), (16, 32)))
+    how = {"backend": backend, "interpret": True}
+    sizes, small = np.array([5, 9]), lambda x: jnp.asarray(x, jnp.int4)
+    if backend != "tpu":
+        got = tr.grouped_matmul(x.astype(np.float32), small(w), sizes, **how)
+        np.testing.assert_array_equal(got, oracle.rows(x, w, sizes))
+    if backend != "gpu":
+        got = tr.transposed_grouped_matmul(small(x.T), jnp.asarray(y, jnp.bfloat16), sizes, **how)
+        np.testing.assert_array_equal(got, oracle.contraction(x, y, sizes))
 
 
 def test_what_a_kernel_does_not_fuse_is_peeled_off():

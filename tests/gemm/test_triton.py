@@ -207,7 +207,6 @@ def test_the_plan_says_what_is_copied(installed):
         (flat_problem([9] * 3), Target(platform="cpu", kind="cpu"), "it runs on GPUs"),
         (flat_problem([9] * 3), Target(platform="cuda"), "which GPU this is for is not known"),
         (flat_problem([9] * 3), dataclasses.replace(A100, partitioned=True), "cannot partition"),
-        (flat_problem([9] * 3, "float8_e4m3fn", out="float32"), A100, "does not have"),
         (flat_problem([9] * 3, "int16"), A100, "lhs is int16"),
         (flat_problem([9] * 3, "float32", precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32), A100, "precision is"),
         (flat_problem([45000]), A100, "2025000000 entries"),
@@ -218,6 +217,11 @@ def test_refusals(problem, target, reason, installed):
     answer = triton.plan(problem, target)
     assert isinstance(answer, Refusal) and re.search(reason, answer.reason)
     assert planning.plan(problem, target).backend == "xla"
+
+
+def test_operands_that_a_card_does_not_multiply_are_converted(installed):
+    chosen = planning.plan(flat_problem([9] * 3, "float8_e4m3fn", out="float32"), A100)
+    assert chosen.backend == "triton" and chosen.problem.lhs.dtype == chosen.problem.rhs.dtype == jnp.bfloat16
 
 
 def test_known_sizes_run_as_the_kernel_too(installed):

@@ -38,10 +38,14 @@ def pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x if x.shape == shape else jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
 
 
-def int4_as_int8(problem: Problem) -> Problem:
-    """The problem with int8 in place of int4 operands, since XLA cannot slice arrays of less than 8 bits."""
+def int4_as_int8(problem: Problem, *, weights: bool = True) -> Problem:
+    """The problem with int8 in place of int4 operands; without `weights`, rhs of the rows form stays as it is.
+
+    XLA cannot slice arrays of less than 8 bits, and kernels read 4 bits only of weights that they unpack.
+    """
+    kept = problem.form is Form.ROWS and not weights
     lhs, rhs = (np.dtype(np.int8) if x == jnp.int4 else x for x in (problem.lhs, problem.rhs))
-    return problem.replace(lhs=lhs, rhs=rhs)
+    return problem.replace(lhs=lhs, rhs=problem.rhs if kept else rhs)
 
 
 def with_k_last(problem: Problem) -> Problem:

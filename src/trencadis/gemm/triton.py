@@ -58,18 +58,22 @@ def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides(
     asked: Any = problem  # a plan's problem is any that has an epilogue; this one has none
     if problem.empty:
         return Refusal("triton", "there is nothing to multiply", costly=False)
-    answer = backend.plan(mean_problem(problem), target, Overrides())
+    card, mean = card_for(target), mean_problem(problem)
+    mean = mean if card is None else backend.readable(mean, card)
+    answer = backend.plan(mean, target, Overrides())
     if isinstance(answer, Refusal):
         return answer
-    # XLA converts lhs where the kernel must not
-    inner: Any = dataclasses.replace(problem, lhs=dataclasses.replace(problem.lhs, dtype=answer.problem.lhs))
+    # XLA converts operands that the kernel does not read, and lhs where the kernel must not convert it
+    lhs, rhs = (
+        dataclasses.replace(x, dtype=dtype) for x, dtype in ((problem.lhs, answer.problem.lhs), (problem.rhs, mean.rhs))
+    )
+    inner: Any = dataclasses.replace(problem, lhs=lhs, rhs=rhs)
     like = mean_problem(inner)
     if problem.scaled and problem.sum != np.float32:
         return Refusal("triton", f"alpha, beta and bias are {problem.sum.name}; it computes them in float32")
     entries = max(math.prod(buffer.shape) for buffer in (problem.lhs, problem.rhs, problem.out))
     if _room(entries) >= 2**31:
         return Refusal("triton", f"an array has {entries} entries, and entries are counted in 32 bits")
-    card = card_for(target)
     assert card is not None  # or the backend had refused
     chosen: Layout = answer.layout
     plain = chosen.replace(programs=0, peeled=False, short_m=0, tma=False)
@@ -107,7 +111,7 @@ def execute(
     from trencadis.backends.triton import bridge, interpreter
 
     call = interpreter.call if interpret else bridge.call
-    lhs = lhs.astype(problem.lhs.dtype)
+    lhs, rhs = lhs.astype(problem.lhs.dtype), rhs.astype(problem.rhs.dtype)
     found = tables(problem, layout.tile, Groups(*rest[:6]))
     copies = []
     for name, data, table in (("lhs", lhs, found.lhs), ("rhs", rhs, found.rhs)):

@@ -63,7 +63,6 @@ def cuda(kind):
         (ROWS, cuda("NVIDIA B200"), r"its kernels are for Hopper GPUs; the target is cuda \(NVIDIA B200\)"),
         (ROWS, dataclasses.replace(H200, partitioned=True), "XLA cannot partition a kernel over devices"),
         (but(lhs="int16", rhs="int8"), H200, f"lhs is int16; {TAKES}"),
-        (but(rhs=jnp.int4), H200, f"rhs is int4; {TAKES}"),
         (but(rhs="float64"), H200, f"rhs is float64; {TAKES}"),
         (but(lhs=jnp.float8_e4m3b11fnuz), H200, f"lhs is float8_e4m3b11fnuz; {TAKES}"),
         (but(out="int32"), H200, f"the result is int32; {TAKES}"),

@@ -60,7 +60,6 @@ def changed(problem=ROWS, **changes):
             V6E,
             "precision is F32_F32_F32; it has DEFAULT, HIGH",
         ),
-        (changed(lhs=np.dtype(jnp.int4)), V6E, "lhs is int4; it takes"),
         (
             changed(rhs=np.dtype(jnp.float8_e4m3fnuz)),
             V6E,

@@ -53,8 +53,6 @@ def test_every_card_has_a_kernel(name):
         (ROWS, Target(platform="cuda", kind="NVIDIA X1"), "knows neither .* nor its compute capability"),
         (ROWS, Target(platform="cuda", kind="Tesla T4", arch="7.5"), "since Ampere"),
         (ROWS, Target(platform="cuda", kind="NVIDIA A10", partitioned=True), "cannot partition"),
-        (rows_problem(64, 64, 64, 2, "e4 e4 bf16"), A100, "lhs is float8_e4m3fn, which NVIDIA A100.* does not have"),
-        (rows_problem(64, 64, 64, 2, "e4 e4 bf16"), target_of("mi300x"), "does not have"),
         (rows_problem(64, 64, 64, 2).replace(lhs=np.dtype("float64")), A100, "lhs is float64; it takes bfloat16"),
         (rows_problem(64, 64, 64, 2, epilogue=Epilogue(by_row=True, row_block=32)), A100, "scales change along k"),
         (rows_problem(64, 64, 64, 2, precision=lax.DotAlgorithmPreset.BF16_BF16_F32), A100, "precision is"),
@@ -65,6 +63,27 @@ def test_refusals(problem, target, reason):
     answer = triton.plan(problem, target, Overrides())
     assert isinstance(answer, Refusal)
     assert re.search(reason, answer.reason)
+
+
+CONVERTED = {  # operands that products of a card do not read, and what they are in the kernel
+    "rows of float8": (ROWS, "float8_e4m3fn float8_e4m3fn", "bfloat16 float8_e4m3fn"),
+    "weights of float8": (ROWS, "float32 float8_e5m2", "float32 bfloat16"),
+    "a sum of float8": (SUM, "float8_e4m3fn bfloat16", "bfloat16 bfloat16"),
+    "rows of int4": (ROWS, "int4 int8", "int8 int8"),
+    "weights of int4, as they lie": (ROWS, "bfloat16 int4", "bfloat16 int8"),
+    "weights of int4, unpacked": (ROWS.replace(transpose_rhs=True), "int4 int4", "bfloat16 int4"),
+    "a sum of int4": (SUM, "int4 float32", "int8 float32"),
+}
+
+
+@pytest.mark.parametrize("card", ["a100", "mi300x"])
+@pytest.mark.parametrize("name", CONVERTED)
+def test_operands_that_a_card_does_not_multiply_are_converted(name, card):
+    problem, given, want = CONVERTED[name]
+    lhs, rhs = map(np.dtype, given.split())
+    chosen = plan(problem.replace(lhs=lhs, rhs=rhs), target_of(card))
+    assert (chosen.backend, f"{chosen.problem.lhs} {chosen.problem.rhs}") == ("triton", want)
+    assert ("become int8" in chosen.slow) == ("lie" in name)
 
 
 def test_an_unknown_card_is_taken_by_its_compute_capability():

@@ -224,7 +224,7 @@ def test_every_card_has_one_kernel(name):
     ("problem", "reason"),
     [
         (
-            asked("int4", length=32, k=97),
+            asked("float4_e2m1fn", length=32, k=97),
             r"4-bit weights are unpacked where they are stored \[g, n, k\], and k is even",
         ),
         (asked("int8", length=24), "every 24"),

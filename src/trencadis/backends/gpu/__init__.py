@@ -53,6 +53,7 @@ from trencadis.backends.prepare import (
     PREPARE,
     PREPARE_IN_ORDER,
     in_order,
+    int4_as_int8,
     round_up,
     with_k_last,
 )
@@ -86,8 +87,9 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
 
 def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """The plan for a Hopper GPU, or why there is none."""
-    card, inner = card_for(target), with_bfloat16_rows(with_k_last(_peeled(problem)))
+    card, inner = card_for(target), with_bfloat16_rows(with_k_last(int4_as_int8(_peeled(problem), weights=False)))
     assert card is not None  # or `_elsewhere` had refused
+    inner = int4_as_int8(inner, weights=not (needs_upcast(inner) or unpacks(inner)))
     refusal = _arithmetic(inner) or _size(inner) or _missing() or _gated(inner)
     if refusal is not None:
         return refusal
@@ -95,7 +97,8 @@ def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan |
         return _refusal("scales of weights change along k, and the interpreter has no register operands")
     tile = overrides.tilings.forward
     layout = choose(inner, card) if tile is None else choose_for_tile(inner, card, tile)
-    inner = inner.replace(interleaved=_reads_interleaved(problem, layout, overrides.interpret))
+    as_stored = inner.rhs == problem.rhs and _reads_interleaved(problem, layout, overrides.interpret)
+    inner = inner.replace(interleaved=as_stored)
     slow, advice = _slow_order(problem, inner, layout) if overrides.advise else ("", "")
     return Plan(
         asked=problem, problem=inner, target=target, backend="gpu", interpret=overrides.interpret,
@@ -177,11 +180,7 @@ def _missing() -> Refusal | None:
 
 def _arithmetic(problem: Problem) -> Refusal | None:
     """The refusal of dtypes, scales or a precision that the kernels do not have; None if they can compute it."""
-    weights = (
-        *OPERANDS,
-        *["int4"] * (needs_upcast(problem) or unpacks(problem)),
-        *["float4_e2m1fn"] * needs_upcast(problem),
-    )
+    weights = (*OPERANDS, "int4", *["float4_e2m1fn"] * needs_upcast(problem))  # int4 is left where it is unpacked
     unknown = unknown_dtype("gpu", problem, Dtypes(OPERANDS, weights, RESULTS, bias=RESULTS))
     if unknown is not None:
         return unknown

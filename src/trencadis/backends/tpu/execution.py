@@ -31,7 +31,7 @@ def run(plan: Plan, *operands: Array) -> Any:
     if plan.problem.gate is not None:
         return execute(plan.problem, padded(plan.problem), plan.layout, *operands, **options)
     given = zip(operands, plan.problem.operands, strict=True)
-    wide = [x.astype(dtype) if x.dtype == jnp.float16 else x for x, (_, dtype) in given]
+    wide = [x.astype(dtype) if x.dtype in (jnp.float16, jnp.int4) else x for x, (_, dtype) in given]
     compute = execute_parts if k_parts.in_parts(plan.problem, plan.layout) else execute
     (out,) = compute(plan.problem, padded(plan.problem), plan.layout, *wide, **options)
     return out if plan.peeled or plan.split else out.astype(plan.asked.out)

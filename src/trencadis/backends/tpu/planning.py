@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from trencadis.backends.prepare import PREPARE
+from trencadis.backends.prepare import PREPARE, int4_as_int8
 from trencadis.backends.tpu import gating, k_parts
 from trencadis.backends.tpu.choose import chip_for, choose, choose_for_tile, padded, reason
 from trencadis.backends.tpu.indexing import LANES, Ref
@@ -41,7 +41,7 @@ _refusal = functools.partial(Refusal, "tpu")
 def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """The plan of a kernel for a TPU that `elsewhere` does not refuse, or why there is none."""
     chip = chip_for(target)
-    inner = _peeled(problem if problem.gate is not None else without_float16(problem))
+    inner = _peeled(problem if problem.gate is not None else int4_as_int8(without_float16(problem), weights=False))
     refusal = _arithmetic(inner) or _gated(inner) or _countable(inner)
     if refusal is not None:
         return refusal

@@ -21,7 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.backends.prepare import DEINTERLEAVED, PREPARE, PREPARE_IN_ORDER, in_order, with_k_last
+from trencadis.backends.prepare import (
+    DEINTERLEAVED,
+    PREPARE,
+    PREPARE_IN_ORDER,
+    in_order,
+    int4_as_int8,
+    with_k_last,
+)
 from trencadis.backends.triton import weights_layout
 from trencadis.backends.triton.activation import source
 from trencadis.backends.triton.choose import (
@@ -63,10 +70,10 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     if elsewhere is not None:
         return elsewhere
     assert card is not None  # or `_elsewhere` had refused
-    inner = with_k_last(weights_layout.with_16_bit_rows(_peeled(problem)))
+    inner = _converted(with_k_last(_peeled(problem)), card)
     # layouts are remembered by problem, which must not depend on a setting
     inner = inner.replace(interleaved=_reads_interleaved(problem, inner, card), precision=problem.asked)
-    inner = _converted(inner) if card.hopper else inner
+    inner = _lhs_for_wgmma(inner) if card.hopper else inner
     refusal = _arithmetic(inner, card) or _size(inner) or _missing()
     if refusal is not None:
         return refusal
@@ -87,7 +94,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
 
 def _reads_interleaved(asked: Problem, problem: Problem, card: Card) -> bool:
     """Whether the kernel takes interleaved weights as they are: unpacked for wgmma, for which they are interleaved."""
-    as_stored = asked.interleaved and asked.transpose_rhs and problem.transpose_rhs
+    as_stored = asked.interleaved and asked.transpose_rhs and problem.transpose_rhs and asked.rhs == problem.rhs
     return as_stored and card.hopper and weights_layout.taken(problem)
 
 
@@ -95,18 +102,22 @@ def _slow_order(asked: Problem, problem: Problem, overrides: Overrides) -> str:
     """What a plan says of weights that are reordered before the kernel; nothing where they are not."""
     if asked.interleaved and not problem.interleaved and overrides.advise:
         return DEINTERLEAVED
-    if asked.transpose_rhs == problem.transpose_rhs or not overrides.advise:
+    if not overrides.advise:
         return ""
-    return f"{asked.rhs.name} weights are stored [g, k, n], and are transposed before each product"
+    if asked.transpose_rhs != problem.transpose_rhs:
+        return f"{asked.rhs.name} weights are stored [g, k, n], and are transposed before each product"
+    if asked.rhs != problem.rhs and weights_layout.taken(problem.replace(rhs=asked.rhs, transpose_rhs=True)):
+        return f"{asked.rhs.name} weights are stored [g, k, n], and become {problem.rhs.name} before each product"
+    return ""
 
 
 def run(plan: Plan, *operands: Array) -> Array:
     """The result of a plan's problem, computed by one kernel."""
     card = card_for(plan.target)
     assert card is not None
+    lhs, rhs, *rest = operands
+    operands = (lhs, in_order(plan.asked, plan.problem, rhs).astype(plan.problem.rhs), *rest)
     if weights_layout.taken(plan.problem):
-        lhs, rhs, *rest = operands
-        operands = (lhs, in_order(plan.asked, plan.problem, rhs), *rest)
         return weights_layout.execute(plan.problem, plan.layout, card.arch, *operands, interpret=plan.interpret)
     return execute(plan.problem, plan.layout, card.arch, *operands, interpret=plan.interpret)
 
@@ -154,7 +165,26 @@ def _peeled(problem: Problem) -> Problem:
     return problem.without_activation
 
 
-def _converted(problem: Problem) -> Problem:
+def readable(problem: Problem, card: Card) -> Problem:
+    """The problem with int8 for int4 operands, and bfloat16 for float8 ones on a card that has no products of float8.
+
+    XLA converts them to these before the kernel.
+    """
+    problem = int4_as_int8(problem)
+    if card.float8:
+        return problem
+    wide = np.dtype(jnp.bfloat16)
+    lhs, rhs = (wide if x.name in ("float8_e4m3fn", "float8_e5m2") else x for x in (problem.lhs, problem.rhs))
+    return problem.replace(lhs=lhs, rhs=rhs)
+
+
+def _converted(problem: Problem, card: Card) -> Problem:
+    """The problem with operands that XLA converts where no kernel reads them; one kernel unpacks weights itself."""
+    unpacked = weights_layout.with_16_bit_rows(int4_as_int8(problem, weights=False), card)
+    return unpacked if weights_layout.taken(unpacked) else readable(unpacked, card)
+
+
+def _lhs_for_wgmma(problem: Problem) -> Problem:
     """The problem with lhs in the dtype in which it is multiplied, which XLA converts it to.
 
     A kernel would convert it in registers, from which wgmma reads a left factor while the next is written there.
@@ -181,9 +211,6 @@ def _arithmetic(problem: Problem, card: Card) -> Refusal | None:
     unknown = unknown_dtype("triton", problem, Dtypes(OPERANDS, OPERANDS, results, bias=FLOATS))
     if unknown is not None:
         return unknown
-    for name, dtype in (("lhs", problem.lhs), ("rhs", problem.rhs)):
-        if dtype.name.startswith("float8") and not card.float8:
-            return _refusal(f"{name} is {dtype.name}, which {card.kind} does not have", "cast it to bfloat16")
     if precision(problem, card.arch) is None:
         return _refusal(f"precision is {problem.asked}; it multiplies float32 as tf32, or with its full precision")
     return None

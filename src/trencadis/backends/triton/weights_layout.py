@@ -134,11 +134,12 @@ def _scales_at_once(problem: Problem, layout: Layout) -> int:
     return max(layout.block_k // max(length, 1) // each, 1)
 
 
-def with_16_bit_rows(problem: Problem) -> Problem:
+def with_16_bit_rows(problem: Problem, card: Card) -> Problem:
     """The problem with 8-bit rows as bfloat16, which is exact, beside weights that this kernel is for."""
     if problem.form is not Form.ROWS or problem.lhs.itemsize > 1 or problem.rhs.name not in DIGITS:
         return problem
-    unpacked = problem.epilogue.along_k or bits(problem.rhs) == 4
+    unknown = not card.float8 and any(x.name.startswith("float8") for x in (problem.lhs, problem.rhs))
+    unpacked = problem.epilogue.along_k or bits(problem.rhs) == 4 or unknown
     return problem.replace(lhs=np.dtype(jnp.bfloat16)) if unpacked else problem
 
 
