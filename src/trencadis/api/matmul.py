@@ -150,6 +150,7 @@ class GroupMetadata(NamedTuple):
 
 export.register_namedtuple_serialization(GroupMetadata, serialized_name="trencadis.GroupMetadata")
 
+
 def make_group_metadata(
     *,
     group_sizes: Sizes,
