@@ -77,14 +77,6 @@ def test_several_axes(rng):
     np.testing.assert_allclose(summed[2], np.einsum("rhab,rhcd->abcd", x[2:5], x[2:5]), rtol=1e-5, atol=1e-5)
 
 
-def test_stacks_of_bfloat16(rng):
-    """With a contracted axis between free ones: XLA:CPU has no code for such a product of few numbers."""
-    x, w = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((3, 4, 2), (3, 8, 4, 2)))
-    out = tr.grouped_gemm(GroupedTensor.stacked(x), GroupedTensor.stacked(w), contracting_dims=((1,), (2,)))
-    want = np.einsum("gkm,gnkp->gmnp", np.asarray(x, np.float64), np.asarray(w, np.float64))
-    np.testing.assert_allclose(np.asarray(out, np.float64), want, rtol=2**-8, atol=2**-8)
-
-
 def test_windows(xwy):
     x, w, y = xwy
     out = tr.grouped_gemm(rows(x), GroupedTensor.stacked(w[1:]), contracting_dims=((1,), (1,)), group_offset=1)

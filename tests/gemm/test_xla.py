@@ -229,3 +229,11 @@ def test_other_sizes_in_arguments_of_jit():
         assert known(GroupedTensor.ragged_rows(x, sizes)) == [x[at].sum() for at in bounds]
     assert step._cache_size() <= 2  # jax counts arguments of numpy by themselves
     assert known._cache_size() == 3
+
+
+def test_stacks_of_bfloat16(rng):
+    """With a contracted axis between free ones: XLA:CPU has no code for such a product of few numbers."""
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((3, 4, 2), (3, 8, 4, 2)))
+    out = tr.grouped_gemm(GroupedTensor.stacked(x), GroupedTensor.stacked(w), contracting_dims=((1,), (2,)))
+    want = np.einsum("gkm,gnkp->gmnp", np.asarray(x, np.float64), np.asarray(w, np.float64))
+    np.testing.assert_allclose(np.asarray(out, np.float64), want, rtol=2**-8, atol=2**-8)

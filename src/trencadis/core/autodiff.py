@@ -287,7 +287,8 @@ def _batch(
         return _batch_on_mesh(mesh, args, dims, problem, overrides)
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     if not size:  # no problem below has a batch of 0
-        return vary_alike(jnp.zeros((0, *problem.out_shape), problem.out), *args)[0], 0
+        empty: Value = jnp.zeros((0, *problem.out_shape), problem.out)
+        return jnp.asarray(vary_alike(empty, *args)[0]), 0
     if problem.epilogue or problem.summed:
         return jax.vmap(functools.partial(expand, problem, overrides), in_axes=tuple(dims))(*args), 0
     lhs, rhs, sizes, first = (x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True))

@@ -61,7 +61,7 @@ def grouped_dense(
     kernel, sizes = _numbers("kernel", kernel), arguments.as_sizes(group_sizes)
     _check_single(x, kernel, sizes, contracting_dims)
     bias = None if bias is None else _numbers("bias", bias)
-    first = None if group_offset is None else arguments.first_group(group_offset)
+    first: Any = None if group_offset is None else arguments.first_group(group_offset)
     if first is not None:
         arguments.check_window(first, kernel.shape[0], sizes.shape[0])
     varying = frozenset().union(*(varying_axes(each) for each in (x, kernel, sizes, bias, first) if each is not None))
