@@ -102,7 +102,7 @@ def test_without_triton_it_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "trencadis.backends.triton.bridge", raising=False)
     answer = triton.plan(ROWS, A100, Overrides())
     missing.cache_clear()
-    assert isinstance(answer, Refusal) and "trencadis[cuda]" in answer.advice
+    assert isinstance(answer, Refusal) and "trencadis[cuda]" in answer.reason
 
 
 @pytest.mark.parametrize("name", CARDS)
