@@ -125,8 +125,8 @@ def test_compiled_layers_stay_small():
         return len(re.findall(r"^ .* = ", text, re.MULTILINE)), len(kernels), text.count(" while(")
 
     ours, theirs = compiled(functools.partial(tr.grouped_matmul, backend="xla")), compiled(jax.lax.ragged_dot)
-    assert ours[0] <= 9.6 * theirs[0], "instructions"
-    assert ours[1] <= theirs[1] + 24, "kernels"
+    assert ours[0] <= 10 * theirs[0], "instructions"
+    assert ours[1] <= theirs[1] + 16, "kernels"
     assert ours[2] == 18 * 3, "loops: three in each product"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ class Tile(NamedTuple):
     group: Array
     row: Array  # the first, unless less than `height` rows follow: then the last ones of the array are meant
     height: int
-    mine: tuple[Array, Array] | None  # the rows of the tile in [low, high); None: all of them
+    mine: Array | None  # which of its rows belong to the group, bool[height]; None: all of them
 
     def of(self, x: Array, token: Array | None = None) -> Array:
         """These rows of an array, or those of the tokens that `token` has for them."""
@@ -60,9 +61,8 @@ class Tile(NamedTuple):
         """New rows where they belong to the group, and old ones, or zeros, elsewhere; rows are indices of this axis."""
         if self.mine is None:
             return new
-        low, high = self.mine
-        index = lax.broadcasted_iota(jnp.int32, new.shape, axis)
-        return lax.select((index >= low) & (index < high), new, lax.full_like(new, 0) if old is None else old)
+        mine = lax.broadcast_in_dim(self.mine, new.shape, (axis,))
+        return lax.select(mine, new, lax.full_like(new, 0) if old is None else old)
 
     def stored(self, out: Array, new: Array, dtype: Any, *, accumulate: bool = False) -> Array:
         """The array `out`, or its bits, with new rows of this dtype where they belong to the group."""
@@ -139,15 +139,19 @@ def each_group(problem: Problem, bounds: Bounds, group: Any, carry: Any) -> Any:
     """The carry after `group(rows, carry)` for the rows of each group that has some."""
     if bounds.starts is not None:
         return _each_listed(problem, bounds.starts, bounds.ends, group, carry)
-    ends, rows = bounds.ends, lax.full_like(bounds.ends, problem.rows)
+    ends, last = bounds.ends, np.int32(problem.rows)
+
+    def combined(x: tuple[Array, Array], y: tuple[Array, Array]) -> tuple[Array, Array]:
+        return x[0] + y[0], lax.min(x[1], y[1])
 
     def body(state: tuple[Array, Any]) -> tuple[Array, Any]:  # the group of a row is the first that ends after it
         row, carry = state
-        index = lax.reduce_sum(lax.convert_element_type(ends <= row, jnp.int32), (0,))
-        end = lax.reduce_min(lax.select(ends > row, ends, rows), (0,))
+        later = ends > row
+        before, after = (~later).astype(np.int32), lax.select(later, ends, lax.full_like(ends, last))
+        index, end = lax.reduce((before, after), (_0, last), combined, (0,))  # one kernel for both
         return end, group(GroupRows(index, row, end), carry)
 
-    return while_below(ends[-1], body, (bounds.first, carry))[1]
+    return while_below(lax.min(ends[-1], last), body, (bounds.first, carry))[1]
 
 
 def _each_listed(problem: Problem, starts: Array, ends: Array, group: Any, carry: Any) -> Any:
@@ -199,16 +203,20 @@ def transposed(x: Array) -> Array:
 
 
 def zeros_of(shape: tuple[int, ...], dtype: Any, *operands: Array, nth: int = 0) -> Array:
-    """The nth zeros of a product. XLA would keep one array of zeros for all of a program, and copy it for each."""
+    """The nth zeros of a product. XLA would keep one array of zeros for all of a program, and copy it for each.
+
+    As flat arrays, the smaller operand first, so that products of transposed shapes are filled by the same kernel.
+    """
     if not all(x.size for x in operands):
         return jnp.zeros(shape, dtype)
-    return jnp.broadcast_to(hidden_zero(*operands, nth=nth, dtype=dtype), shape)
+    flat = tied([x.reshape(-1) for x in sorted(operands, key=lambda x: x.size)])
+    return tied(lax.broadcast(hidden_zero(*flat, nth=nth, dtype=dtype), (math.prod(shape),))).reshape(shape)
 
 
-def inside(rows: int, height: int, start: Array, end: Array) -> tuple[Array, Array]:
-    """The rows [start, end) counted from a slice of `height` rows at `start`, which begins earlier to stay inside."""
-    first = jnp.minimum(start, np.int32(rows - height))
-    return start - first, end - first
+def inside(rows: int, height: int, start: Array, end: Array) -> Array:
+    """Which rows of a slice of `height` rows at `start`, which begins earlier to stay inside, are in [start, end)."""
+    row = lax.min(start, np.int32(rows - height)) + lax.iota(np.int32, height)
+    return (row >= start) & (row < end)
 
 
 def row_of(x: Array, i: Array) -> Array:

@@ -50,9 +50,10 @@ from trencadis.core.tiling import Overrides, Tiling
 Array = jax.Array
 
 # the heights of row tiles, by the least number of rows that a group has on average
-ROWS = {0: (1, 4, 32), 4: (4, 16), 48: (8, 128), 512: (8, 256)}
+ROWS = {0: (1, 4, 32), 4: (4, 16), 48: (16, 128), 512: (16, 256)}
 COSTLY_ROWS = {0: (1, 8), 4: (4, 16, 64), 48: (16, 64, 256)}  # where a short tile costs much more per row
-SUMS = {0: (8, 32), 12: (16, 32), 64: (16, 64), 128: (16, 128), 256: (32, 256)}
+SUMS = {0: (8, 32), 12: (16, 32), 64: (16, 64), 128: (16, 128)}
+NARROW_SUMS = SUMS | {256: (32, 256)}
 FLIPPED = 32  # the tallest tile of float32 rows that is transposed instead of transposed weights
 FAR = 2**23  # bytes of a matrix from which on short tiles wait for the memory
 
@@ -130,7 +131,9 @@ def _rows(
     """out[r] += lhs[r] @ rhs[group of r]."""
 
     def compute(tile: Tile, sources: Sequence[Array], weights: Sequence[Array], out: Array) -> Array:
-        acc = multiply(problem, layout, tile.of(sources[0]), weights[0])
+        x = tile.of(sources[0]).astype(layout.operand)
+        x = tile.masked(x) if tile.height < layout.heights[-1] else x  # by the kernel of a contraction's short tiles
+        acc = multiply(problem, layout, x, weights[0])
         by_row = None if extras.by_row is None else tile.of(extras.by_row)[:, None]
         vectors = Extras(by_row, row_or_none(extras.by_column, tile.group), row_or_none(extras.bias, tile.group))
         acc = problem.epilogue.finish(acc, vectors, problem.out)
@@ -206,7 +209,7 @@ def _row_layout(problem: Problem, block_m: int, operand: np.dtype[Any], flipped:
     fixed = (2**18 if narrow else 2**17 if flipped else 2**14) / max(problem.k * problem.n, 1)
 
     def price(height: int) -> float:
-        return fixed + (2.5 if height == 1 else height + (10.0 if 0 < flipped < height else overhead))
+        return fixed + (2.5 if height == 1 else height + overhead)
 
     heights = tuple(max(height, 2) if narrow else height for height in heights)
     heights, min_rows = _worth_a_loop({height: price(height) for height in _within(problem, block_m, heights)})
@@ -219,8 +222,9 @@ def _sum_layout(problem: Problem, block_m: int, operand: np.dtype[Any]) -> Layou
     Tall tiles of float32 are full, and then slice the operands by the same kernels as those of the rows form.
     """
     fixed = 7 + 2**15 / max(problem.k * problem.n, 1)
-    prices = {height: height + fixed for height in _within(problem, block_m, _by_mean(problem, SUMS))}
-    heights, min_rows = _worth_a_loop(prices, 0.85 if operand.itemsize < 4 else 0.6)
+    narrow = operand.itemsize < 4
+    wanted = _within(problem, block_m, _by_mean(problem, NARROW_SUMS if narrow else SUMS))
+    heights, min_rows = _worth_a_loop({height: height + fixed for height in wanted}, 0.85 if narrow else 0.6)
     return Layout(operand=operand, heights=heights, min_rows=min_rows)
 
 

@@ -41,7 +41,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides = Overrides()) -
 
     >>> from trencadis.core.arguments import problem_of
     >>> print(plan(problem_of((4096, 1024), (8, 1024, 1024), groups=8), Target(platform="cpu")))
-    xla, tile 256·1024·1024: loops over row tiles of 8 to 256 rows that start at each group's first row
+    xla, tile 256·1024·1024: loops over row tiles of 16 to 256 rows that start at each group's first row
     """
     target = _seen(target, overrides)
     found = _first(problem, target, overrides)

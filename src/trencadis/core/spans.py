@@ -36,7 +36,7 @@ class Bounds(NamedTuple):
     """The same for loops over groups, which compile sooner without the starts of few groups."""
 
     first: Int32[Array, ""]  # the row at which the first group starts
-    ends: Int32[Array, " spans"]
+    ends: Int32[Array, " spans"]  # of few groups these are sums of sizes, which may be past the last row
     starts: Int32[Array, " spans"] | None  # None for few groups, each of which starts where the one before it ends
 
 
@@ -98,11 +98,12 @@ def spans(problem: Problem, group_sizes: Sizes, first: First) -> Spans:
 
 def bounds_of(problem: Problem, group_sizes: Sizes, first: First) -> Bounds:
     """The rows of the local groups, of which there is at least one."""
-    if problem.batch > 1 or problem.spans > FEW or problem.groups == 0:
+    if problem.batch > 1 or problem.spans > FEW or problem.groups == 0 or not _summable(problem):
         starts, ends = spans(problem, group_sizes, first)
         return Bounds(starts[0], ends, starts)
-    start = rows_before(problem, group_sizes, first, 0, 1)
-    return Bounds(start[0, 0], rows_before(problem, group_sizes, first, 1, problem.local_groups)[0], None)
+    first, sizes = clamp_first(first, problem.groups, problem.local_groups), clamped(group_sizes, problem.m)
+    start = lax.min(_sums(sizes, first, 0, 1), np.int32(problem.m))
+    return Bounds(start[0, 0], _sums(sizes, first, 1, problem.local_groups)[0], None)
 
 
 def rows_before(
@@ -110,17 +111,30 @@ def rows_before(
 ) -> Int32[Array, " {problem.batch} {count}"]:
     """The rows of all groups before group `first + offset`, and before the groups after it, of each batch entry.
 
-    Offset and count together are at most one more than the local groups. Of few groups they are sums over all sizes:
-    one kernel for XLA, which compiles in a fraction of the time of a scan.
+    Offset and count together are at most one more than the local groups.
     """
     first = clamp_first(first, problem.groups, problem.local_groups)
-    if problem.groups * problem.local_groups > FEW**2 or problem.groups * problem.m >= 2**31:
+    if not _summable(problem):
         return _window(problem, offsets(group_sizes, problem.m), first + np.int32(offset), count)
-    shape = problem.batch, count, problem.groups
-    limit = lax.broadcast_in_dim(first, shape, (0,)) + (lax.broadcasted_iota(jnp.int32, shape, 1) + np.int32(offset))
-    sizes = lax.broadcast_in_dim(clamped(group_sizes, problem.m), shape, (0, 2))
+    return lax.min(_sums(clamped(group_sizes, problem.m), first, offset, count), np.int32(problem.m))
+
+
+def _summable(problem: Problem) -> bool:
+    """Whether groups are so few that sums over all sizes are one for each, and that none overflows."""
+    return problem.groups * problem.local_groups <= FEW**2 and problem.groups * problem.m < 2**31
+
+
+def _sums(sizes: Array, first: Array, offset: int, count: int) -> Array:
+    """The sizes `[batch, groups]` of all groups before group `first + offset`, and before the groups after it, added.
+
+    It is one kernel for XLA, which compiles in a fraction of the time of a scan.
+    """
+    shape = sizes.shape[0], count, sizes.shape[1]
+    limit = lax.broadcast_in_dim(first + np.int32(offset) if offset else first, shape, (0,))
+    limit = limit + lax.broadcasted_iota(jnp.int32, shape, 1) if count > 1 else limit
+    sizes = lax.broadcast_in_dim(sizes, shape, (0, 2))
     sizes = lax.select(lax.broadcasted_iota(jnp.int32, shape, 2) < limit, sizes, lax.full_like(sizes, 0))
-    return lax.min(lax.reduce_sum(sizes, (2,)), np.int32(problem.m))
+    return lax.reduce_sum(sizes, (2,))
 
 
 def _window(problem: Problem, bounds: Array, first: Array, count: int) -> Array:
