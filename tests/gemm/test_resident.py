@@ -43,7 +43,16 @@ def small(problem, **changes):
 
 
 APART = dict(overlap=False, row_slots=0, products=1, slot_rows=1)  # nothing among products: less to compile
-CASES = [(*KINDS[0], SHORT, APART), *((*kind, SIZES, {}) for kind in KINDS)]
+CASES = [(*KINDS[0], SHORT, {**APART, "cores": 2}), *((*kind, SIZES, {}) for kind in KINDS)]
+# two cores: both have rows in a piece, only the second has any, none has, sums of no terms, and pieces that end with rows
+SEAMS = [
+    ([17, 1, 0, 1, 1], [130, 2, 3, 0, 1], [40, 4, 2, 5, 1300]),
+    ([0, 0, 20, 0, 0], [1, 2, 130, 3, 4], [5, 6, 260, 3, 2]),
+    ([0] * 5, [1] * 5, [3] * 5),
+    ([4] * 5, [0] * 5, [512, 512, 511, 1, 3]),
+    ([1, 1, 1, 1, 18], [1, 1, 1, 1, 20], [5, 6, 7, 8, 700]),
+    ([2] * 5, [3] * 5, [1024, 1024, 1000, 1024, 1024]),
+]
 
 
 @pytest.mark.once
@@ -84,13 +93,27 @@ def test_values_with_the_sizes_of_a_chip(chip, rng):
 
 
 @pytest.mark.sweep
-def test_there_is_no_race(rng, monkeypatch):
+@pytest.mark.parametrize("epilogue", [{}, {"accumulate": True}], ids=["zeros", "existing"])
+def test_cores_meet_inside_of_pieces_of_the_result(epilogue, rng):
+    for room in (14200, 12640):
+        cases = [drawn(rng, sizes, (2700, 41000, room), "bfloat16", (False,) * 3, **epilogue) for sizes in SEAMS]
+        problem = cases[0][0]
+        layout = small(problem, cores=2, **APART)
+        call = jax.jit(functools.partial(resident.execute, problem, layout, interpret=STRICT))
+        for _, operands, want in cases:
+            out, left = call(*operands)
+            assert not np.any(left)
+            np.testing.assert_allclose(np.asarray(out, np.float64), want, rtol=2**-7, atol=0.3)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("cores", "sizes", "changes"), [(1, SIZES, {}), (2, SEAMS[0], APART)])
+def test_there_is_no_race(cores, sizes, changes, rng, monkeypatch):
     whole_strides(monkeypatch, race_detection_state)
-    problem, operands, _ = drawn(rng, SIZES, ROOMS, "bfloat16", (False,) * 3)
-    strict = dataclasses.replace(STRICT, detect_races=True)
-    jax.block_until_ready(
-        jax.jit(lambda *x: resident.execute(problem, small(problem), *x, interpret=strict))(*operands)
-    )
+    problem, operands, _ = drawn(rng, sizes, ROOMS, "bfloat16", (False,) * 3)
+    strict = dataclasses.replace(STRICT, detect_races=True, num_cores_or_threads=cores)
+    layout = small(problem, cores=cores, **changes)
+    jax.block_until_ready(jax.jit(functools.partial(resident.execute, problem, layout, interpret=strict))(*operands))
     assert not interpreter.races.races_found
 
 
@@ -125,8 +148,8 @@ def test_groups_that_do_not_fit_are_left_to_loops():
     groups = Groups(*(jnp.asarray(x, jnp.int32) for x in (*starts, *sizes)))
     found = resident.tables(problem, layout, groups)
     assert found.left.tolist() == [False, True, False]
-    table = np.asarray(found.table[:-1]).reshape(len(FIELDS), -1)
-    assert found.table[-1] == 2 and table[FIELDS.index("group"), :2].tolist() == [0, 2]
+    table = np.asarray(found.table[:-2]).reshape(len(FIELDS), -1)
+    assert found.table[-2:].tolist() == [0, 2] and table[FIELDS.index("group"), :2].tolist() == [0, 2]
     assert table[FIELDS.index("lhs_start"), :2].tolist() == [0, 70000]
 
 
@@ -137,10 +160,25 @@ def test_a_large_transposed_lhs_is_several_entries():
     layout = resident.layout_for(problem, CHIPS["v6e"])
     zero, m, k, n = (jnp.asarray([0] * 15 + [x], jnp.int32) for x in (0, 8000, 4000, 400))
     found = resident.tables(problem, layout, Groups(zero, zero, zero, m, k, n))
-    fields = dict(zip(FIELDS, np.asarray(found.table[:-1]).reshape(len(FIELDS), -1), strict=True))
+    fields = dict(zip(FIELDS, np.asarray(found.table[:-2]).reshape(len(FIELDS), -1), strict=True))
     count = int(found.table[-1])
     assert not found.left.any() and count > 1
     rows = fields["m"][:count]
     assert rows.sum() == 8000 and (rows[:-1] % layout.rows == 0).all()
     first = np.cumsum(rows) - rows
     assert (fields["lhs_start"][:count] == first).all() and (fields["start"][:count] == first * 400).all()
+
+
+@pytest.mark.parametrize("sizes", [[300] * 7, [700, 10, 10, 10, 10, 10, 10], [10, 0, 0, 0, 0, 0, 700]])
+def test_cores_share_the_work(sizes):
+    """Each has groups that follow one another, and no more than half of the products but for half of a group's."""
+    problem = flat_problem([300] * 7)
+    layout = resident.layout_for(problem, CHIPS["v5p"])
+    assert layout.cores == 2 and resident.layout_for(problem, CHIPS["v6e"]).cores == 1
+    starts = jnp.cumsum(jnp.asarray([0, *(x * x for x in sizes[:-1])]), dtype=jnp.int32)
+    found = resident.tables(problem, layout, Groups(starts, starts, starts, *[jnp.asarray(sizes, jnp.int32)] * 3))
+    first, second, count = found.table[-3:].tolist()
+    owned = np.asarray([size for size in sizes if size])
+    work = np.prod([-(-owned // size) for size in (layout.rows, layout.depth, 256)], axis=0)
+    assert first == 0 and count == len(work)
+    assert abs(work[:second].sum() - work[second:].sum()) <= work.max()

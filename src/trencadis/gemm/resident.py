@@ -31,6 +31,7 @@ from trencadis.gemm.problem import GemmProblem, Groups
 Array = jax.Array
 
 MAX_GROUPS = 2**11  # whose table fits into SMEM
+APART = 2**16  # entries of the result from which on each core has some of the groups
 SPREAD = 1.5  # times the mean size: groups up to it fit, or the kernel is not used
 
 
@@ -41,7 +42,8 @@ def layout_for(problem: GemmProblem, chip: Chip) -> Sizes | None:
     dtype = operand_dtype(flat)
     m, k, n = like.m // like.groups, like.k, like.n
     out = problem.out.dtype.itemsize
-    sizes = sizes_for(chip, dtype.itemsize, out, min(m, k, n), streamed=not flat.lhs.transposed)
+    cores = chip.cores if problem.groups > 1 and math.prod(flat.out.shape) >= APART else 1
+    sizes = sizes_for(chip, dtype.itemsize, out, min(m, k, n), streamed=not flat.lhs.transposed, cores=cores)
     left, right = operands(flat, sizes)
     wide_m, wide_k, wide_n = (int(SPREAD * size) for size in (m, k, n))
     steps, blocks = -(-wide_k // sizes.depth), -(-wide_n // COLUMNS)
@@ -59,7 +61,7 @@ def layout_for(problem: GemmProblem, chip: Chip) -> Sizes | None:
 class Tables(NamedTuple):
     """The table of the kernel, and which groups have products that it does not compute."""
 
-    table: Array  # i32[fields * entries + 1]
+    table: Array  # i32[fields * entries + cores + 1]
     left: Array  # bool[g]
 
 
@@ -93,8 +95,17 @@ def tables(problem: GemmProblem, sizes: Sizes, groups: Groups) -> Tables:
         of |= {"lhs_start": of["lhs_start"] + first, "lhs_columns": rows, "m": rows, "panels": cdiv(rows, sizes.rows)}
         of["start"] = of["start"] + first * of["n"]
     count = jnp.sum(jnp.where(kept, parts, 0), dtype=jnp.int32)
-    flat = jnp.concatenate([jnp.stack([*of.values(), group]).reshape(-1), count[None]])
-    return Tables(flat, ~kept & owns)
+    work = jnp.where(jnp.arange(entries_of(problem)) < count, of["panels"] * of["steps"] * of["blocks"], 0)
+    ends = jnp.append(_first_entries(work, sizes.cores), count)
+    return Tables(jnp.concatenate([jnp.stack([*of.values(), group]).reshape(-1), ends]), ~kept & owns)
+
+
+def _first_entries(work: Array, cores: int) -> Array:
+    """The first entry of each core, so that their sums of work are as equal as whole entries allow: i32[cores]."""
+    work = work.astype(jnp.float32)
+    middle = running_sum(work) - work / 2
+    shares = jnp.sum(work) / cores * np.arange(cores, dtype=np.float32)
+    return jnp.sum(middle[None, :] < shares[:, None], axis=1, dtype=jnp.int32)
 
 
 def _strip(sizes: Sizes, n: Array) -> Array:

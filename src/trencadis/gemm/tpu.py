@@ -245,7 +245,9 @@ def run(plan: Plan, *operands: Array) -> Array:
 
     if layout.resident is None:
         return in_blocks(problem, *operands)
-    out, left = resident.execute(problem, layout.resident, *operands, **options)
+    out, left = resident.execute(
+        problem, layout.resident, *operands, **call_options(plan, dimension_semantics=("parallel",))
+    )
     return with_others(problem, in_blocks, out, left, *operands)
 
 

@@ -153,8 +153,9 @@ class Inspection:
 
     @property
     def peak_share(self) -> float | None:
-        """The rate of `flops` as a share of the chip's bfloat16 peak; None without flops."""
-        return self.flops / self.seconds / self.chip.peak_bf16 if self.flops and self.cycles else None
+        """The rate of `flops` as a share of the bfloat16 peak of all cores of the device; None without flops."""
+        peak = self.chip.peak_bf16 * self.chip.cores
+        return self.flops / self.seconds / peak if self.flops and self.cycles else None
 
     def asdict(self) -> dict[str, Any]:
         """The report as a dict of plain values, properties included."""

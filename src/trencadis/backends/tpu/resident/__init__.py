@@ -9,5 +9,6 @@ state      counters, and first-in-first-out buffers
 align      flat rows to blocks of 128 lanes;  stream: both operands, in the order in which products need them
 products   the products of blocks
 strips     parts of the result;  epilogue: alpha, bias, beta;  collect: sums to flat rows
+seam       the part of the result where the entries of two cores meet
 kernel     all of them in one loop
 """

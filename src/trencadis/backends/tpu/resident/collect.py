@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from trencadis.backends.prepare import round_up
 from trencadis.backends.tpu.indexing import LANES, Condition, Index, Ref, Value, aligned_ds, i32
 from trencadis.backends.tpu.ragged.flat import TILE, FlatCopy, fetch, store
+from trencadis.backends.tpu.resident import seam
 from trencadis.backends.tpu.resident.epilogue import Epilogue
 from trencadis.backends.tpu.resident.products import Products
 from trencadis.backends.tpu.resident.sizes import CHUNK, CLAMPED, WIDE, Sizes
@@ -59,6 +60,8 @@ class Collector:
             "written": pltpu.SMEM((2 * BUFFERS,), jnp.int32),  # the first entry of each buffer in flight, and how many
             "edges": pltpu.VMEM((3 * PIECE,), epilogue.dtype),  # existing values of both ends, and what is kept
         }
+        if sizes.cores > 1:
+            buffers["seam_sem"] = pltpu.SemaphoreType.DMA
         if epilogue.accumulate:
             buffers["existing_sem"] = pltpu.SemaphoreType.DMA((BUFFERS,))
         else:
@@ -109,7 +112,11 @@ class Collector:
             self.vmem["written"][i32(2 * slot + 1)] = i32(0)
         if not self.epilogue.accumulate:
             self.vmem["zeros"][...] = jnp.zeros((FILLED,), self.epilogue.dtype)
-        pl.when(self.table.entries > i32(0))(self._open)
+        table, state = self.table, self.state
+        state["row_entry"] = table.first
+        begin = seam.begin(table, self.epilogue.length)
+        state["end"] = jnp.where(i32(table.core) > i32(0), begin, i32(0))
+        pl.when(table.first < table.end)(self._open)
 
     def step(self) -> None:
         """Collect by itself what can be collected of both strips."""
@@ -161,7 +168,7 @@ class Collector:
             after = self.strips.following(strip)
             state["row_entry"], state["row_number"] = after.entry, after.number
             state["row_open"] = state["row_slot"] = state["row_slots"] = i32(0)
-            pl.when(after.entry < self.table.entries)(self._open)
+            pl.when(after.entry < self.table.end)(self._open)
 
     def _open(self) -> None:
         """Begin to write the rows of the next strip: its existing values are fetched meanwhile."""
@@ -189,11 +196,11 @@ class Collector:
         left = i32(round_up(self.epilogue.length, TILE)) - first
         return pl.multiple_of(first, PIECE), pl.multiple_of(jnp.minimum(count, left), TILE)
 
-    def _part(self, slot: Index) -> Any:
-        room = Collector.room(self.sizes)
+    def _part(self, slot: Index, skipped: Index = 0) -> Any:
+        first = slot * i32(Collector.room(self.sizes)) + i32(skipped)
 
         def part(at: Index, entries: Index) -> Ref:
-            return self.vmem["result"].at[aligned_ds(slot * i32(room) + at, entries, TILE)]
+            return self.vmem["result"].at[aligned_ds(first + at, entries, TILE)]
 
         return part
 
@@ -204,10 +211,11 @@ class Collector:
             flat, tail, self.epilogue.length, first, count, self._part(slot), self.vmem["existing_sem"].at[slot]
         )
 
-    def _result(self, first: Index, count: Index, slot: Index) -> FlatCopy:
+    def _result(self, first: Index, count: Index, slot: Index, skipped: Index = 0) -> FlatCopy:
         flat, tail = self.hbm["out"], self.hbm["out_tail"]
         first, count = pl.multiple_of(first, PIECE), pl.multiple_of(count, TILE)
-        return store(flat, tail, self.epilogue.length, first, count, self._part(slot), self.vmem["result_sem"].at[slot])
+        part, sem = self._part(slot, skipped), self.vmem["result_sem"].at[slot]
+        return store(flat, tail, self.epilogue.length, first, count, part, sem)
 
     def _wait_for_result(self, slot: Index) -> None:
         first, count = (self.vmem["written"][slot * i32(2) + i32(i)] for i in range(2))
@@ -218,7 +226,7 @@ class Collector:
         """Wait for all copies in flight, and fill what follows the last strip."""
         for slot in range(BUFFERS):
             self._wait_for_result(i32(slot))
-        self._fill(self.state["end"], i32(round_up(self.epilogue.length, TILE)))
+        self._fill(self.state["end"], seam.limit(self.table, self.epilogue.length))
 
     def _fill(self, end: Index, high: Index) -> None:
         """Write zeros to the pieces after those of a strip that ended there, up to those of the next."""
@@ -356,9 +364,7 @@ class Collector:
         pl.when(pieces > i32(1))(lambda: self._correct(strip, (pieces - i32(1), begin - first, end - first), None))
         after = self.strips.following(strip)
         begins = self.table.field("start", after.entry)
-        kept = (after.entry == strip.entry) | (
-            (after.entry < self.table.entries) & (begins < first + pieces * i32(PIECE))
-        )
+        kept = (after.entry == strip.entry) | ((after.entry < self.table.end) & (begins < first + pieces * i32(PIECE)))
         kept = kept & ((end & i32(PIECE - 1)) > i32(0))
         flat, result = self._places()
         del flat
@@ -366,9 +372,30 @@ class Collector:
         self.vmem["edges"][pl.ds(2 * PIECE, PIECE)] = self.vmem["result"][where]
         count = jnp.where(kept, (pieces - i32(1)) * i32(PIECE), count)
         slot = self._buffer(self.state["strips"] - i32(1))
+        skipped = self._seam(first, count, where_first=result)
+        first, count = first + skipped, jnp.maximum(count - skipped, i32(0))
         self.vmem["written"][slot * i32(2)], self.vmem["written"][slot * i32(2) + i32(1)] = first, count
-        pl.when(count > i32(0))(lambda: self._result(first, count, slot).start())
+        pl.when(count > i32(0))(lambda: self._result(first, count, slot, skipped).start())
         self.state["end"] = end
+
+    def _seam(self, first: Index, count: Index, where_first: Index) -> Index:
+        """Write a piece that the core before writes, too, to an array of its own; the entries that are done so."""
+        if self.sizes.cores == 1:
+            return i32(0)
+        core = i32(self.table.core)
+        shared = (
+            (core > i32(0)) & (count > i32(0)) & (first == seam.begin(self.table, self.epilogue.length) & i32(-PIECE))
+        )
+
+        @pl.when(shared)
+        def write() -> None:
+            source = self.vmem["result"].at[aligned_ds(where_first, PIECE, PIECE)]
+            target = self.hbm["seam"].at[aligned_ds(core * i32(PIECE), PIECE, PIECE)]
+            copy = pltpu.make_async_copy(source, target, self.vmem["seam_sem"])
+            copy.start()
+            copy.wait()
+
+        return jnp.where(shared, i32(PIECE), i32(0))
 
     def _correct(self, strip: Strip, place: tuple[Index, Index, Index], shared: Condition | None) -> None:
         """Convert a piece at an end of a strip, of which some entries belong to others.

@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from trencadis.backends.tpu.indexing import Condition, Ref, i32
 from trencadis.backends.tpu.ragged.flat import TILE, tail_of, whole
+from trencadis.backends.tpu.resident import seam
 from trencadis.backends.tpu.resident.align import Operand
 from trencadis.backends.tpu.resident.collect import Collector
 from trencadis.backends.tpu.resident.epilogue import Epilogue
@@ -62,6 +63,7 @@ class Kernel:
         }  # fmt: skip
         length, dtype = self.epilogue.length, self.epilogue.dtype
         results = {"out": jax.ShapeDtypeStruct((length,), dtype), "out_tail": jax.ShapeDtypeStruct((TILE,), dtype)}
+        results |= seam.results(self.epilogue, self.sizes)
         names, scratch = list(operands), self.scratch()
 
         def kernel(*refs: Ref) -> None:
@@ -71,9 +73,10 @@ class Kernel:
 
         aliases = {names.index(old): i for i, old in enumerate(("existing", "existing_tail")) if old in names}
         moved = lhs.nbytes + rhs.nbytes + length * dtype.itemsize * (1 + self.epilogue.accumulate)
-        out, tail = pl.pallas_call(
+        out, tail, *seams = pl.pallas_call(
             kernel,
             out_shape=list(results.values()),
+            grid=(self.sizes.cores,),
             in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM if n in ("table", "numbers") else pltpu.HBM) for n in names],
             out_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * len(results),
             scratch_shapes=list(scratch.values()),
@@ -83,18 +86,21 @@ class Kernel:
             **options,
         )(*operands.values())
         main = whole(length)
-        if main == length:
-            return out
-        return lax.dynamic_update_slice(out, lax.slice(tail, (0,), (length - main,)), (np.int32(main),))
+        if main < length:
+            out = lax.dynamic_update_slice(out, lax.slice(tail, (0,), (length - main,)), (np.int32(main),))
+        return seam.merged(out, *seams, table=table, entries=self.entries) if seams else out
 
     def _kernel(self, hbm: dict[str, Ref], vmem: dict[str, Ref]) -> None:
-        state, table = State(vmem["state"], NAMES), Table(hbm["table"], self.entries)
+        state = State(vmem["state"], NAMES)
+        core = pl.program_id(0) if self.sizes.cores > 1 else i32(0)
+        table = Table(hbm["table"], self.entries, core, self.sizes.cores)
         stream = Stream((self.rhs, self.lhs), table, state, hbm, vmem)
         products = Products(stream, state, self.precision)
         collector = Collector(self.epilogue, products, state, hbm, vmem)
         stream.start()
+        products.start()
         collector.start()
-        _while(lambda: state["entry"] < table.entries, lambda: self._entry(stream, products, collector))
+        _while(lambda: state["entry"] < table.end, lambda: self._entry(stream, products, collector))
         _while(lambda: jnp.logical_not(collector.finished()), collector.step)
         collector.drain()
 

@@ -18,7 +18,7 @@ LARGE_MXU = 256, 512, 20
 SMALL_MXU = 256, 256, 24
 
 
-def sizes_for(chip: Chip, itemsize: int, out_size: int, mean: int, *, streamed: bool) -> Sizes:
+def sizes_for(chip: Chip, itemsize: int, out_size: int, mean: int, *, streamed: bool, cores: int) -> Sizes:
     """The sizes for matrices of this mean size, of entries of so many bytes; a streamed lhs needs few blocks."""
     packing = 4 // itemsize
     longest = chip.vmem // (16 * MIB) * 512 * packing
@@ -28,6 +28,7 @@ def sizes_for(chip: Chip, itemsize: int, out_size: int, mean: int, *, streamed: 
     base = Sizes(
         rows=rows, depth=depth, products=products, longest=longest, strip=strip, lhs=0, rhs=0,
         raw=2 * (-(-rows * longest // TILE) + MARGIN), sums=2 * (longest // LANES), slot_rows=64,
+        cores=cores,
     )  # fmt: skip
     panel = -(-longest // depth) * depth * rows // (LANES * packing)
     left = int(chip.vmem * SHARE) - _fixed(base, itemsize, out_size) - (2 * panel * LANES * 4 if streamed else 0)

@@ -81,6 +81,10 @@ class Products:
 
     # -- what is computed next -----------------------------------------------------------------------------------------
 
+    def start(self) -> None:
+        """Begin with the first entry of this core."""
+        self.state["entry"] = self.table.first
+
     def open(self) -> None:
         """Begin an entry, whose rhs and first panel of lhs are aligned: take room for the sums of its first panel."""
         entry = self.state["entry"]

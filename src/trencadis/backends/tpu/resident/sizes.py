@@ -29,6 +29,7 @@ class Sizes:
     rhs: int
     sums: int  # vectors of `rows` sums
     slot_rows: int  # of a strip that are written at a time
+    cores: int = 1  # TensorCores, each of which has some of the entries
     row_slots: int = 2  # parts of a strip that are written while products are computed
     converted: int = 64  # vector registers of the result that are rounded at a time
     overlap: bool = True  # operands are aligned while products are computed

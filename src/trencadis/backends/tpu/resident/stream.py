@@ -72,8 +72,9 @@ class Stream:
         return entry, lhs, segment
 
     def start(self) -> None:
-        """Begin with the first entry."""
+        """Begin with the first entry of this core."""
         for what in NUMBERS:
+            self.state[f"{what}_entry"] = self.table.first
             self._read(what)
         self.fetch()
 
@@ -124,7 +125,7 @@ class Stream:
     def _can_fetch(self) -> Condition:
         flying = self.state["fetch_number"] - self.state["align_number"] < i32(IN_FLIGHT)
         fits = self.raw.fits(self.state["fetch_room"])
-        return (self.state["fetch_entry"] < self.table.entries) & flying & fits
+        return (self.state["fetch_entry"] < self.table.end) & flying & fits
 
     def _window(self, segment: Index) -> tuple[Index, Index]:
         """The entries that hold a segment that is fetched: the first, and how many."""
@@ -164,7 +165,7 @@ class Stream:
         entry, lhs, _ = self._cursor("align")
         room = [ring.fits(self.state["align_piece"]) for ring in self.rings]
         begun = (self.state["align_chunk"] > i32(0)) | jnp.logical_not(self._opens())
-        return (entry < self.table.entries) & (begun | jnp.where(lhs > i32(0), room[1], room[0]))
+        return (entry < self.table.end) & (begun | jnp.where(lhs > i32(0), room[1], room[0]))
 
     def _opens(self) -> Condition:
         """Whether the segment begins a piece of the room for blocks: a panel of a streamed operand, or a matrix."""

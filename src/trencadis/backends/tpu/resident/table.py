@@ -24,16 +24,31 @@ FIELDS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Table:
-    """The fields of all entries, i32[fields * size + 1], and at its end how many entries there are."""
+    """The fields of all entries, i32[fields * size + cores + 1]; at its end the first entry of each core, and how many.
+
+    A core has the entries from its first one to that of the next core.
+    """
 
     ref: Ref
     size: int
+    core: Index = 0
+    cores: int = 1
 
     def field(self, name: str, entry: Index) -> Index:
         """A number of an entry; of the last if there is no such entry."""
         return self.ref[i32(FIELDS.index(name) * self.size) + jnp.minimum(entry, i32(self.size - 1))]
 
     @property
+    def first(self) -> Index:
+        """The first entry of this core."""
+        return self.ref[i32(len(FIELDS) * self.size) + i32(self.core)]
+
+    @property
+    def end(self) -> Index:
+        """The entry after the last one of this core."""
+        return self.ref[i32(len(FIELDS) * self.size + 1) + i32(self.core)]
+
+    @property
     def entries(self) -> Index:
         """How many entries there are."""
-        return self.ref[i32(len(FIELDS) * self.size)]
+        return self.ref[i32(len(FIELDS) * self.size + self.cores)]
