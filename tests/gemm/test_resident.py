@@ -44,7 +44,7 @@ def small(problem, **changes):
 
 APART = dict(overlap=False, row_slots=0, products=1, slot_rows=1)  # nothing among products: less to compile
 CASES = [(*KINDS[0], SHORT, {**APART, "cores": 2}), *((*kind, SIZES, {}) for kind in KINDS)]
-# two cores: both have rows in a piece, only the second has any, none has, sums of no terms, and pieces that end with rows
+# two cores: both have rows in a piece, only the second has any, none has, sums of no terms, pieces that end with rows
 SEAMS = [
     ([17, 1, 0, 1, 1], [130, 2, 3, 0, 1], [40, 4, 2, 5, 1300]),
     ([0, 0, 20, 0, 0], [1, 2, 130, 3, 4], [5, 6, 260, 3, 2]),
