@@ -115,14 +115,19 @@ class Clipped(quant.Recipe):
         return absmax * self.factor
 
 
-def test_recipes_with_a_state_are_equal_only_in_the_same_state(rng):
-    assert Clipped(0.5) == Clipped(0.5) != Clipped(1.0) != quant.Recipe("int8", "int8")
+def test_recipes_with_a_state_are_not_taken_for_others(rng):
+    assert quant.Recipe("int8", "int8") == quant.Recipe("int8", "int8") != Clipped(1.0) != Clipped(0.5)
     x, up, down = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((3, 8), (2, 8, 4), (2, 4, 8)))
     routing = moe.route(x[:, :2], 1)
-    run = lambda factor: tr.moe_mlp(x, routing, None, up, down, activation=jnp.abs, quantization=Clipped(factor))
+    layer = functools.partial(tr.moe_mlp, x, routing, None, up, down, activation=jnp.abs)
+    run = lambda factor: layer(quantization=Clipped(factor))
     whole, half, traced = run(1.0), run(0.5), jax.jit(run)(0.5)
     assert np.abs(whole - half).max() > 0.1
     close(traced, half)
+    changing = Clipped(1.0)
+    close(layer(quantization=changing), whole)
+    object.__setattr__(changing, "factor", 0.5)
+    close(layer(quantization=changing), half)
 
 
 def test_a_recipe_that_holds_an_array_on_explicit_axes(rng):

@@ -9,7 +9,7 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from trencadis.core import arguments
-from trencadis.core.epilogue import Activation
+from trencadis.core.activation import Activation
 from trencadis.gemm.epilogue import GemmEpilogue
 from trencadis.gemm.forms import GemmOptions, dense, gemm
 from trencadis.gemm.operand import gemm_operands

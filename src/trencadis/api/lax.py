@@ -32,9 +32,9 @@ from trencadis.core import arguments
 from trencadis.core.call import Options
 from trencadis.core.debug import check_traced
 from trencadis.core.dtypes import ShapeDtype, accumulator, bits
-from trencadis.core.epilogue import is_hashable
 from trencadis.core.jax_compat import without_mesh
 from trencadis.core.mesh import replicated
+from trencadis.core.programs import is_hashable
 from trencadis.core.spans import clamped, offsets
 from trencadis.quant.operand import Operand, Sizes, array_operand
 from trencadis.quant.product import contraction_product, rows_product

@@ -15,9 +15,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int32, Num
 
 from trencadis.core import arguments
+from trencadis.core.activation import Activation
 from trencadis.core.call import Options, Steps
 from trencadis.core.debug import check_traced
-from trencadis.core.epilogue import Activation
 from trencadis.core.mesh import replicated
 from trencadis.core.schedule import visits
 from trencadis.core.tiling import TilingLike

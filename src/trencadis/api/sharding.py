@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 
-from trencadis.core.epilogue import is_constant, is_hashable
 from trencadis.core.mesh import entries
+from trencadis.core.programs import run_once
 
 
 def sharded(mesh: Mesh | None, *specs: PartitionSpec) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -72,34 +70,23 @@ def _wrapped(mesh: Mesh | None, specs: Sequence[PartitionSpec], function: Callab
         ]
         program = _Program(function, tuple(options.items()), tree, used, tuple(fitted))
         with jax.sharding.use_abstract_mesh(used.abstract_mesh):
-            leaves = list(map(jax.numpy.asarray, leaves))
-            if program.is_constant:
-                return _kept(program, *leaves)
-            return jax.jit(program.run)(*leaves)
+            return run_once(_Program.run, (program,), *map(jax.numpy.asarray, leaves))
 
     return call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Program:
-    """A function of leaves that are sharded over a mesh, as its specs say."""
+    """A function of leaves that are sharded over a mesh, as its specs say.
+
+    Only programs of this package's functions are compiled once: those of users may read variables that change.
+    """
 
     function: Callable[..., Any]
     options: tuple[tuple[str, Any], ...]
     tree: PyTreeDef
     mesh: Mesh | AbstractMesh
     specs: tuple[PartitionSpec, ...]
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether it surely computes the same in every call: a function of this package, whose options hold no arrays.
-
-        Functions of users may read variables that change.
-        """
-        ours = inspect.isfunction(self.function) and self.function.__module__.startswith("trencadis.")
-        if not ours or any(isinstance(each, (jax.Array, np.ndarray)) for each in jax.tree.leaves(self.options)):
-            return False
-        return is_hashable(self.options) and not _may_change(self.options)
 
     def run(self, *leaves: Any) -> Any:
         shardings = [NamedSharding(self.mesh, spec) for spec in self.specs]
@@ -109,21 +96,6 @@ class _Program:
     def inside(self, *leaves: Any) -> Any:
         """The function, where the axes of the mesh are explicit."""
         return self.function(*jax.tree.unflatten(self.tree, leaves), **dict(self.options))
-
-
-def _may_change(x: Any) -> bool:
-    """Whether an option is a function of a user, or holds one, as the description of a layer holds its activation."""
-    if callable(x):
-        return not (isinstance(x, type) or is_constant(x))
-    if isinstance(x, tuple):
-        return any(map(_may_change, x))
-    return dataclasses.is_dataclass(x) and any(_may_change(getattr(x, each.name)) for each in dataclasses.fields(x))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _kept(program: _Program, *leaves: Any) -> Any:
-    """The result of a program that is traced and compiled once."""
-    return program.run(*leaves)
 
 
 def _fitted(mesh: Mesh | AbstractMesh, spec: PartitionSpec, x: Any) -> PartitionSpec:

@@ -12,7 +12,8 @@ from jax import lax
 
 from trencadis.backends.loops import Layout, Tile, each_tile, inside, multiply, row_or_none, while_below
 from trencadis.backends.prepare import from_bits, to_bits
-from trencadis.core.epilogue import Activation, Extras, elementwise
+from trencadis.core.activation import Activation, elementwise
+from trencadis.core.epilogue import Extras
 from trencadis.core.problem import Problem
 from trencadis.core.spans import Bounds
 

@@ -12,8 +12,8 @@ from jax import lax
 
 from trencadis.backends import INTERPRETED
 from trencadis.core import arguments
+from trencadis.core.activation import Activation
 from trencadis.core.debug import check_traced
-from trencadis.core.epilogue import Activation
 from trencadis.core.mesh import Over
 from trencadis.core.plan import check_backend
 from trencadis.core.problem import Problem

@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 import threading
+import types
 from collections.abc import Callable, Hashable, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager
@@ -250,6 +251,34 @@ def exportable(cls: type[T]) -> type[T]:
 
 def _tuples(x: object) -> object:
     return tuple(map(_tuples, x)) if isinstance(x, list) else x
+
+
+def has_own_rules(equation: Any) -> bool:
+    """Whether an operation has derivative rules of a user, which the text of a traced function does not tell apart.
+
+    Those of JAX's functions, such as `jax.nn.relu`, are all in its own modules.
+    """
+    if "custom" not in equation.primitive.name:
+        return False
+    pending = [equation.params.get(name) for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")]
+    seen: dict[int, Any] = {}
+    while pending:
+        x = pending.pop()
+        if x is None or id(x) in seen:
+            continue
+        if isinstance(x, (tuple, list)):
+            pending += x
+        elif isinstance(x, functools.partial):
+            pending += [x.func, *x.args]
+        elif isinstance(x, types.FunctionType):
+            seen[id(x)] = x.__module__
+            pending += [cell.cell_contents for cell in x.__closure__ or ()]
+        elif callable(inner := getattr(x, "f", None) or getattr(x, "__wrapped__", None)):
+            seen[id(x)] = "jax."
+            pending.append(inner)
+        elif callable(x):
+            seen[id(x)] = type(x).__module__
+    return not seen or not all(str(module).startswith("jax.") for module in seen.values())
 
 
 def transpose_ref(ref: Ref) -> Ref:

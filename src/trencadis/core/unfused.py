@@ -11,8 +11,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
+from trencadis.core.activation import Activation, activated
 from trencadis.core.dtypes import accumulator, cast
-from trencadis.core.epilogue import Activation, Extras, activated, add
+from trencadis.core.epilogue import Extras, add
 from trencadis.core.jax_compat import Value
 from trencadis.core.problem import Form, Problem
 from trencadis.core.spans import First, Sizes, local_group, owned, spans

@@ -19,9 +19,9 @@ from jax import lax
 
 from trencadis.backends import INTERPRETED
 from trencadis.core import arguments
+from trencadis.core.activation import Activation
 from trencadis.core.call import Options, Steps
 from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import Activation
 from trencadis.core.plan import check_backend
 from trencadis.core.tiling import Overrides
 from trencadis.gemm.epilogue import GemmEpilogue, apply_epilogue, checked_epilogue, existing_data

@@ -29,10 +29,11 @@ import numpy as np
 from jaxtyping import Array
 
 from trencadis.core import arguments, gated
+from trencadis.core.activation import Activation
 from trencadis.core.alike import sharded_like
 from trencadis.core.call import Options, Steps, overrides_of, sizes_and_window
 from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import Activation, Epilogue, Gate, Gather
+from trencadis.core.epilogue import Epilogue, Gate, Gather
 from trencadis.core.linear import with_backward
 from trencadis.core.mesh import explicit_mesh, resharded_like, sharding_of
 from trencadis.core.order import after

@@ -14,11 +14,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from trencadis.core import arguments
+from trencadis.core.activation import Activation, static_activation
 from trencadis.core.alike import sharded_like
 from trencadis.core.call import Options
-from trencadis.core.epilogue import Activation, is_hashable, static_activation
 from trencadis.core.mesh import Over, replicated, resharded_like
 from trencadis.core.plan import check_backend
+from trencadis.core.programs import is_fixed
 from trencadis.moe import layer as layers
 from trencadis.moe import sharded
 from trencadis.moe.activation import swiglu
@@ -135,8 +136,8 @@ class _OneDevice:
     def __call__(self, x: Array, chosen: Array, weights: Array, experts: Experts, first: Any) -> Array:
         frozen = Experts(*(w if isinstance(w, Scaled) else None for w in experts))
         learned = Experts(*(None if isinstance(w, Scaled) else w for w in experts))
-        # a program that others may share closes over no traced values, nor over arrays of a recipe
-        shared = not self.layer.traced and is_hashable(self.recipe)
+        # a program that others may share closes over no traced values, nor over what a user's recipe reads
+        shared = not self.layer.traced and is_fixed(self)
         run = functools.partial(_run, self) if shared else self.run
         return run(chosen, first, frozen, Inputs(x, weights, learned))
 

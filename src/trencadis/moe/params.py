@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from trencadis.core import arguments
-from trencadis.core.epilogue import Activation
+from trencadis.core.activation import Activation
 from trencadis.core.mesh import flattened, unflattened
 from trencadis.moe.activation import swiglu
 from trencadis.moe.layer import Save

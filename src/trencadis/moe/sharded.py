@@ -11,7 +11,6 @@ The exchange is `[t, d]` once, forward and backward, whatever the number of expe
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -23,8 +22,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array
 
-from trencadis.core.epilogue import is_hashable
 from trencadis.core.mesh import Axes, Spec, explicit_axes, explicit_mesh, partly_explicit, placed, spec_of
+from trencadis.core.programs import run_once
 from trencadis.core.spread import spread
 from trencadis.moe.layer import Experts
 from trencadis.quant.operand import operand_specs
@@ -105,9 +104,7 @@ def run(apply: Apply, division: Division, *operands: Any) -> Array:
 
     Operands are x, the chosen experts, their weights, the parameters of the experts, and the first of these experts.
     """
-    if is_hashable(apply):
-        return _once(apply, division, *operands)
-    return jax.jit(functools.partial(_run, apply, division))(*operands)  # no other call shares it: it may hold arrays
+    return run_once(_run, (apply, division), *operands)
 
 
 def _run(
@@ -137,9 +134,6 @@ def _run(
         part, mesh=division.mesh, in_specs=specs, out_specs=rows, axis_names=set(explicit_axes(division.mesh))
     )
     return mapped(*placed(division.mesh, (x, chosen, weights, experts, first), specs))
-
-
-_once = jax.jit(_run, static_argnums=(0, 1))
 
 
 def _shared(division: Division, w: Any, d: int | None) -> Any:

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from trencadis.core import arguments
-from trencadis.core.epilogue import Activation
+from trencadis.core.activation import Activation
 from trencadis.core.jax_compat import mesh_platform, vary_over
 from trencadis.moe.layer import Save
 from trencadis.moe.mlp import check_tokens, moe_mlp

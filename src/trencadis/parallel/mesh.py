@@ -13,9 +13,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from trencadis.core import arguments
+from trencadis.core.activation import static_activation
 from trencadis.core.alike import sharded_like
-from trencadis.core.epilogue import is_hashable, static_activation
 from trencadis.core.mesh import placed
+from trencadis.core.programs import run_once
 from trencadis.moe.activation import swiglu
 from trencadis.moe.mlp import check_tokens
 from trencadis.moe.routing import Load, Routing
@@ -83,11 +84,12 @@ def moe_mlp(
     names = {"bias_gate": options.pop("bias_gate", None), "bias_up": options.pop("bias_up", None)}
     names |= {"bias_down": options.pop("bias_down", None)}
     params: dict[str, Any] = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down} | names
-    params = {name: None if w is None else array_operand(name, w) for name, w in params.items()}
+    needed = "w_up", "w_down"
+    params = {n: None if w is None and n not in needed else array_operand(n, w) for n, w in params.items()}
     for name, w in params.items():
         if w is not None and w.ndim != (rank := 3 if name.startswith("w_") else 2):
             raise ValueError(f"{name}: want {rank} dimensions; got {tuple(w.shape)}")
-    experts, _, width = array_operand("w_up", w_up).shape
+    experts, _, width = params["w_up"].shape
     _check_shards("w_up: want experts", experts, used, axis)
     _check_shards("w_up: want a last dimension f", width, used, tensor_axis)
     alike = {name: w if w is None or isinstance(w, Scaled) else sharded_like(w, w) for name, w in params.items()}
@@ -100,7 +102,7 @@ def moe_mlp(
         options=tuple({**rest, **options, "activation": static or activation}.items()),
     )  # fmt: skip
     # an activation over traced values is no part of a program that others may share
-    return _program(layer, *given) if static is not None and is_hashable(layer) else _run(layer, *given)
+    return run_once(_run, (layer,), *given) if static is not None else _run(layer, *given)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +143,6 @@ def _run(layer: _Layer, x: Array, experts: Array, weights: Array, params: dict[s
     mapped = jax.shard_map(layer.local, mesh=layer.mesh, in_specs=in_specs, out_specs=out_specs)
     y, load = mapped(*_placed(used, (x, experts, weights, params), in_specs))
     return y, Load(*load)
-
-
-_program = jax.jit(_run, static_argnums=0)
 
 
 def _check_axes(mesh: Mesh | AbstractMesh, **axes: Axis) -> None:

@@ -18,9 +18,10 @@ import numpy as np
 from jax import lax
 
 from trencadis.core import arguments, unfused
+from trencadis.core.activation import static_activation
 from trencadis.core.call import Options, Steps, overrides_of, sizes_and_window
 from trencadis.core.dtypes import accumulator, whole
-from trencadis.core.epilogue import Epilogue, static_activation
+from trencadis.core.epilogue import Epilogue
 from trencadis.core.mesh import replicated, resharded_like
 from trencadis.core.problem import Form, Problem
 from trencadis.core.sharded import run

@@ -26,9 +26,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh
 
 from trencadis.core import arguments, unfused
+from trencadis.core.activation import static_activation
 from trencadis.core.alike import sharded_like
 from trencadis.core.call import Options, Steps, sizes_and_window
-from trencadis.core.epilogue import Epilogue, is_hashable, static_activation
+from trencadis.core.epilogue import Epilogue
 from trencadis.core.jax_compat import vary_alike
 from trencadis.core.mesh import (
     Axes,
@@ -43,6 +44,7 @@ from trencadis.core.mesh import (
 )
 from trencadis.core.partition import Partition, compute, dimensions, partition
 from trencadis.core.problem import Problem
+from trencadis.core.programs import run_once
 from trencadis.core.spans import local_group, owned
 from trencadis.core.tiling import Tilings, resolve
 from trencadis.quant.calibrate import pmax_of_magnitudes
@@ -106,10 +108,7 @@ def trained(
         part = _partition_of(recipe, asked, mesh, operands)
         over = Over() if partly_explicit(mesh) else Over(part.m, part.k, part.n, part.g)
         options = dataclasses.replace(options, out_sharding=None, over=over)
-        known: dict[str, Any] = {"recipe": recipe, "part": part, "options": options, "mesh": mesh}
-        if is_hashable(recipe):
-            return _on_mesh_once(*operands, **known)
-        return jax.jit(functools.partial(_on_mesh, **known))(*operands)  # no other call shares it: it may hold arrays
+        return run_once(_on_mesh, (recipe, part, options, mesh), *operands)
     return _trained(recipe, (x, w, *after), asked=asked, options=options, steps=steps, given=(rows, weights))
 
 
@@ -169,7 +168,7 @@ def _partition_of(recipe: Recipe, asked: Problem, mesh: AbstractMesh, operands: 
     return partition(asked, specs, explicit_axes(mesh))
 
 
-def _on_mesh(*operands: Array, recipe: Recipe, part: Partition, options: Options, mesh: AbstractMesh) -> Array:
+def _on_mesh(recipe: Recipe, part: Partition, options: Options, mesh: AbstractMesh, *operands: Array) -> Array:
     """The result on all devices, each of which has a part of the operands."""
 
     def multiply(problem: Problem, *operands: Array) -> Array:
@@ -180,9 +179,6 @@ def _on_mesh(*operands: Array, recipe: Recipe, part: Partition, options: Options
         return with_automatic_axes(functools.partial(multiply, part.problem), mesh, part.result)(*operands)
     function = functools.partial(compute, part, multiply)
     return mapped(function, mesh, part.operands, part.result, dict(part.devices))(*operands)
-
-
-_on_mesh_once = jax.jit(_on_mesh, static_argnames=("recipe", "part", "options", "mesh"))
 
 
 def _check(recipe: Any, x: Array, w: Array) -> None:

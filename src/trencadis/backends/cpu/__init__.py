@@ -96,7 +96,7 @@ def _arithmetic(problem: Problem) -> Refusal | None:
 def _gated(problem: Problem) -> Refusal | None:
     """The refusal of a gated activation that is no program of the kernels; None if it is, or if there is none."""
     gate = problem.gate
-    if gate is None or gate.activation is None or programs.of_gate(gate) is not None:
+    if gate is None or gate.activation is None or programs.of_gate(dataclasses.replace(gate, gather=None)) is not None:
         return None
     return _refusal(f"{gate} has operations that it lacks")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -22,7 +23,7 @@ def run(plan: Plan, *operands: Array) -> list[Array]:
     rest = rest if problem.gather is None else rest[:-2]
     if problem.form is Form.CONTRACTION:
         return [bridge.grouped(problem, plan.tiling, (lhs, each, sizes, first), token=token) for each in (rhs, *rest)]
-    program = programs.of_gate(gate)
+    program = programs.of_gate(dataclasses.replace(gate, gather=None))
     assert program is not None  # or the plan had refused
     fused = functools.partial(bridge.fused, problem, plan.tiling, program, (lhs, rhs, sizes, first), token=token)
     if gate.activation is None:  # the sum of two products

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from trencadis.core.epilogue import Activation, Gate, inlined
+from trencadis.core.activation import Activation, inlined
+from trencadis.core.epilogue import Gate
 
 # as they are numbered in `native/src/program.h`
 OPERATIONS = (
@@ -58,7 +59,7 @@ def of_activation(activation: Activation) -> Program | None:
 
 @functools.lru_cache(maxsize=256)
 def of_gate(gate: Gate) -> Program | None:
-    """The program of a gated activation, of its pullback, or of the sum of two products."""
+    """The program of a gated activation without gathered rows, of its pullback, or of the sum of two products."""
     activation = gate.activation
     if activation is None:
         return program(lambda x, y: [x + y], 2)

@@ -57,10 +57,11 @@ from trencadis.backends.prepare import (
     round_up,
     with_k_last,
 )
+from trencadis.core.activation import elementwise, inlined
 from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, unknown_dtype
 from trencadis.core.devices import card_for
 from trencadis.core.dtypes import accumulator, bits
-from trencadis.core.epilogue import Gate, elementwise, inlined
+from trencadis.core.epilogue import Gate
 from trencadis.core.interleave import FLOAT4
 from trencadis.core.jax_compat import apart, gpu_interpreter
 from trencadis.core.problem import Form, Problem

@@ -31,7 +31,8 @@ from trencadis.backends.gpu.registers import WARPS, packed, store_row_sums, wide
 from trencadis.backends.gpu.rows import RowsMainloop
 from trencadis.backends.gpu.store import Store, Subtile, Subtiles, Sums
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
-from trencadis.core.epilogue import Gate, elementwise, inlined
+from trencadis.core.activation import elementwise, inlined
+from trencadis.core.epilogue import Gate
 from trencadis.core.jax_compat import for_transposed_store, transpose_ref
 from trencadis.core.problem import Problem
 

@@ -27,7 +27,8 @@ from trencadis.backends.gpu.mma_shapes import MmaShape
 from trencadis.backends.gpu.scales import operand_excess, shared_by_tile
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, i32
 from trencadis.backends.prepare import round_up
-from trencadis.core.epilogue import Extras, inlined
+from trencadis.core.activation import inlined
+from trencadis.core.epilogue import Extras
 from trencadis.core.jax_compat import for_transposed_store, transpose_ref
 from trencadis.core.problem import Form, Problem
 

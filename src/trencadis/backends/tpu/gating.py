@@ -19,7 +19,8 @@ from jax import lax
 
 from trencadis.backends.tpu.indexing import LANES, BlockedAxis, Value
 from trencadis.backends.tpu.layout import Layout
-from trencadis.core.epilogue import Gate, elementwise
+from trencadis.core.activation import elementwise
+from trencadis.core.epilogue import Gate
 from trencadis.core.problem import Problem
 
 FLOAT32 = np.dtype(np.float32)

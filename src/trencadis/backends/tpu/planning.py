@@ -18,9 +18,10 @@ from trencadis.backends.tpu.choose import chip_for, choose, choose_for_tile, pad
 from trencadis.backends.tpu.indexing import LANES, Ref
 from trencadis.backends.tpu.passes import notes, precision_of, without_float16
 from trencadis.backends.tpu.products import FLOAT4, conversion_note, exact_in_operand
+from trencadis.core.activation import Activation, elementwise
 from trencadis.core.decision import Dtypes, Plan, Refusal, unknown_dtype
 from trencadis.core.dtypes import accumulator
-from trencadis.core.epilogue import Activation, Gate, elementwise
+from trencadis.core.epilogue import Gate
 from trencadis.core.jax_compat import apart
 from trencadis.core.problem import Form, Problem
 from trencadis.core.target import Target

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trencadis.core.epilogue import Activation, inlined
+from trencadis.core.activation import Activation, inlined
 
 # Triton has no function for these on all GPUs; near 0, where the formula loses digits, the first terms of the series do
 _TANH = "tl.where(tl.abs({0}) < 0.15, {0} * (1 - {0} * {0} * (1 / 3 - {0} * {0} * (2 / 15 - {0} * {0} * (17 / 315)))), "

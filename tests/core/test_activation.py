@@ -1,0 +1,223 @@
+"""Activations as parts of a problem: which are equal, and what is traced again."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trencadis as tr
+from trencadis import moe, parallel
+from trencadis.core.activation import elementwise, inlined, static_activation
+
+pytestmark = pytest.mark.core
+
+F32 = np.dtype("float32")
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        jax.nn.relu,
+        jax.nn.silu,
+        lambda z: jax.nn.gelu(z, approximate=False),
+        lambda z: jax.lax.fori_loop(0, 3, lambda _, y: y * 0.5, z),
+        lambda z: jax.lax.scan(lambda y, _: (y + z, None), z, None, length=2)[0],
+        lambda z: jax.lax.cond(z > 0, jnp.sin, jax.nn.softplus, z),
+        lambda z: jax.lax.while_loop(lambda y: y < 3, lambda y: y + 1, z),
+    ],
+)
+def test_inlined_means_the_same(activation):
+    for z in (-1.5, 0.25, 2.0):
+        np.testing.assert_allclose(inlined(activation)(jnp.float32(z)), activation(jnp.float32(z)), rtol=1e-6)
+
+
+def test_elementwise_by_construction():
+    z = jnp.arange(6.0).reshape(2, 3)
+    np.testing.assert_array_equal(elementwise(lambda x: jnp.where(x > 2, x, -x))(z), jnp.where(z > 2, z, -z))
+    with pytest.raises(ValueError, match="one number"):
+        static_activation(jnp.cumsum, F32, F32)
+
+
+def test_a_traced_value_inside_keeps_it_out_of_kernels():
+    assert static_activation(jax.nn.gelu, F32, F32)
+    seen = []
+    jax.jit(lambda b: seen.append(static_activation(lambda z: z * b, F32, F32)) or b)(2.0)
+    jax.grad(lambda b: seen.append(static_activation(lambda z: z * b, F32, F32)) or b)(2.0)
+    assert seen == [None, None]
+
+
+@pytest.mark.parametrize("value", [jnp.float32, np.float32, lambda x: jnp.array([x]), lambda x: np.array([x])])
+def test_activations_are_equal_only_if_they_compute_the_same(value):
+    """Arrays that a jitted function closes over are not in the text of its jaxpr."""
+
+    def times(number, wrap):
+        held = value(number)
+        return static_activation(wrap(lambda z: (z * held).sum()), F32, F32)
+
+    for wrap in (lambda f: f, jax.jit, lambda f: lambda z: jax.jit(jax.jit(f))(z) + 1, jax.checkpoint):
+        assert times(2.0, wrap) != times(3.0, wrap)
+
+
+READ = {}  # what activations read, as they would a global variable
+
+
+@dataclasses.dataclass(frozen=True)
+class Sloped:
+    """A frozen value of a user, which reads a variable all the same."""
+
+    factor: float = 1.0
+    hidden: float = dataclasses.field(default=1.0, compare=False)
+
+    def __call__(self, *z):
+        return functools.reduce(jnp.multiply, z) * self.factor * self.hidden * READ["slope"]
+
+
+READERS = [
+    lambda *z: functools.reduce(jnp.multiply, z) * READ["slope"],
+    Sloped(),
+    functools.wraps(jax.nn.relu)(lambda *z: functools.reduce(jnp.multiply, z) * READ["slope"]),
+]
+
+
+def layer_of(rows, **options):
+    """A function of an activation: the first number of an MoE layer of ones, which is 4 times the slope."""
+    x, w = jnp.ones((rows, 2)), jnp.ones((1, 2, 2))
+    routing = moe.route(jnp.ones((rows, 1)), 1)
+    return lambda activation: tr.moe_mlp(x, routing, None, w, w, activation=activation, **options)[0, 0]
+
+
+def over_mesh(rows):
+    """The same by `parallel.moe_mlp`, over a mesh of one device."""
+    mesh = jax.make_mesh((1,), ("e",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    x, w = jnp.ones((rows, 2)), jnp.ones((1, 2, 2))
+    routing = moe.route(jnp.ones((rows, 1)), 1)
+    layer = functools.partial(parallel.moe_mlp, x, routing, None, w, w, axis="e", mesh=mesh)
+    return lambda activation: layer(activation=activation)[0][0, 0]
+
+
+def product_of(rows):
+    """The same of a grouped matmul, whose sums are 3, and then the result is 4 / 3 of them."""
+    x, w = jnp.full((rows, 3), 4 / 3), jnp.ones((1, 3, 2))
+    return lambda activation: tr.grouped_matmul(x, w, [rows], backend="reference", activation=activation)[0, 0]
+
+
+@pytest.mark.parametrize("activation", READERS, ids=["lambda", "frozen", "wrapped"])
+@pytest.mark.parametrize("of", [product_of, layer_of, over_mesh])
+def test_an_activation_may_read_a_variable_that_changes(of, activation):
+    """Outside of jit a call computes what the function is then, and never what another was with the same text."""
+    call = of(2)
+    for READ["slope"] in (1.0, 2.0):
+        np.testing.assert_allclose(call(activation), 4 * READ["slope"], rtol=1e-6)
+    np.testing.assert_allclose(call(lambda z: z * 1.0), 4, rtol=1e-6)
+    np.testing.assert_allclose(of(3)(lambda z: z * 1.0), 4, rtol=1e-6)  # a program of its own, by the same text
+
+
+@pytest.mark.parametrize("make", [jnp.float32, lambda x: np.full(1, x, np.float32), lambda x: jnp.full(3, x)[1]])
+def test_an_activation_may_close_over_an_array_that_changes(make):
+    held = [make(1.0)]
+    activation = lambda z: (z * held[0]).sum()
+    for slope in (1.0, 3.0):
+        held[0] = make(slope)
+        np.testing.assert_allclose(product_of(2)(activation), 4 * slope, rtol=1e-6)
+    if isinstance(held[0], np.ndarray):
+        held[0][:] = 5
+        np.testing.assert_allclose(product_of(2)(activation), 20, rtol=1e-6)
+
+
+def test_fields_that_are_not_compared_count():
+    READ["slope"] = 1.0
+    for hidden in (1.0, 2.0):
+        np.testing.assert_allclose(product_of(2)(Sloped(hidden=hidden)), 4 * hidden, rtol=1e-6)
+
+
+def test_rules_of_jax_are_known_without_their_derivatives(monkeypatch):
+    """To trace derivatives takes several times as long as the rest of a call outside of jit."""
+    monkeypatch.setattr("trencadis.core.activation._pullbacks", lambda *numbers, out: pytest.fail("traced"))
+    for activation in (jax.nn.relu, jax.nn.softplus, lambda z: jax.nn.relu(z) * jax.nn.gelu(z)):
+        assert static_activation(lambda z, f=activation: f(z), F32, F32)
+
+
+def test_python_functions_are_told_apart_even_if_they_look_alike():
+    class Times:
+        def __init__(self, number):
+            self.number = number
+
+        def __call__(self, z):
+            return np.asarray(z * self.number, np.float32)
+
+        def __repr__(self):
+            return "Times"
+
+    def activation(number):
+        return lambda z: jax.pure_callback(
+            Times(number), jax.ShapeDtypeStruct(z.shape, z.dtype), z, vmap_method="expand_dims"
+        )
+
+    assert static_activation(activation(2), F32, F32) != static_activation(activation(3), F32, F32)
+    fresh = (static_activation(lambda z: jax.nn.relu(z) * 0.5, F32, F32) for _ in range(2))
+    assert next(fresh) == next(fresh)
+
+
+def rounded(slope, kind):
+    """Rounding with a derivative of its own, which only its rule has."""
+    if kind == "jvp":
+        call = jax.custom_jvp(lambda z: jnp.round(z))
+        call.defjvp(lambda primals, tangents: (call(*primals), slope * tangents[0]))
+    elif kind == "vjp":
+        call = jax.custom_vjp(lambda z: jnp.round(z))
+        call.defvjp(lambda z: (call(z), None), lambda _, ct: (slope * ct,))
+    else:  # only its second derivative is its own
+        inner = jax.custom_jvp(lambda z: jnp.round(z))
+        inner.defjvp(lambda primals, tangents: (inner(*primals), slope * tangents[0]))
+        call = jax.custom_jvp(lambda z: jnp.round(z))
+        call.defjvp(lambda primals, tangents: (call(*primals), inner(*primals) * tangents[0]))
+    return call
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp", "second"])
+def test_activations_with_other_derivatives_are_different(kind):
+    one, again, other = (static_activation(rounded(slope, kind), F32, F32) for slope in (1.0, 1.0, 5.0))
+    assert one == again != other
+    if kind != "second":  # outside of jit, equal activations have one program
+        x, w = jnp.ones((2, 3)), jnp.ones((1, 3, 2))
+        slope = lambda s: jax.grad(
+            lambda x: tr.grouped_matmul(x, w, [2], activation=rounded(s, kind), backend="reference").sum()
+        )(x)
+        np.testing.assert_array_equal(5 * slope(1.0), slope(5.0))
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.silu, jax.nn.softplus, moe.swiglu(limit=7.0, alpha=1.7)])
+def test_fresh_functions_of_the_same_operations_are_equal(activation):
+    numbers = 2 if isinstance(activation, moe.activation.SwiGLU) else 1
+    one, other = (static_activation(lambda *z: activation(*z), F32, F32, numbers) for _ in range(2))
+    assert one is not other and one == other
+
+
+def test_a_rule_that_closes_over_a_traced_value_keeps_it_out_of_kernels():
+    seen = []
+    jax.jit(lambda s: seen.append(static_activation(rounded(s, "jvp"), F32, F32)) or s)(2.0)
+    assert seen == [None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """A value with a hash, that of a function which may close over anything."""
+
+    function: Callable[..., jax.Array]
+
+    def __call__(self, z):
+        return self.function(z)
+
+
+def test_nothing_keeps_what_an_activation_closes_over():
+    with jax.checking_leaks():
+        jax.jit(lambda b: static_activation(Applied(lambda z: z * b), F32, F32) or b)(2.0)
+
+
+def test_the_reason_of_a_failing_activation_is_in_the_error():
+    with pytest.raises(ValueError, match=r"activation: .*ZeroDivisionError: division by zero"):
+        static_activation(lambda z: z + 1 / 0, F32, F32)
