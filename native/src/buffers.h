@@ -1,7 +1,4 @@
-// What the custom calls have in common: buffers of XLA as arrays, and the rows of groups.
-//
-// Sizes are numbers of a program that runs, and may be anything. Every product is cut to what its arrays hold before
-// its addresses are computed; what no product writes is zero, or keeps its value where the call adds to a result.
+// What the custom calls have in common: buffers of XLA as arrays.
 
 #ifndef TRENCADIS_BUFFERS_H_
 #define TRENCADIS_BUFFERS_H_
@@ -14,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "places.h"
 #include "tiles.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -62,10 +60,10 @@ class Rest {
   bool ok_ = true;
 };
 
-// An array by its bytes: numbers are counted here, and their size is known to few.
+// A buffer whose elements are float32 or bfloat16; indices are in elements.
 struct Array {
   char* data;
-  Index size;  // of a number in bytes
+  Index size;  // of an element, in bytes
   bool narrow;
 
   explicit Array(ffi::AnyBuffer x)
@@ -100,41 +98,6 @@ ffi::Error checked(std::initializer_list<ffi::AnyBuffer> arrays, const F& functi
   } catch (const std::exception& error) {
     return ffi::Error(ffi::ErrorCode::kInternal, error.what());
   }
-}
-
-struct Span {
-  Index start, end;
-};
-
-// The rows of each local group, for all batch entries one after the other: sizes are cut to the m rows of their entry.
-inline std::vector<Span> spans_of(const std::int32_t* sizes, const std::int32_t* first, Index batch, Index groups,
-                                  Index local, Index m) {
-  std::vector<Span> spans(static_cast<std::size_t>(batch * local), Span{0, 0});
-  for (Index entry = 0; entry < batch; entry++) {
-    Index end = 0;
-    for (Index group = 0; group < groups; group++) {
-      Index start = end;
-      end = std::min(m, end + std::max<Index>(sizes[entry * groups + group], 0));
-      Index at = group - first[entry];
-      if (at >= 0 && at < local) spans[entry * local + at] = Span{entry * m + start, entry * m + end};
-    }
-  }
-  return spans;
-}
-
-// Call a function with the group, the first row and the number of rows of all spans that have rows, in order, and of
-// the gaps between them, whose group is -1.
-template <class F>
-void each_span(const std::vector<Span>& spans, Index rows, const F& function) {
-  Index done = 0;
-  for (std::size_t i = 0; i < spans.size(); i++) {
-    Index start = spans[i].start, length = spans[i].end - start;
-    if (length == 0) continue;
-    if (start > done) function(Index{-1}, done, start - done);
-    function(static_cast<Index>(i), start, length);
-    done = start + length;
-  }
-  if (done < rows) function(Index{-1}, done, rows - done);
 }
 
 }  // namespace trencadis

@@ -31,7 +31,7 @@ struct FusedOptions {
 // What all tiles of a call share.
 struct Fused {
   std::vector<Index> rows;       // of the results, at which each product starts
-  std::vector<char> gaps;        // whether each product is none: rows that no group owns
+  std::vector<char> gaps;        // whether each is only rows that no group owns
   std::vector<Product> seconds;  // the second product of each; none if there is none
   Program program;
   std::vector<Block> inputs, results;  // whole arrays
@@ -149,7 +149,8 @@ inline ffi::Error fused(ffi::ThreadPool& pool, ffi::AnyBuffer lhs, ffi::AnyBuffe
   compute_all(std::move(products), o.limits, pool,
               [state](const std::vector<Product>& all, const Tile& t, Index block, Scratch& scratch) {
                 state->compute(all, t, block, scratch);
-              });
+              },
+              Cost{1 + (o.second > 0), kWorkPerNumber + program.count});
   for (std::size_t i = 0; i < rets.size(); i++) {
     if (state->results[i].kind != Block::kRowSums) continue;
     float* out = static_cast<float*>((*rets.get<ffi::AnyBuffer>(i))->untyped_data());

@@ -98,67 +98,6 @@ ffi::Error grouped_handler(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuf
 // ---------------------------------------------------------------------------------------------------------------------
 // Several ragged dimensions
 
-// How the matrices of all groups are stored: an array of them, one beside or below the other, or in a flat buffer.
-struct Packing {
-  enum Kind { kStacked = 0, kConcatenated = 1, kFlat = 2 };
-  Index kind, axis;  // the axis on which groups follow each other
-  bool transposed;
-  ffi::AnyBuffer::Dimensions shape;
-
-  Index length() const { return shape[axis]; }
-
-  // Cut rows and columns, in the order of storage, of a matrix that starts there to what the array holds.
-  void cut(Index start, Index stride, Index& rows, Index& columns) const {
-    Index room = start >= 0 && start <= length() ? length() - start : 0;
-    if (kind == kFlat) {
-      rows = std::min(rows, stride > 0 ? room / stride : 0);
-    } else if (kind == kStacked) {
-      rows = room > 0 ? std::min<Index>(rows, shape[1]) : 0;
-      columns = std::min<Index>(columns, shape[2]);
-    } else {
-      rows = std::min<Index>(rows, axis == 0 ? room : shape[0]);
-      columns = std::min<Index>(columns, axis == 1 ? room : shape[1]);
-    }
-  }
-};
-
-// One of lhs, rhs and out of a group: its first number, and the numbers from one stored row to the next.
-struct Place {
-  Index offset, stride;
-};
-
-struct Group {
-  Index m, k, n;
-  Place lhs, rhs, out;
-  bool whole;  // nothing was cut
-};
-
-Place place(const Packing& p, Index start, Index& first, Index& second) {
-  Index &rows = p.transposed ? second : first, &columns = p.transposed ? first : second;
-  Index stride = p.kind == Packing::kFlat ? columns : p.shape.back();
-  p.cut(start, stride, rows, columns);
-  Index unit = p.kind == Packing::kStacked ? p.shape[1] * p.shape[2] : p.kind == Packing::kFlat || p.axis == 1 ? 1 : stride;
-  return {start * unit, stride};
-}
-
-// The gaps between the groups of a result, as products without a sum.
-void add_gaps(const Packing& p, const std::vector<Group>& groups, const Array& c, Index count,
-              std::vector<Product>& products) {
-  bool beside = p.kind == Packing::kConcatenated && p.axis == 1;  // a gap has a piece of each row
-  Index done = 0, end = beside ? p.length() : count;
-  auto gap = [&](Index to) {
-    if (to <= done) return;
-    products.push_back(zeros(c, done, beside ? p.shape[0] : 1, to - done, end));
-  };
-  for (const Group& g : groups) {
-    if (g.m == 0 || g.n == 0) continue;
-    gap(g.out.offset);
-    Index rows = p.transposed ? g.n : g.m, columns = p.transposed ? g.m : g.n;
-    done = std::max(done, g.out.offset + (beside ? columns : rows * g.out.stride));
-  }
-  gap(end);
-}
-
 ffi::Error ragged(ffi::ThreadPool& pool, const Array& a, const Array& b, const std::vector<Group>& groups,
                   const Packing (&packings)[3], Rest rest, ffi::AnyBuffer out, bool accumulate,
                   ffi::Span<const std::int64_t> given, const Limits& limits) {
@@ -176,7 +115,9 @@ ffi::Error ragged(ffi::ThreadPool& pool, const Array& a, const Array& b, const s
   if (!accumulate) {
     advise_huge_pages(c.data, out.size_bytes());
     if (whole) {
-      add_gaps(packings[2], groups, c, count, products);
+      for (const Gap& gap : gaps_of(packings[2], groups, count)) {
+        products.push_back(zeros(c, gap.start, gap.m, gap.n, gap.stride));
+      }
     } else {
       std::memset(c.data, 0, out.size_bytes());  // sizes that do not fit leave more than gaps
     }
@@ -213,7 +154,7 @@ ffi::Error ragged_handler(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuff
     return wrong("want three numbers for lhs, rhs and the result");
   }
   auto packing = [&](int i, ffi::AnyBuffer::Dimensions shape) {
-    return Packing{kinds[i], axes[i], transposed[i] != 0, shape};
+    return Packing{kinds[i], axes[i], transposed[i] != 0, std::vector<Index>(shape.begin(), shape.end())};
   };
   const Packing packings[3] = {packing(0, lhs.dimensions()), packing(1, rhs.dimensions()), packing(2, out->dimensions())};
   for (const Packing& p : packings) {
@@ -228,19 +169,9 @@ ffi::Error ragged_handler(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuff
   return checked({lhs, rhs, *out}, [&] {
     std::vector<Group> groups;
     for (Index i = 0; i < count; i++) {
-      auto number = [&](int field) { return static_cast<Index>(at[field * count + i]); };
-      Group g{};
-      Index m = std::max<Index>(number(3), 0), k = std::max<Index>(number(4), 0), n = std::max<Index>(number(5), 0);
-      g.m = m, g.k = k, g.n = n;
-      // strides are those of the sizes as they are given; so each place is computed from these
-      Index lhs_m = m, lhs_k = k, rhs_k = k, rhs_n = n, out_m = m, out_n = n;
-      g.lhs = place(packings[0], number(0), lhs_m, lhs_k);
-      g.rhs = place(packings[1], number(1), rhs_k, rhs_n);
-      g.out = place(packings[2], number(2), out_m, out_n);
-      g.m = std::min(lhs_m, out_m), g.k = std::min(lhs_k, rhs_k), g.n = std::min(rhs_n, out_n);
-      if (k == 0) g.m = out_m, g.n = out_n;  // operands without numbers have no say
-      g.whole = g.m == m && g.k == k && g.n == n;
-      groups.push_back(g);
+      Index numbers[6];
+      for (int field = 0; field < 6; field++) numbers[field] = at[field * count + i];
+      groups.push_back(group_of(packings, numbers));
     }
     return ragged(pool, Array(lhs), Array(rhs), groups, packings, Rest(args), *out, accumulate, given, *limits);
   });

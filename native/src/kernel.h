@@ -312,7 +312,7 @@ INLINE void pack_a(R, const Operand& a, Index m, Index stored, Index m0, Index r
 // ---------------------------------------------------------------------------------------------------------------------
 // Registers
 
-// A panel of B is read packed, [k, NR], or from rows of B, from which it is packed; `step` is 0 if nobody reads it then.
+// A panel of B is read packed, [k, NR], or from rows of B, from which it is packed; `step` is 0 if it is not read again.
 struct Source {
   float* packed;
   Index step;

@@ -1,16 +1,24 @@
-// Products and programs of many ragged sizes with each of the instructions of this machine, against a loop in double.
+// Products and programs of many ragged sizes with each of the instructions of this machine, against a loop in double;
+// the rows and addresses of groups, from sizes that may be anything; and threads, some of which throw.
 //
 // Every matrix ends where its memory ends, so that a sanitizer sees whatever is read or written beside it, and what
-// must not count is NaN. Build with -fsanitize=address,undefined; the exit code is the number of wrong products.
+// must not count is NaN. Build with -fsanitize=address,undefined; the exit code is the number of wrong results.
 
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <functional>
 #include <limits>
 #include <memory>
+#include <new>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "../src/machines.h"
+#include "../src/places.h"
+#include "../src/tiles.h"
 
 namespace trencadis {
 namespace {
@@ -112,6 +120,142 @@ bool right(Instructions with, Index m, Index n, bool narrow, Scratch& scratch) {
   return good;
 }
 
+// A size that a program may compute: mostly small, sometimes impossible.
+Index size_of_any_kind() {
+  const Index wild[] = {-1, -5, std::numeric_limits<std::int32_t>::min(), std::numeric_limits<std::int32_t>::max(), 1000};
+  return draw(0, 5) == 0 ? wild[draw(0, 4)] : draw(0, 7);
+}
+
+// Whether the spans of groups and the gaps between them are all rows, each once, and those of a window of the groups.
+bool right_spans() {
+  const Index batch = draw(1, 3), groups = draw(0, 6), local = draw(0, 6), m = draw(0, 20);
+  std::vector<std::int32_t> sizes, first;
+  for (Index i = 0; i < batch * groups; i++) sizes.push_back(static_cast<std::int32_t>(size_of_any_kind()));
+  for (Index i = 0; i < batch; i++) first.push_back(static_cast<std::int32_t>(draw(-3, 8)));
+  std::vector<Span> spans = spans_of(sizes.data(), first.data(), batch, groups, local, m);
+  Index done = 0, owned = 0, expected = 0;
+  bool good = static_cast<Index>(spans.size()) == batch * local;
+  each_span(spans, batch * m, [&](Index i, Index start, Index length) {
+    good = good && start == done && length > 0;
+    done = start + length;
+    if (i < 0) return;
+    owned += length;
+    good = good && spans[static_cast<std::size_t>(i)].start == start && start / m == (start + length - 1) / m;
+  });
+  for (Index entry = 0; entry < batch; entry++) {
+    Index end = 0;
+    for (Index group = 0; group < groups; group++) {
+      Index before = end, size = sizes[static_cast<std::size_t>(entry * groups + group)];
+      end = std::min(m, end + std::max<Index>(size, 0));
+      Index at = group - first[static_cast<std::size_t>(entry)];
+      if (at >= 0 && at < local) expected += end - before;
+    }
+  }
+  return good && done == batch * m && owned == expected;
+}
+
+Packing any_packing(bool last) {
+  Packing p{draw(0, 2), 0, draw(0, 1) == 1, {}};
+  for (Index i = p.kind; i < 3; i++) p.shape.push_back(draw(0, i == p.kind ? 60 : 9));
+  if (p.kind == Packing::kConcatenated && last) p.axis = 1;
+  return p;
+}
+
+Index numbers_of(const Packing& p) {
+  Index count = 1;
+  for (Index length : p.shape) count *= length;
+  return count;
+}
+
+// Whether a matrix lies in its array.
+bool inside(const Packing& p, const Place& at, Index rows, Index columns) {
+  if (p.transposed) std::swap(rows, columns);
+  if (rows == 0 || columns == 0) return true;
+  return at.offset >= 0 && at.stride >= columns && at.offset + (rows - 1) * at.stride + columns <= numbers_of(p);
+}
+
+// Whether the matrices of a group lie in their arrays, whatever its numbers are.
+bool right_group() {
+  const Packing packings[3] = {any_packing(draw(0, 1)), any_packing(draw(0, 1)), any_packing(draw(0, 1))};
+  Index numbers[6];
+  for (Index& each : numbers) each = size_of_any_kind();
+  const Group g = group_of(packings, numbers);
+  bool lhs = g.k == 0 || inside(packings[0], g.lhs, g.m, g.k), rhs = g.k == 0 || inside(packings[1], g.rhs, g.k, g.n);
+  return g.m >= 0 && g.k >= 0 && g.n >= 0 && lhs && rhs && inside(packings[2], g.out, g.m, g.n);
+}
+
+// Whether groups and the gaps between them are all numbers of a result, each once.
+bool right_gaps() {
+  Packing p{draw(1, 2), 0, draw(0, 1) == 1, {}};
+  const bool flat = p.kind == Packing::kFlat, beside = !flat && draw(0, 1) == 1;
+  const Index width = draw(1, 5);
+  std::vector<Group> groups;
+  Index end = 0;
+  for (Index i = draw(0, 4); i > 0; i--) {
+    end += draw(0, 2) * (flat || beside ? 1 : width);
+    Index rows = beside ? width : draw(0, 4), columns = flat ? draw(0, 4) : beside ? draw(0, 4) : width;
+    if (flat || beside) {
+      groups.push_back(Group{rows, 1, columns, {}, {}, {end, flat ? columns : 0}, true});
+      end += beside ? columns : rows * columns;
+    } else {
+      groups.push_back(Group{rows, 1, width, {}, {}, {end, width}, true});
+      end += rows * width;
+    }
+    if (p.transposed) std::swap(groups.back().m, groups.back().n);
+  }
+  end += draw(0, 2) * (flat || beside ? 1 : width);
+  p.axis = beside;
+  p.shape = flat ? std::vector<Index>{end} : beside ? std::vector<Index>{width, end} : std::vector<Index>{end / width, width};
+  const Index count = numbers_of(p);
+  std::vector<int> times(static_cast<std::size_t>(count), 0);
+  auto write = [&](Index start, Index m, Index n, Index stride) {
+    for (Index i = 0; i < m * n; i++) times.at(static_cast<std::size_t>(start + i / n * stride + i % n))++;
+  };
+  for (const Gap& gap : gaps_of(p, groups, count)) write(gap.start, gap.m, gap.n, gap.stride);
+  for (const Group& g : groups) {
+    write(g.out.offset, p.transposed ? g.n : g.m, p.transposed ? g.m : g.n, beside ? end : g.out.stride);
+  }
+  return std::all_of(times.begin(), times.end(), [](int each) { return each == 1; });
+}
+
+// A pool of threads that end when it does; after `most` tasks it has no memory for another.
+struct Pool {
+  int most = 100;
+  std::vector<std::thread> threads;
+  Index num_threads() const { return 4; }
+  void Schedule(std::function<void()> task) {
+    if (static_cast<int>(threads.size()) >= most) throw std::bad_alloc();
+    threads.emplace_back(std::move(task));
+  }
+  ~Pool() {
+    for (std::thread& each : threads) each.join();
+  }
+};
+
+// Whether all tiles are computed once, by threads of which some may be missing; and whether what a tile throws is thrown
+// by the call, when no thread writes any more.
+bool right_threads(int most, Index failing) {
+  Pool pool{most, {}};
+  std::atomic<Index> done{0}, running{0};
+  const Product p{2048, 2048, 64, {}, {}, nullptr, 2048};
+  bool thrown = false;
+  try {
+    compute_all({p}, Limits{512, 256, 512}, pool, [&](const auto&, const Tile& t, Index, Scratch& scratch) {
+      running++;
+      scratch.sums.get(16)[0] = 1;
+      if (done++ == failing) {
+        running--;
+        throw std::bad_alloc();
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(50 + t.m0 % 3));
+      running--;
+    });
+  } catch (const std::bad_alloc&) {
+    thrown = true;
+  }
+  return running == 0 && thrown == (failing >= 0) && (thrown || done >= 32);
+}
+
 int check(int count) {
   int wrong = 0;
   Scratch scratch;
@@ -140,6 +284,16 @@ int check(int count) {
       if (right(with, m, n, i % 2 == 0, scratch)) continue;
       wrong++;
       std::printf("wrong: a program, instructions %d, m %ld n %ld\n", static_cast<int>(with), long(m), long(n));
+    }
+  }
+  for (int i = 0; i < 10 * count; i++) {
+    if (!right_spans()) wrong++, std::printf("wrong: spans\n");
+    if (!right_group()) wrong++, std::printf("wrong: a group lies beside its arrays\n");
+    if (!right_gaps()) wrong++, std::printf("wrong: gaps\n");
+  }
+  for (int most : {100, 1, 0}) {
+    for (Index failing : {-1, 0, 5, 20}) {
+      if (!right_threads(most, failing)) wrong++, std::printf("wrong: threads, %d tasks, %ld fails\n", most, long(failing));
     }
   }
   std::printf("%d products with each of %d kinds of instructions, %d wrong\n", count, int(all.size()), wrong);

@@ -10,12 +10,13 @@ CHECK = pathlib.Path(__file__).parents[3] / "native" / "tests" / "check.cc"
 
 
 @pytest.mark.sweep
-def test_the_kernels_of_all_instructions_under_sanitizers(tmp_path):
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_the_kernels_of_all_instructions_under_sanitizers(sanitizers, tmp_path):
     """AVX2 and portable kernels too; the program compares them with a loop, over ragged sizes."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    flags = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    flags = ["-O1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined"]
     subprocess.run([_built(compiler, flags, tmp_path)], check=True)
 
 
@@ -32,5 +33,5 @@ def test_the_kernels_of_neon_in_an_emulator(flags, tmp_path):
 def _built(compiler: str, flags: list[str], folder: pathlib.Path) -> str:
     """The program, compiled; its exit code is the number of wrong products."""
     program = str(folder / "check")
-    subprocess.run([compiler, "-std=c++17", "-Wno-psabi", *flags, str(CHECK), "-o", program], check=True)
+    subprocess.run([compiler, "-std=c++17", "-Wno-psabi", "-pthread", *flags, str(CHECK), "-o", program], check=True)
     return program
