@@ -297,6 +297,12 @@ def test_vmap_of_a_sharded_axis():
     got = call(*(put(mesh, each, P("d")) for each in (xs, ws, sizes)))
     close(got, want)
     assert jax.typeof(got[0]).sharding.spec == P("d", None, None)
+    partly = mesh_of(AxisType.Explicit, (2, 2))  # the batch over one of two explicit axes
+    shared = jax.jit(jax.vmap(tr.grouped_matmul, in_axes=(0, None, None)))
+    given = put(partly, xs, P("d")), put(partly, w, P()), SIZES
+    close(shared(*given), shared(xs, w, SIZES))
+    assert jax.typeof(shared(*given)).sharding.spec == P("d", None, None)
+    assert "all-gather" not in shared.lower(*given).compile().as_text()
     automatic = mesh_of(AxisType.Auto, (2, 2))
     close(call(put(automatic, xs, P("d")), put(automatic, ws, P("d", "e")), put(automatic, sizes, P("d"))), want)
 

@@ -1,5 +1,7 @@
 """`init` and `apply` are `route`, `moe_mlp` and a shared expert, for tokens in any arrangement."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,11 +128,15 @@ def without(name):
     [
         (["x", "d = 6", "(2, 5)"], {"x": jnp.ones((2, 5))}),
         (["x", "array", "str"], {"x": "tokens"}),
-        (["params", "without bias_down", "router, w_gate"], {"params": without("bias_down")}),
-        (["params", "without router"], {"params": without("router")}),
-        (["params", "unknown w_side"], {"params": PARAMS | {"w_side": X}}),
+        (["params", "missing: bias_down", "router, w_gate"], {"params": without("bias_down")}),
+        (["params", "missing: router"], {"params": without("router")}),
+        (["params", "unknown: w_side"], {"params": PARAMS | {"w_side": X}}),
+        (["params", "dict of arrays by name", "list"], {"params": [1]}),
+        (["config", "moe.Config", "dict"], {"config": PARAMS}),
+        (["x", "floats of 16 bits", "int32"], {"x": jnp.ones((2, 2, 6), jnp.int32)}),
         (["params", "w_up", "(4, 6, 5)", "(4, 6, 3)"], {"params": PARAMS | {"w_up": PARAMS["w_up"][:, :, :3]}}),
         (["mask", "(2, 2)", "(4,)"], {"mask": jnp.ones(4, bool)}),
+        (["mask", "booleans", "float32"], {"mask": jnp.zeros((2, 2))}),
         (["experts", "(2, 2, 2)"], {"experts": jnp.ones((2, 2), jnp.int32)}),
         (["mlp", "the result alone", "tuple"], {"mlp": lambda x, *experts, **options: (x, None)}),
     ],
@@ -139,3 +145,32 @@ def test_errors_name_the_argument(words, change):
     with pytest.raises((ValueError, TypeError)) as error:
         moe.apply(**({"params": PARAMS, "x": X, "config": SMALL} | change))
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("d: want an int of at least 1; got 8.0", {"d": 8.0}),
+        ("f: want an int of at least 1; got 0", {"f": 0}),
+        ("shared: want an int of at least 0; got -3", {"shared": -3}),
+        ("k: want at most 4, the number of experts; got 9", {"k": 9}),
+        ("score: want one of 'softmax'", {"score": "foo"}),
+        ("save: want one of 'least'", {"save": "all"}),
+    ],
+)
+def test_a_config_is_checked_when_it_is_made(message, change):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **change)
+
+
+def test_a_layer_and_its_routing_can_be_serialized():
+    """`apply` returns a Routing, and code that sorts by itself a Permutation."""
+
+    def layer(params, x):
+        y, routing = moe.apply(params, x, SMALL)
+        return y, routing, moe.load_of(routing), moe.sort_by_expert(routing.experts, SMALL.experts)
+
+    exported = jax.export.export(jax.jit(layer))(PARAMS, X)
+    found = jax.export.deserialize(exported.serialize()).call(PARAMS, X)
+    jax.tree.map(np.testing.assert_array_equal, found, jax.jit(layer)(PARAMS, X))
+    assert isinstance(found[1], moe.Routing) and isinstance(found[3], moe.Permutation)

@@ -270,3 +270,20 @@ def test_no_tokens_have_no_loss():
 def test_errors_about_balance_name_the_argument(message, call):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: moe.route(x, 1, mask=jnp.zeros(3)), "mask: want booleans, True where a token counts; got float32"),
+        (lambda x: moe.z_loss(x, mask=jnp.ones(3, jnp.int32)), "mask: want booleans"),
+        (moe.balance_loss, "routing: want what moe.route returns; got ArrayImpl"),
+        (moe.load_of, "routing: want what moe.route returns"),
+        (lambda x: moe.limit_rows(x, 3), "routing: want what moe.route returns"),
+        (lambda x: moe.permute(x, moe.route(x, 1)), "permutation: want what moe.sort_by_expert returns; got Routing"),
+        (lambda x: moe.combine(x, x, moe.route(x, 1)), "permutation: want what moe.sort_by_expert returns"),
+    ],
+)
+def test_what_is_of_another_type_is_named(call, message):
+    with pytest.raises(TypeError, match=message):
+        call(jnp.ones((3, 2)))

@@ -153,7 +153,19 @@ def test_bad_options(options, message):
 
 def test_options_are_those_of_a_shard():
     """A window of the experts is chosen by the shard, and not by the caller."""
-    with pytest.raises(TypeError, match="group_offset: want one of the options bias_gate"):
+    with pytest.raises(TypeError, match="group_offset: no option of this layer; want one of bias_gate"):
         jax.eval_shape(
             lambda *xs: cases.run(cases.step(2, group_offset=1), *xs), cases.routings()["one"], cases.numbers()
         )
+
+
+def test_a_call_outside_of_shard_map_says_so():
+    routing = moe.route(jnp.ones((4, 2)), 1)
+    with pytest.raises(ValueError, match=r"axis: want a mesh axis of the jax.shard_map .* got 'expert'"):
+        parallel.expert_parallel(jnp.ones((4, 2)), routing, None, *[jnp.ones((2, 2, 2))] * 2, axis="expert")
+    with pytest.raises(ValueError, match=r"axis: want a mesh axis of the jax.shard_map"):
+        parallel.gather_weights(jnp.ones((2, 2, 2)), "expert")
+    with pytest.raises(ValueError, match="strategy: want one of"):
+        parallel.bytes_moved("foo", shards=4, tokens=1, k=1, local=1, row=1)
+    with pytest.raises(ValueError, match="shards: want an int of at least 1; got 0"):
+        parallel.bytes_moved("ragged", shards=0, tokens=1, k=1, local=1, row=1)

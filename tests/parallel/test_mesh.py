@@ -98,7 +98,7 @@ def test_tokens_that_shards_do_not_divide():
     numbers = given()
     routing = moe.route(numbers["x"][:15] @ numbers["router"], cases.K)
     experts = (numbers[name] for name in ("gate", "up", "down"))
-    with pytest.raises(ValueError, match="x: want tokens that 2 shards divide evenly, padded and masked; got 15"):
+    with pytest.raises(ValueError, match="x: want a multiple of 2 tokens, a part for each shard; got 15"):
         parallel.moe_mlp(numbers["x"][:15], routing, *experts, mesh=cases.mesh_of(2), axis="e")
 
 
@@ -122,7 +122,7 @@ def test_tokens_that_shards_do_not_divide():
             {"axis": (), "tensor_axis": "e", "w_up": np.ones((8, 6, 5), np.float32)},
             "w_up: want a last dimension f that the 2 shards of 'e' divide evenly; got 5",
         ),
-        ({"group_offset": 1}, "group_offset: want one of the options bias_gate"),
+        ({"group_offset": 1}, "group_offset: no option of this layer; want one of bias_gate"),
     ],
 )
 def test_errors_name_the_argument(change, message):

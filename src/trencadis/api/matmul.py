@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import export
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int32, Num
@@ -18,6 +17,7 @@ from trencadis.core import arguments
 from trencadis.core.activation import Activation
 from trencadis.core.call import Options, Steps
 from trencadis.core.debug import check_traced
+from trencadis.core.jax_compat import exportable_tuple
 from trencadis.core.mesh import replicated
 from trencadis.core.schedule import visits
 from trencadis.core.tiling import TilingLike
@@ -140,15 +140,13 @@ def transposed_grouped_matmul(
     )  # fmt: skip
 
 
+@exportable_tuple
 class GroupMetadata(NamedTuple):
     """The schedule of a kernel over row tiles, as megablox lays it out; all int32."""
 
     group_offsets: Int32[Array, " groups+1"]  # the row at which each group starts; the last is the sum of the sizes
     group_ids: Int32[Array, " tiles+groups-1"]  # the group of each visit
     m_tile_ids: Int32[Array, " tiles+groups-1"]  # the row tile of each visit
-
-
-export.register_namedtuple_serialization(GroupMetadata, serialized_name="trencadis.GroupMetadata")
 
 
 def make_group_metadata(

@@ -312,6 +312,20 @@ def _rank(name: str, x: ShapeDtype, rank: int, axes: str) -> None:
     check_static(name, x)
 
 
+def check_type(name: str, x: object, kind: type, source: str) -> None:
+    """Raise an error that names the argument unless it is of a type, which `source` gives: what it is the result of."""
+    if not isinstance(x, kind):
+        raise TypeError(f"{name}: want {source}; got {type(x).__name__}")
+
+
+def as_mask(name: str, x: object) -> jax.Array:
+    """A mask of booleans; numbers are refused, since a mask that is added to scores has 0 where others have True."""
+    mask = as_array(name, x)
+    if mask.dtype != jnp.bool_:
+        raise TypeError(f"{name}: want booleans, True where a token counts; got {mask.dtype}")
+    return mask
+
+
 def check_static(name: str, x: ShapeDtype) -> None:
     """Raise an error that names the argument if its shape has symbolic dimensions, as those of `jax.export` may be."""
     if not all(is_int(size) for size in x.shape):

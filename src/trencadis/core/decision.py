@@ -97,7 +97,8 @@ def missing(backend: str, module: str, what: str, advice: str) -> Refusal | None
 # why and what to do, where XLA partitions a program and cannot partition a kernel
 PARTITIONED = (
     "XLA cannot partition a kernel over devices",
-    "wrap the call in jax.shard_map or trencadis.sharded, or make the axes of the mesh explicit",
+    "wrap the call in jax.shard_map or trencadis.sharded, or make the axes of the mesh explicit; a jax.vmap over a "
+    "sharded axis goes inside",
 )
 
 

@@ -242,10 +242,23 @@ def exportable(cls: type[T]) -> type[T]:
     def write(static: object) -> bytes:
         return json.dumps(static).encode()
 
-    name = f"trencadis.{cls.__name__}"
-    export.register_pytree_node_serialization(
-        cls, serialized_name=name, serialize_auxdata=write, deserialize_auxdata=read
+    register = functools.partial(
+        export.register_pytree_node_serialization, serialize_auxdata=write, deserialize_auxdata=read
     )
+    return _registered(register, cls)
+
+
+def exportable_tuple(cls: type[T]) -> type[T]:
+    """The same for a NamedTuple."""
+    return _registered(export.register_namedtuple_serialization, cls)
+
+
+def _registered(register: Callable[..., object], cls: type[T]) -> type[T]:
+    try:
+        register(cls, serialized_name=f"trencadis.{cls.__name__}")
+    except ValueError as error:
+        if "uplicate" not in str(error):  # the module is loaded again, as in a notebook
+            raise
     return cls
 
 

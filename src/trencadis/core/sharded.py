@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from trencadis.core import autodiff
-from trencadis.core.jax_compat import Value
+from trencadis.core.jax_compat import Value, vmapped_axes
 from trencadis.core.mesh import (
     Spec,
     explicit_axes,
@@ -38,6 +38,8 @@ def run(problem: Problem, overrides: Overrides, *operands: Value, out_sharding: 
     if mesh is None:
         return autodiff.run(problem, overrides, *operands)
     part = partition_of(problem, mesh, operands, out_sharding)
+    if vmapped_axes() and not any(map(any, (*part.operands, part.result))):
+        return autodiff.run(problem, overrides, *operands)  # batching divides it; inside of shard_map it would not
     call = _by_rule if partly_explicit(mesh) else _on_mesh
     out = call(*operands, part=part, overrides=overrides, mesh=mesh)
     return out if out_sharding is None else resharded(out, mesh, spec_of(out_sharding, mesh, out.ndim))

@@ -25,7 +25,7 @@ from trencadis.moe import sharded
 from trencadis.moe.activation import swiglu
 from trencadis.moe.layer import SAVE, Experts, Indices, Inputs, Layer, Save
 from trencadis.moe.permutation import sort_by_expert
-from trencadis.moe.routing import Routing
+from trencadis.moe.routing import Routing, check_routing
 from trencadis.quant.operand import Operand, array_operand
 from trencadis.quant.recipe import Recipe
 from trencadis.quant.scaled import Scaled
@@ -162,26 +162,36 @@ def _run(one: _OneDevice, chosen: Array, first: Any, frozen: Experts, inputs: In
 
 def check_tokens(x: Array) -> None:
     """Raise unless x holds tokens `[t, d]` in a dtype that a result can have."""
-    if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize == 1:
-        raise ValueError(
-            f"x: want floats of 16 bits or more, of shape [t, d]; got {x.dtype} of shape {x.shape}. "
-            "Products in 8 bits are for quantization to choose"
-        )
+    check_floats(x)
+    if x.ndim != 2:
+        raise ValueError(f"x: want tokens of shape [t, d]; got shape {x.shape}. moe.apply takes [..., d]")
     arguments.check_static("x", x)
+
+
+def check_floats(x: Array) -> None:
+    """Raise unless x has a dtype that a result can have."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize == 1:
+        raise ValueError(
+            f"x: want floats of 16 bits or more; got {x.dtype}. Products in 8 bits are for quantization to choose"
+        )
+
+
+def check_save(save: object) -> None:
+    """Raise unless it says what the backward pass keeps."""
+    if save not in SAVE:
+        raise ValueError(f"save: want one of {', '.join(map(repr, SAVE))}; got {save!r}")
 
 
 def _check(x: Array, routing: Routing, experts: Experts, save: str) -> None:
     """Raise an error that names the argument if shapes or dtypes do not fit."""
     check_tokens(x)
     t, d = x.shape
-    if not isinstance(routing, Routing):
-        raise TypeError(f"routing: want what moe.route returns; got {type(routing).__name__}")
+    check_routing(routing)
     if routing.experts.ndim != 2 or routing.experts.shape[0] != t:
         raise ValueError(f"routing: want experts of shape [t, k] for the {t} tokens of x; got {routing.experts.shape}")
     if routing.weights.shape != routing.experts.shape:
         raise ValueError(f"routing: want weights of shape {routing.experts.shape}; got {routing.weights.shape}")
-    if save not in SAVE:
-        raise ValueError(f"save: want one of {', '.join(map(repr, SAVE))}; got {save!r}")
+    check_save(save)
     if experts.up is None or experts.up.ndim != 3 or experts.up.shape[1] != d:
         raise ValueError(f"w_up: want [e, d, f] with d = {d}, the last dimension of x; got {jnp.shape(experts.up)}")
     e, _, f = experts.up.shape

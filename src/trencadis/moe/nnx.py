@@ -12,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
+from trencadis.core import arguments
 from trencadis.moe.mlp import moe_mlp
 from trencadis.moe.params import Config, apply, init
 from trencadis.moe.routing import Routing, update_bias
@@ -27,7 +28,7 @@ class MoE(nnx.Module):
     Args:
       config: the static description of the layer, a `moe.Config`.
       rngs: the random numbers of the parameters; the stream `params` is used.
-      dtype: the dtype of the parameters. The layer computes in the dtype of its input.
+      param_dtype: the dtype of the parameters. The layer computes in the dtype of its input.
 
     Each parameter of `moe.init` is an `nnx.Param` of the same name: `router`, `w_gate`, `w_up`, `w_down` and so on.
     `balance_bias` is a `BalanceBias` of zeros that only `update_bias` changes.
@@ -39,9 +40,11 @@ class MoE(nnx.Module):
     ((2, 3, 8), 12)
     """
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32) -> None:
+    def __init__(self, config: Config, *, rngs: nnx.Rngs, param_dtype: DTypeLike = jnp.float32) -> None:
+        arguments.check_type("config", config, Config, "a moe.Config")
+        arguments.check_type("rngs", rngs, nnx.Rngs, "an nnx.Rngs")
         self.config = config
-        for name, value in init(rngs.params(), config, dtype).items():
+        for name, value in init(rngs.params(), config, param_dtype).items():
             setattr(self, name, nnx.Param(value))
         self.balance_bias = BalanceBias(jnp.zeros(config.experts, jnp.float32))
 

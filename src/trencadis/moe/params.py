@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -17,8 +17,8 @@ from trencadis.core.activation import Activation
 from trencadis.core.mesh import flattened, unflattened
 from trencadis.moe.activation import swiglu
 from trencadis.moe.layer import Save
-from trencadis.moe.mlp import moe_mlp
-from trencadis.moe.routing import Routing, route
+from trencadis.moe.mlp import check_floats, check_save, moe_mlp
+from trencadis.moe.routing import Routing, check_score, route
 from trencadis.moe.selection import Score
 from trencadis.quant.recipe import Recipe
 
@@ -61,6 +61,16 @@ class Config:
     shared: int = 0
     save: Save = "least"
     quantization: Recipe | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("d", 1), ("f", 1), ("experts", 1), ("k", 1), ("shared", 0)):
+            value = getattr(self, name)
+            if not arguments.is_int(value) or value < least:
+                raise ValueError(f"{name}: want an int of at least {least}; got {value!r}")
+        if self.k > self.experts:
+            raise ValueError(f"k: want at most {self.experts}, the number of experts; got {self.k}")
+        check_score(self.score)
+        check_save(self.save)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -121,6 +131,10 @@ def apply(
     ((2, 3, 8), 12)
     """
     x = arguments.as_array("x", x)
+    check_floats(x)
+    arguments.check_type("config", config, Config, "a moe.Config")
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params: want a dict of arrays by name, as moe.init returns; got {type(params).__name__}")
     if x.ndim < 1 or x.shape[-1] != config.d:
         raise ValueError(f"x: want [..., d] with d = {config.d}; got {x.shape}")
     _check(params, config, whole=mlp is moe_mlp)
@@ -149,14 +163,10 @@ def apply(
 def _check(params: Params, config: Config, *, whole: bool) -> None:
     """Raise an error unless params are those of the config; those of the router alone where others may be shards."""
     shapes = config.shapes
-    for what, names in (
-        ("without", shapes.keys() - params.keys()),
-        ("with the unknown", params.keys() - shapes.keys()),
-    ):
+    missing, unknown = shapes.keys() - params.keys(), params.keys() - shapes.keys()
+    for what, names in (("missing", missing), ("unknown", unknown)):
         if names:
-            raise ValueError(
-                f"params: want {', '.join(shapes)}, as config has them; got those {what} {', '.join(sorted(names))}"
-            )
+            raise ValueError(f"params: want {', '.join(shapes)}, as config says; {what}: {', '.join(sorted(names))}")
     for name, want in shapes.items():
         if (whole or name in ROUTER) and tuple(jnp.shape(params[name])) != want:
             raise ValueError(

@@ -17,10 +17,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Integer, Num
 
 from trencadis.core import arguments, operation
+from trencadis.core.jax_compat import exportable_tuple
 from trencadis.core.linear import linear
 from trencadis.moe.row_operations import GatherEntries, SortByExpert, SpreadEntries, SpreadRows, sum_of_rows
 
 
+@exportable_tuple
 class Permutation(NamedTuple):
     """Assignments of tokens to experts, sorted by expert; those to no expert come last.
 
@@ -61,6 +63,7 @@ def permute(x: Num[Array, "t d"], permutation: Permutation) -> Num[Array, "rows 
     >>> permute(jnp.array([[1.0], [2.0]]), sort_by_expert(jnp.array([[1, 0], [2, 1]]), 3)).ravel()
     Array([1., 1., 2., 2.], dtype=float32)
     """
+    _check(permutation)
     x = jnp.asarray(x)
     if x.ndim != 2 or (permutation.token.shape[0] % x.shape[0] if x.shape[0] else permutation.token.shape[0]):
         raise ValueError(
@@ -76,6 +79,10 @@ def permute(x: Num[Array, "t d"], permutation: Permutation) -> Num[Array, "rows 
         return sum_rows(ct, permutation, tokens)
 
     return linear(gather, gather_sum, permutation, x)
+
+
+def _check(permutation: object) -> None:
+    arguments.check_type("permutation", permutation, Permutation, "what moe.sort_by_expert returns")
 
 
 def rows_of_tokens(x: Array, token: Array, inverse: Array) -> Array:
@@ -107,6 +114,7 @@ def combine(y: Num[Array, "rows d"], weights: Float[Array, "t k"], permutation: 
     >>> combine(jnp.arange(4.0)[:, None], jnp.ones((2, 2)), sort_by_expert(jnp.array([[1, 0], [2, 1]]), 3)).ravel()
     Array([1., 5.], dtype=float32)
     """
+    _check(permutation)
     y, weights = jnp.asarray(y), jnp.asarray(weights)
     rows = permutation.token.shape[0]
     if y.ndim != 2 or y.shape[0] != rows:

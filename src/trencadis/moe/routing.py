@@ -14,11 +14,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from trencadis.core import arguments
+from trencadis.core.jax_compat import exportable_tuple
 from trencadis.core.mesh import Axes, explicit_axes, explicit_mesh, placed, replicated, spec_of
 from trencadis.moe.permutation import ids_of, sort_by_expert
 from trencadis.moe.selection import SCORES, Rule, Score, choose, one_hot, picked
 
 
+@exportable_tuple
 class Routing(NamedTuple):
     """The experts of each token. An id outside of `[0, e)` is no expert: a masked or dropped assignment.
 
@@ -33,6 +35,7 @@ class Routing(NamedTuple):
     sizes: Int32[Array, " e"]  # the number of assignments of each expert
 
 
+@exportable_tuple
 class Load(NamedTuple):
     """How many rows each expert gets, and how evenly they are distributed.
 
@@ -84,8 +87,10 @@ def route(
     [0.67, 0.33]
     """
     logits = arguments.as_array("logits", logits)
-    optional = {"bias": bias, "mask": mask, "experts": experts}
-    bias, mask, experts = (None if x is None else arguments.as_array(name, x) for name, x in optional.items())
+    bias, experts = (
+        None if x is None else arguments.as_array(name, x) for name, x in (("bias", bias), ("experts", experts))
+    )
+    mask = None if mask is None else arguments.as_mask("mask", mask)
     scale = arguments.as_array("scale", scale)
     _check(logits, k, score, {"scale": scale, "bias": bias, "mask": mask, "experts": experts}, groups, group_k)
     choice = _Choice(Rule(score, normalize), k, groups, group_k)
@@ -178,8 +183,7 @@ def _check(
     t, e = logits.shape
     if not arguments.is_int(k) or not 1 <= k <= e:
         raise ValueError(f"k: want an int between 1 and the number of experts, {e}; got {k!r}")
-    if not (callable(score) or (isinstance(score, str) and score in SCORES)):
-        raise ValueError(f"score: want one of {', '.join(map(repr, SCORES))} or a function; got {score!r}")
+    check_score(score)
     if (groups is None) != (group_k is None):
         raise ValueError(f"groups, group_k: want both or neither; got {groups} and {group_k}")
     if groups is not None and group_k is not None:
@@ -210,6 +214,7 @@ def balance_loss(routing: Routing, *, axis_name: str | tuple[str, ...] | None = 
     >>> float(balance_loss(route(jnp.zeros((4, 4)), 4)))
     1.0
     """
+    check_routing(routing)
     sizes, probs = routing.sizes.astype(jnp.float32), jnp.sum(routing.probs, axis=0)
     if axis_name is not None:
         sizes, probs = lax.psum((sizes, probs), axis_name)
@@ -228,7 +233,7 @@ def z_loss(logits: Float[Array, "t e"], *, mask: Bool[Array, " t"] | None = None
     if mask is None:
         squares = jax.nn.logsumexp(logits, axis=-1) ** 2
         return jnp.sum(squares) / max(squares.size, 1)
-    mask = arguments.as_array("mask", mask).astype(bool)
+    mask = arguments.as_mask("mask", mask)
     if mask.shape != logits.shape[:-1]:
         raise ValueError(f"mask: want shape {logits.shape[:-1]}; got {mask.shape}")
     squares = jax.nn.logsumexp(jnp.where(mask[..., None], logits, 0), axis=-1) ** 2
@@ -266,6 +271,7 @@ def load_of(routing: Routing, *, axis_name: str | tuple[str, ...] | None = None)
     >>> load_of(route(jnp.array([[1.0, 0.0], [2.0, 0.0]]), 1)).rows.tolist()
     [2, 0]
     """
+    check_routing(routing)
     rows = routing.sizes if axis_name is None else lax.psum(routing.sizes, axis_name)
     return _load(rows, jnp.zeros((), jnp.int32))
 
@@ -279,6 +285,7 @@ def limit_rows(routing: Routing, capacity: int) -> tuple[Routing, Load]:
     >>> limited.experts.ravel().tolist(), int(load.dropped)
     ([0, 0, 2], 1)
     """
+    check_routing(routing)
     if not arguments.is_int(capacity) or capacity < 0:
         raise ValueError(f"capacity: want a nonnegative int, the rows of an expert; got {capacity!r}")
     num_experts, routing = routing.sizes.shape[0], Routing(*map(replicated, routing))
@@ -293,6 +300,17 @@ def limit_rows(routing: Routing, capacity: int) -> tuple[Routing, Load]:
         experts=jnp.where(kept, ids, num_experts), weights=jnp.where(kept, routing.weights, 0), sizes=rows
     )
     return limited, _load(rows, jnp.sum(sizes - rows, dtype=jnp.int32))
+
+
+def check_score(score: object) -> None:
+    """Raise unless it is the name of a score, or a function."""
+    if not (callable(score) or (isinstance(score, str) and score in SCORES)):
+        raise ValueError(f"score: want one of {', '.join(map(repr, SCORES))} or a function; got {score!r}")
+
+
+def check_routing(routing: object) -> None:
+    """Raise an error unless it is what `route` returns."""
+    arguments.check_type("routing", routing, Routing, "what moe.route returns")
 
 
 def _load(rows: Array, dropped: Array) -> Load:

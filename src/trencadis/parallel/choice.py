@@ -5,10 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, TypeAlias, get_args
 
+from trencadis.core import arguments
+
 Strategy: TypeAlias = Literal["all_gather", "all_to_all", "ragged"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 RAGGED_GPUS = 32  # the most GPUs for which `lax.ragged_all_to_all` is chosen: beyond, users report crashes
+
+
+def check_strategy(strategy: object) -> None:
+    """Raise unless it is the name of a strategy."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy: want one of {', '.join(map(repr, STRATEGIES))} or None; got {strategy!r}")
 
 
 def worst_case(shards: int, tokens: int, k: int, local: int) -> int:
@@ -57,6 +65,10 @@ def bytes_moved(
     >>> [round(bytes_moved(strategy, **sizes) / 2**20) for strategy in STRATEGIES]
     [112, 224, 28]
     """
+    check_strategy(strategy)
+    for name, value in {"shards": shards, "tokens": tokens, "k": k, "local": local, "row": row}.items():
+        if not arguments.is_int(value) or value < 1:
+            raise ValueError(f"{name}: want an int of at least 1; got {value!r}")
     rows = rows_moved(strategy, shards=shards, tokens=tokens, k=k, local=local, capacity=capacity)
     if strategy == "all_gather":  # ids and weights travel apart, and ids have no gradient
         return rows * (2 * row + (4 if backward else 8) * k)

@@ -26,6 +26,16 @@ def names_of(axis: Axis) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
+def size_of(axis: Axis) -> int:
+    """How many shards a mesh axis has, inside of `jax.shard_map`."""
+    try:
+        return int(lax.axis_size(axis))
+    except NameError:
+        raise ValueError(
+            f"axis: want a mesh axis of the jax.shard_map that this is called in; got {axis!r}, which none has"
+        ) from None
+
+
 def ordered_psum(x: Array, axis: Axis) -> Array:
     """The same as `lax.psum` of an array that varies over axis, but the shards are added in their order, in float32.
 
@@ -112,6 +122,7 @@ def gather_weights(w: Any, axis: Axis, dim: int = 1, *, ordered: bool = False) -
     >>> whole(jnp.ones((2, 4, 3))).shape
     (2, 4, 3)
     """
+    shards = size_of(axis)
     if w is None:
         return None
     if not isinstance(w, Scaled):
@@ -119,7 +130,7 @@ def gather_weights(w: Any, axis: Axis, dim: int = 1, *, ordered: bool = False) -
     (values, scale, total, zeros), static = w.tree_flatten()
     dim = dim % values.ndim
     at = {values.ndim - 2: values.ndim - 1, values.ndim - 1: values.ndim - 2}.get(dim, dim) if w.transposed else dim
-    shared = w.block[dim] >= w.shape[dim] * lax.axis_size(axis)
+    shared = w.block[dim] >= w.shape[dim] * shards
     scale, zeros = (x if x is None or shared else _gather_bytes(x, axis, at) for x in (scale, zeros))
     return Scaled.tree_unflatten(static, (_gather_bytes(values, axis, at), scale, total, zeros))
 

@@ -18,10 +18,10 @@ from trencadis.core.jax_compat import mesh_platform, vary_over
 from trencadis.moe.layer import Save
 from trencadis.moe.mlp import check_tokens, moe_mlp
 from trencadis.moe.permutation import ids_of
-from trencadis.moe.routing import Load, Routing
+from trencadis.moe.routing import Load, Routing, check_routing
 from trencadis.parallel import all_gather, exchange
-from trencadis.parallel.choice import STRATEGIES, Strategy, choose, worst_case
-from trencadis.parallel.collectives import Axis, names_of, ordered_psum, ordered_pvary
+from trencadis.parallel.choice import Strategy, check_strategy, choose, worst_case
+from trencadis.parallel.collectives import Axis, names_of, ordered_psum, ordered_pvary, size_of
 from trencadis.parallel.setting import Setting, dispatch_format
 from trencadis.quant.formats import FormatLike
 from trencadis.quant.operand import Operand, array_operand
@@ -101,7 +101,7 @@ def expert_parallel(
     check_options(options)
     x = arguments.as_array("x", x)
     up = array_operand("w_up", w_up)
-    shards, local = lax.axis_size(axis), up.shape[0]
+    shards, local = size_of(axis), up.shape[0]
     _check(x, routing, shards, local, strategy, capacity, chunks)
     routing = routing._replace(experts=ids_of(routing.experts, routing.sizes.shape[0]))
     sizes: dict[str, Any] = dict(shards=shards, tokens=x.shape[0], k=routing.experts.shape[1], local=local)
@@ -176,7 +176,7 @@ def check_options(options: Collection[str]) -> None:
     """Raise unless each name is that of an option for the experts of a shard."""
     unknown = [name for name in options if name not in MlpOptions.__annotations__]
     if unknown:
-        raise TypeError(f"{unknown[0]}: want one of the options {', '.join(MlpOptions.__annotations__)}; got this name")
+        raise TypeError(f"{unknown[0]}: no option of this layer; want one of {', '.join(MlpOptions.__annotations__)}")
 
 
 def _check(
@@ -184,18 +184,18 @@ def _check(
 ) -> None:
     """Raise an error that names the argument; `moe_mlp` checks the others."""
     check_tokens(x)
-    if not isinstance(routing, Routing):
-        raise TypeError(f"routing: want what moe.route returns; got {type(routing).__name__}")
+    check_routing(routing)
     if routing.experts.ndim != 2 or routing.experts.shape[0] != x.shape[0]:
         raise ValueError(
             f"routing: want experts of shape [t, k] for the {x.shape[0]} tokens of x; got {routing.experts.shape}"
         )
     if shards * local != routing.sizes.shape[0]:
         raise ValueError(
-            f"w_up: want {routing.sizes.shape[0]} experts / {shards} shards on each shard; got {local} experts"
+            f"w_up: want the {routing.sizes.shape[0]} experts of the routing over {shards} shards, as many on each; "
+            f"got {local} on this one"
         )
-    if strategy is not None and strategy not in STRATEGIES:
-        raise ValueError(f"strategy: want one of {', '.join(map(repr, STRATEGIES))} or None; got {strategy!r}")
+    if strategy is not None:
+        check_strategy(strategy)
     if capacity is not None and (not arguments.is_int(capacity) or capacity < 1):
         raise ValueError(f"capacity: want an int of at least 1 row, or None; got {capacity!r}")
     if not arguments.is_int(chunks) or not 1 <= chunks <= max(x.shape[0], 1):

@@ -19,7 +19,7 @@ from trencadis.core.mesh import placed
 from trencadis.core.programs import run_once
 from trencadis.moe.activation import swiglu
 from trencadis.moe.mlp import check_tokens
-from trencadis.moe.routing import Load, Routing
+from trencadis.moe.routing import Load, Routing, check_routing
 from trencadis.parallel.choice import Strategy
 from trencadis.parallel.collectives import Axis, names_of, ordered_pvary
 from trencadis.parallel.layer import MlpOptions, check_options, expert_parallel, load_over
@@ -78,9 +78,10 @@ def moe_mlp(
     x = arguments.as_array("x", x)
     check_tokens(x)
     if x.shape[0] % shards:
-        raise ValueError(f"x: want tokens that {shards} shards divide evenly, padded and masked; got {x.shape[0]}")
-    if not isinstance(routing, Routing):
-        raise TypeError(f"routing: want what moe.route returns; got {type(routing).__name__}")
+        raise ValueError(
+            f"x: want a multiple of {shards} tokens, a part for each shard; got {x.shape[0]}. Pad x and mask the rest"
+        )
+    check_routing(routing)
     names = {"bias_gate": options.pop("bias_gate", None), "bias_up": options.pop("bias_up", None)}
     names |= {"bias_down": options.pop("bias_down", None)}
     params: dict[str, Any] = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down} | names
