@@ -70,8 +70,8 @@ def decode(model: Model, params: Params, bias: jax.Array, prompt: jax.Array, tok
 def main(argv: Sequence[str] | None = None) -> None:
     ask = argparse.ArgumentParser(description="Decode with int4 experts.")
     ask.add_argument("--load", type=pathlib.Path, help="a model of train_moe.py; default: random weights")
-    ask.add_argument("--batch", type=int, default=8, help="texts at a time; default: %(default)s")
-    ask.add_argument("--tokens", type=int, default=64, help="tokens of each; default: %(default)s")
+    ask.add_argument("--batch", type=train_moe.positive, default=8, help="texts at a time; default: %(default)s")
+    ask.add_argument("--tokens", type=train_moe.positive, default=54, help="tokens of each; default: %(default)s")
     ask.add_argument("--quick", action="store_true", help="a tiny model")
     asked = ask.parse_args(argv)
     if asked.load:
@@ -82,7 +82,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if asked.quick:
             model = dataclasses.replace(model, layers=1, experts=4, d=128, f=128)
         params, bias = train_moe.init(jax.random.key(0), model), jnp.zeros((model.layers, model.experts))
-    tokens = min(asked.tokens, model.length - 10)
+    tokens = asked.tokens
+    if tokens > model.length - 10:
+        ask.error(
+            f"--tokens: want at most {model.length - 10}, the length of the model without the prompt; got {tokens}"
+        )
     prompt = jnp.asarray(np.tile([[characters.index(c) for c in "A grouped "]], (asked.batch, 1)), jnp.int32)
     params = unstacked(model, params)
     small = quantized(params)

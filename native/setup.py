@@ -11,7 +11,9 @@ setup(
         Extension(
             "trencadis_cpu._kernels",
             ["src/handlers.cc"],
-            depends=[f"src/{name}.h" for name in ("buffers", "fused", "kernel", "machines", "places", "program", "tiles")],
+            depends=[
+                f"src/{name}.h" for name in ("buffers", "fused", "kernel", "machines", "places", "program", "tiles")
+            ],
             include_dirs=[jax.ffi.include_dir()],
             extra_compile_args=FLAGS,
             language="c++",

@@ -367,16 +367,18 @@ def _operation(arrays: tuple[Any, ...], options: dict[str, Any], target: Any) ->
     if arguments.checked_flag(other, options.pop(other, False)):
         raise ValueError(f"{other}: want rhs of rank {5 - rank}; got rhs of shape {rhs.shape}")
     out = options.pop("preferred_element_type", out)
-    call = functools.partial(grouped_matmul if rank == 3 else transposed_grouped_matmul, **options)
+    call = grouped_matmul if rank == 3 else transposed_grouped_matmul
+    shapes = {name: x for name, x in options.items() if isinstance(x, jax.ShapeDtypeStruct)}
 
     def product(lhs: Any, rhs: Any, sizes: Any) -> jax.Array:
-        return call(lhs, rhs, sizes, out)
+        return call(lhs, rhs, sizes, out, **options | {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()})
 
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(tuple(operands))]
     seen, split = _target(shardings, target), any(map(spread, shardings))
     traced = jax.make_jaxpr(product)(lhs, rhs, sizes).jaxpr
     found = next(products(traced, PRIMITIVES, split))
-    known = None if found.devices > 1 else _known_sizes(operands[2], options.get("group_offset"), found.problem)
+    unknown = found.devices > 1 or "group_offset" in shapes
+    known = None if unknown else _known_sizes(operands[2], options.get("group_offset"), found.problem)
     forward = _pass("forward", found, seen, known, (_bytes(lhs) // found.devices, _bytes(rhs) // found.devices))
     passes, exchanged = [forward], _named("forward", collectives(traced))
     if found.partitioned and seen.platform in DIVIDED_BY_RULE:

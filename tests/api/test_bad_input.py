@@ -23,7 +23,7 @@ s = jnp.array([3, 0, 5])
         (ValueError, ["rhs", "k = 4", "(3, 2, 4)", "wants transpose_rhs=True"], lambda: gmm(x, w.swapaxes(1, 2), s)),
         (ValueError, ["rhs", "k = 4", "transpose_rhs=True"], lambda: gmm(x, w, s, transpose_rhs=True)),
         (ValueError, ["rhs", "3 groups", "only 2"], lambda: gmm(x, w, s[:2])),
-        (ValueError, ["group_sizes", "1 dimension", "(1, 3)"], lambda: gmm(x, w, s[None])),
+        (ValueError, ["group_sizes", "1 dimension", "(1, 1, 3)"], lambda: gmm(x, w, s[None, None])),
         (TypeError, ["group_sizes", "integer", "float32"], lambda: gmm(x, w, s.astype(float))),
         (ValueError, ["group_sizes", "group 1", "-1"], lambda: gmm(x, w, [3, -1, 5])),
         (ValueError, ["group_sizes", "m = 8", "sum of 9"], lambda: gmm(x, w, [3, 1, 5])),

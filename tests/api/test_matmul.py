@@ -296,6 +296,7 @@ def test_zero_sized_dimensions(backend, m, k, n, g):
     np.testing.assert_array_equal(dw, oracle.contraction(x, np.ones((m, n)), sizes))
     np.testing.assert_array_equal(both[1], oracle.rows(x, w, sizes))
     np.testing.assert_array_equal(of_blocks, 2 * dw)
+    np.testing.assert_array_equal(tr.grouped_matmul(x, w, sizes[None], backend=backend), f(x, w))  # a single block
 
 
 def test_large_group_counts(backend):

@@ -56,7 +56,7 @@ def test_activations_are_equal_only_if_they_compute_the_same(value):
 
     def times(number, wrap):
         held = value(number)
-        return static_activation(wrap(lambda z: (z * held).sum()), F32, F32)
+        return static_activation(wrap(lambda z: jnp.reshape(z * held, ())), F32, F32)
 
     for wrap in (lambda f: f, jax.jit, lambda f: lambda z: jax.jit(jax.jit(f))(z) + 1, jax.checkpoint):
         assert times(2.0, wrap) != times(3.0, wrap)
@@ -119,7 +119,7 @@ def test_an_activation_may_read_a_variable_that_changes(of, activation):
 @pytest.mark.parametrize("make", [jnp.float32, lambda x: np.full(1, x, np.float32), lambda x: jnp.full(3, x)[1]])
 def test_an_activation_may_close_over_an_array_that_changes(make):
     held = [make(1.0)]
-    activation = lambda z: (z * held[0]).sum()
+    activation = lambda z: jnp.reshape(z * held[0], ())
     for slope in (1.0, 3.0):
         held[0] = make(slope)
         np.testing.assert_allclose(product_of(2)(activation), 4 * slope, rtol=1e-6)
@@ -221,3 +221,18 @@ def test_nothing_keeps_what_an_activation_closes_over():
 def test_the_reason_of_a_failing_activation_is_in_the_error():
     with pytest.raises(ValueError, match=r"activation: .*ZeroDivisionError: division by zero"):
         static_activation(lambda z: z + 1 / 0, F32, F32)
+
+
+@pytest.mark.parametrize(
+    ("activation", "message"),
+    [
+        (lambda y: y - jnp.mean(y), "it reduces its argument, by reduce_sum"),
+        (lambda y: y / jnp.linalg.norm(y), "it reduces its argument, by reduce_sum"),
+        (lambda y: jax.nn.softmax(y, axis=None), "it reduces its argument, by reduce_max"),
+        (lambda y: jnp.where(jax.random.bernoulli(jax.random.key(0)), y, 0), "it draws random numbers"),
+    ],
+)
+def test_what_is_not_elementwise_is_refused(activation, message):
+    """Of one number it would be something else than of a row, without a word."""
+    with pytest.raises(ValueError, match=f"activation: want a function of each number by itself; {message}"):
+        product_of(2)(activation)

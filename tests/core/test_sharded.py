@@ -223,7 +223,7 @@ def test_each_shard_of_rows_has_sizes_of_its_own(kind):
     got = step(lambda x, w, b: tr.grouped_matmul(x, w, jnp.asarray(sizes), bias=b, activation=jnp.tanh))(*given)
     close(got, by_blocks(sizes.tobytes()))
     assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, rows), 2)
-    with pytest.raises(ValueError, match=r"\[blocks, g\] where several blocks divide m = 16; got shape \(3, 8\)"):
+    with pytest.raises(ValueError, match=r"\[blocks, g\] where the blocks divide m = 16; got shape \(3, 8\)"):
         tr.grouped_matmul(x, w, sizes[[0, 1, 0]])
     with pytest.raises(ValueError, match="must sum to at most m = 8 rows"):
         tr.grouped_matmul(x, w, sizes + 1)

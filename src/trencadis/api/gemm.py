@@ -117,7 +117,7 @@ def grouped_dense(
     Args:
       x: `[m, ...]`, rows sorted by group; an array or a `quant.Scaled`.
       kernel: `[g, ...]`, one for each group; an array or a `quant.Scaled`.
-      group_sizes: as in `grouped_matmul`.
+      group_sizes: `[g]`, the rows of each group, at least one; otherwise as in `grouped_matmul`.
       contracting_dims: the axes of x and those of kernel that are contracted with each other.
       bias: `[g, ...]` with the free axes of kernel. Its gradient is summed in float32 over the rows of each group.
       activation: as in `grouped_matmul`.
@@ -141,7 +141,10 @@ def grouped_dense(
     Array([2., 2., 0.], dtype=float32)
     """
     rows, weights = array_operand("x", x), array_operand("kernel", kernel)
-    lhs = GroupedTensor(rows, arguments.as_sizes(group_sizes), None, rows.shape)
+    sizes = arguments.as_sizes(group_sizes)
+    if not sizes.size:
+        raise ValueError(f"group_sizes: want 1 dimension [g] of at least one group; got shape {sizes.shape}")
+    lhs = GroupedTensor(rows, sizes, None, rows.shape)
     rhs = GroupedTensor(weights, None, None, weights.shape)
     a, b = gemm_operands(lhs, rhs, contracting_dims, names=("x", "kernel"), size_name="group_sizes")
     options = GemmOptions(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,9 +66,9 @@ def _wrapped(mesh: Mesh | None, specs: Sequence[PartitionSpec], function: Callab
         if len(args) != len(specs):
             raise TypeError(f"specs: want one for each of {len(args)} positional arguments; got {len(specs)}")
         leaves, tree = jax.tree.flatten(args)
-        fitted = [
-            _fitted(used, spec, leaf) for spec, arg in zip(specs, args, strict=True) for leaf in jax.tree.leaves(arg)
-        ]
+        fitted: list[PartitionSpec] = []
+        for number, (spec, arg) in enumerate(zip(specs, args, strict=True)):
+            fitted += _fitted_specs(f"specs: number {number}", used, spec, arg)
         program = _Program(function, tuple(options.items()), tree, used, tuple(fitted))
         with jax.sharding.use_abstract_mesh(used.abstract_mesh):
             return run_once(_Program.run, (program,), *map(jax.numpy.asarray, leaves))
@@ -98,12 +99,19 @@ class _Program:
         return self.function(*jax.tree.unflatten(self.tree, leaves), **dict(self.options))
 
 
-def _fitted(mesh: Mesh | AbstractMesh, spec: PartitionSpec, x: Any) -> PartitionSpec:
-    """The spec for one array of an argument: without axes that do not divide it, as with a single scale."""
-    shape = jax.numpy.shape(x)
-    axes = entries(spec, len(shape))[: len(shape)]
-    kept = [
-        over if over and size % math.prod(mesh.shape[axis] for axis in over) == 0 else None
-        for over, size in zip(axes, shape, strict=True)
-    ]
-    return PartitionSpec(*kept)
+def _fitted_specs(name: str, mesh: Mesh | AbstractMesh, spec: PartitionSpec, arg: Any) -> list[PartitionSpec]:
+    """The spec for each array of an argument. Scales of a quantized one leave out axes that do not divide them."""
+    for axis in itertools.chain.from_iterable(entries(spec, len(spec))):
+        if axis not in mesh.axis_names:
+            raise ValueError(f"{name}: want axes of the mesh, {', '.join(map(repr, mesh.axis_names))}; got {axis!r}")
+    leaves, fitted = jax.tree.leaves(arg), []
+    for leaf in leaves:
+        shape = jax.numpy.shape(leaf)
+        axes = entries(spec, len(shape))
+        divided = [size % math.prod(mesh.shape[a] for a in over) == 0 for over, size in zip(axes, shape, strict=False)]
+        if len(leaves) == 1 and (any(axes[len(shape) :]) or not all(divided)):
+            raise ValueError(f"{name}: want axes that divide an array of shape {shape} evenly; got {spec} over {mesh}")
+        fitted.append(
+            PartitionSpec(*(over or None if fits else None for over, fits in zip(axes, divided, strict=False)))
+        )
+    return fitted

@@ -70,14 +70,15 @@ def diagnose() -> Report:
     True
     """
     targets: dict[Target, int] = {}
-    for device in jax.local_devices():
-        target = Target.of(device)
-        targets[target] = targets.get(target, 0) + 1
     try:
+        for device in jax.local_devices():
+            target = Target.of(device)
+            targets[target] = targets.get(target, 0) + 1
         self_check()
         error = None
     except Exception as failure:  # whatever goes wrong is what the report is for
-        error = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+        asked = "" if targets else f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')} has no devices: "
+        error = f"{asked}{type(failure).__name__}: {' '.join(str(failure).split())}"
     return Report(
         versions=_versions(),
         x64=jnp.result_type(float) == jnp.float64,

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import pathlib
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import typer
 
 from trencadis.api.matmul import grouped_matmul, transposed_grouped_matmul
-from trencadis.cli.options import FormOption, Groups, K, M, N, dtype_named, integers
+from trencadis.cli.options import dtype_named, integers
 from trencadis.cli.sizes import random_sizes
 from trencadis.core.devices import CHIPS
 from trencadis.core.problem import Form
@@ -31,18 +32,19 @@ class Inspect:
 
     trencadis inspect my_kernel.py:build --target v5e
 
-    A builder takes no arguments and returns (fn, args): the arguments are arrays or jax.ShapeDtypeStructs, and integer
-    arrays count with their values.
+    A builder takes no arguments and returns (fn, args) or (fn, args, {"flops": number}): the arguments are arrays or
+    jax.ShapeDtypeStructs, and integer arrays count with their values. The flops are those of which a share of the peak
+    is printed.
     """
 
     call: Annotated[str | None, typer.Argument(metavar="FILE.py:builder", show_default=False)] = None
-    m: M = 4096
-    k: K = 1024
-    n: N = 1024
-    groups: Groups = 8
+    m: Annotated[int | None, typer.Option("-m", "--m", help="Rows of all groups; 4096 by default.")] = None
+    k: Annotated[int | None, typer.Option("-k", "--k", help="Columns of lhs; 1024 by default.")] = None
+    n: Annotated[int | None, typer.Option("-n", "--n", help="Columns of rhs; 1024 by default.")] = None
+    groups: Annotated[int | None, typer.Option("-g", "--groups", help="Number of groups; 8 by default.")] = None
     sizes: Annotated[str | None, typer.Option(help="Group sizes: 3,0,5; by default random, uniformly.")] = None
-    form: FormOption = Form.ROWS
-    dtype: Annotated[str, typer.Option(help="Of lhs, rhs and result; integers give int32.")] = "bfloat16"
+    form: Annotated[Form | None, typer.Option(help="rows by default; contraction is a weight gradient.")] = None
+    dtype: Annotated[str | None, typer.Option(help="Of lhs, rhs and result; bfloat16 by default.")] = None
     target: Annotated[str, typer.Option(metavar="NAME", help=f"Compile for {', '.join(CHIPS)}.")] = "v6e"
     xla: Annotated[
         bool | None,
@@ -54,7 +56,7 @@ class Inspect:
         """Run the command with these options."""
         if self.target not in CHIPS:
             raise ValueError(f"--target: want a TPU generation, one of {', '.join(CHIPS)}; got {self.target!r}")
-        fn, args, flops = self._grouped_matmul() if self.call is None else built(self.call)
+        fn, args, flops = self._grouped_matmul() if self.call is None else self._built()
         xla = self.call is None if self.xla is None else self.xla
         try:
             found = inspect_call(fn, *args, generation=self.target, xla=xla, flops=flops)
@@ -69,23 +71,35 @@ class Inspect:
         if not found.compiled:
             raise typer.Exit(1)
 
+    def _built(self) -> Call:
+        for name in ("m", "k", "n", "groups", "sizes", "form", "dtype"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"--{name}: is for a grouped matmul, and {self.call} builds its own call")
+        return built(str(self.call))
+
     def _grouped_matmul(self) -> Call:
-        for name in ("m", "k", "n"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name}: want a positive int; got {getattr(self, name)}")
+        m, k, n = 4096 if self.m is None else self.m, self.k or 1024, self.n or 1024
+        for name, size in (("m", self.m), ("k", self.k), ("n", self.n)):
+            if size is not None and size < 1:
+                raise ValueError(f"--{name}: want a positive int; got {size}")
         if self.sizes is None:
-            sizes = random_sizes(self.groups, self.m, skew="uniform")
+            sizes = random_sizes(8 if self.groups is None else self.groups, m, skew="uniform")
         else:
             sizes = integers("--sizes", [self.sizes])
-        dtype = dtype_named("--dtype", self.dtype)
+            if self.groups not in (None, len(sizes)):
+                raise ValueError(f"--groups: want {len(sizes)}, as many as --sizes has; got {self.groups}")
+            if min(sizes, default=0) < 0 or sum(sizes) > m:
+                raise ValueError(f"--sizes: want sizes from 0 on that sum to at most -m, {m}; got {self.sizes}")
+        dtype = dtype_named("--dtype", self.dtype or "bfloat16")
         out = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else dtype
-        op: Callable[..., Any] = grouped_matmul if self.form is Form.ROWS else transposed_grouped_matmul
+        form = self.form or Form.ROWS
+        op: Callable[..., Any] = grouped_matmul if form is Form.ROWS else transposed_grouped_matmul
         shapes: dict[Form, Any] = {
-            Form.ROWS: ((self.m, self.k), (len(sizes), self.k, self.n)),
-            Form.CONTRACTION: ((self.k, self.m), (self.m, self.n)),
+            Form.ROWS: ((m, k), (len(sizes), k, n)),
+            Form.CONTRACTION: ((k, m), (m, n)),
         }
-        lhs, rhs = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes[self.form])
-        flops = 2.0 * min(sum(sizes), self.m) * self.k * self.n
+        lhs, rhs = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes[form])
+        flops = 2.0 * sum(sizes) * k * n
         return lambda l, r, s: op(l, r, s, out), (lhs, rhs, np.array(sizes, np.int32)), flops
 
 
@@ -102,7 +116,11 @@ def built(place: str) -> Call:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses and pickle look modules up
     sys.path.insert(0, str(path.parent.absolute()))  # a file may import its neighbours, as when Python runs it
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # of the user's own file: the line is what helps
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(f"{place}: {type(error).__name__}: {error} ({line.filename}, line {line.lineno})") from error
     builder = getattr(module, name, None)
     if not callable(builder):
         raise ValueError(f"{place}: the file has no function {name}")
@@ -111,5 +129,8 @@ def built(place: str) -> Call:
             return fn, tuple(args), None
         case (fn, (list() | tuple()) as args, {"flops": flops}) if callable(fn):
             return fn, tuple(args), flops
+        case tuple() as parts:
+            found = ", ".join(type(part).__name__ for part in parts)
+            raise ValueError(f'{place}: want it to return (fn, args) or (fn, args, {{"flops": number}}); got ({found})')
         case other:
             raise ValueError(f"{place}: want it to return (fn, args); got {type(other).__name__}")

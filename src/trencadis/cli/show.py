@@ -43,7 +43,7 @@ class Drawing:
 
     sizes: Annotated[list[str] | None, typer.Argument(help="Group sizes: 3 0 5, or 3,0,5.", show_default=False)] = None
     m: Annotated[int | None, typer.Option("-m", "--m", help="Rows; by default the sum of the sizes.")] = None
-    random: Annotated[int | None, typer.Option(help="Random sizes of so many groups; needs -m.")] = None
+    random: Annotated[int | None, typer.Option(help="Random sizes for this many groups; needs -m.")] = None
     skew: Annotated[Skew, typer.Option(help="How uneven random sizes are.")] = Skew.zipf
     seed: Annotated[int, typer.Option(help="Seed of the random sizes.")] = 0
     svg: Annotated[pathlib.Path | None, typer.Option(help="Draw into this .svg file as well.")] = None
@@ -93,7 +93,7 @@ class Show(Drawing):
     target: TargetOption = None
     group_offset: Annotated[int | None, typer.Option(help="The first local group; by default 0.")] = None
     num_groups: Annotated[int | None, typer.Option(help="How many groups are local; by default the rest.")] = None
-    tile: Annotated[int | None, typer.Option(help="Draw a fixed raster of tiles of so many rows instead.")] = None
+    tile: Annotated[int | None, typer.Option(help="Draw a fixed raster with tiles of this many rows instead.")] = None
 
     def picture(self) -> Picture:
         """The picture of the row tiles of the call, or of a fixed raster."""

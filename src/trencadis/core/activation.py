@@ -143,6 +143,7 @@ def _static_activation(
         raise ValueError(f"activation: want one number as the result; got {out.str_short()}")
     if jnp.issubdtype(out.dtype, jnp.complexfloating) and not jnp.issubdtype(result, jnp.complexfloating):
         raise ValueError(f"activation: gives {out.dtype}, which the result's {result} cannot hold")
+    _check_elementwise(traced.jaxpr)
     known = [traced]
     differentiable = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (number, out))
     if differentiable and any(has_own_rules(equation) for equation in _equations(traced.jaxpr)):
@@ -154,6 +155,22 @@ def _static_activation(
         activation = Converted(activation)
     key = _key(known)
     return _by_identity(activation, known) if key is None else Elementwise(activation, key)
+
+
+def _check_elementwise(jaxpr: Jaxpr) -> None:
+    """Raise if a function of one number reduces it, as of a row: it would see one number, and leave it as it is."""
+    for equation in _equations(jaxpr):
+        name = equation.primitive.name
+        if name.startswith("reduce_") and equation.invars[0].aval.ndim == 0:
+            raise ValueError(
+                f"activation: want a function of each number by itself; it reduces its argument, by {name}, as if "
+                "it were a row. Apply it to the result"
+            )
+        if name.startswith("random_"):
+            raise ValueError(
+                "activation: want a function of each number by itself; it draws random numbers, which would be the "
+                "same for all. Apply it to the result"
+            )
 
 
 _static_value = functools.lru_cache(maxsize=64)(_static_activation)

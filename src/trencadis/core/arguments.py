@@ -343,9 +343,9 @@ def _blocks_and_groups(group_sizes: ShapeDtype, m: int) -> tuple[int, int]:
     if group_sizes.ndim != 2:
         return 1, _groups(group_sizes)
     blocks, groups = group_sizes.shape
-    if not blocks or m % blocks or (blocks == 1 and jax.typeof(group_sizes).sharding.mesh.empty):
+    if not blocks or m % blocks:
         raise ValueError(
-            f"group_sizes: want 1 dimension [g], or [blocks, g] where several blocks divide m = {m}; "
+            f"group_sizes: want 1 dimension [g], or [blocks, g] where the blocks divide m = {m}; "
             f"got shape {group_sizes.shape}"
         )
     _groups(jax.ShapeDtypeStruct((groups,), group_sizes.dtype))

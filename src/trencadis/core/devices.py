@@ -245,6 +245,13 @@ def _number(arch: str) -> tuple[int, ...]:
     return tuple(map(int, arch.split(".")))
 
 
+def _first_device(platform: str | None) -> jax.Device:
+    try:
+        return jax.devices(platform)[0]
+    except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS names one that is not there
+        raise ValueError(f"target: want the name of one, since JAX finds no devices ({type(error).__name__}: {error})") from None
+
+
 def target_of(target: Target | jax.Device | str | None) -> Target:
     """The `Target` that a device, a platform, a TPU generation or a GPU name means.
 
@@ -258,7 +265,7 @@ def target_of(target: Target | jax.Device | str | None) -> Target:
     if target is None:
         config: Any = jax.config
         default = config.jax_default_device  # a device, the name of a platform, or None
-        target = jax.devices(default)[0] if default is None or isinstance(default, str) else default
+        target = _first_device(default) if default is None or isinstance(default, str) else default
     if isinstance(target, Target):
         return target
     if isinstance(target, str) and target in PLATFORMS:

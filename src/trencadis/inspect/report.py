@@ -189,7 +189,7 @@ class Inspection:
             others = sum(bool(op.warnings) for op in self.operations) - len(lost)
             lines += [*lost, f"  warning: of {others} of them not everything is known"][: len(lost) + bool(others)]
         elif not self.kernels:
-            lines.append("no Pallas kernel in it; xla=True costs what XLA made")
+            lines.append("no Pallas kernel in it; xla=True (--xla) costs what XLA made")
         share = "" if self.peak_share is None else f", {self.peak_share:.1%} of the peak"
         return "\n".join([*lines, f"predicted in all: {self.cycles:,} cycles, {_time(self.seconds)}{share}"])
 
