@@ -132,7 +132,7 @@ def _rows(
 
     def compute(tile: Tile, sources: Sequence[Array], weights: Sequence[Array], out: Array) -> Array:
         x = tile.of(sources[0]).astype(layout.operand)
-        x = tile.masked(x) if tile.height < layout.heights[-1] else x  # by the kernel of a contraction's short tiles
+        x = tile.masked(x) if tile.height < layout.heights[-1] else x  # so that XLA shares the fusion with contractions
         acc = multiply(problem, layout, x, weights[0])
         by_row = None if extras.by_row is None else tile.of(extras.by_row)[:, None]
         vectors = Extras(by_row, row_or_none(extras.by_column, tile.group), row_or_none(extras.bias, tile.group))

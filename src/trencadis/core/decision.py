@@ -86,7 +86,7 @@ class Refusal:
 
 @functools.cache
 def missing(backend: str, module: str, what: str, advice: str) -> Refusal | None:
-    """The refusal, with what to do, if a module of a backend does not import, as a package is missing; else None."""
+    """None if a module of a backend imports. Otherwise the refusal, which says what to install."""
     try:
         importlib.import_module(module)
     except ImportError as error:

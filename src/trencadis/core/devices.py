@@ -249,7 +249,9 @@ def _first_device(platform: str | None) -> jax.Device:
     try:
         return jax.devices(platform)[0]
     except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS names one that is not there
-        raise ValueError(f"target: want the name of one, since JAX finds no devices ({type(error).__name__}: {error})") from None
+        raise ValueError(
+            f"target: want the name of one, since JAX finds no devices ({type(error).__name__}: {error})"
+        ) from None
 
 
 def target_of(target: Target | jax.Device | str | None) -> Target:

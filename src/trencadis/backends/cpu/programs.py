@@ -21,7 +21,7 @@ OPERATIONS = (
     "add", "sub", "mul", "div", "max", "min", "gt", "ge", "eq", "select",
     "abs", "sqrt", "exp", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erfc",
 )  # fmt: skip
-MOST = 1 << 10  # operations of a program: a function with more is no activation
+MOST = 1 << 10  # operations of a program: a longer one is left to XLA, which compiles it
 
 # the number of an operation whose result is meant, or of an input if it is negative; or a constant, by `float.hex`
 Value = int | str
