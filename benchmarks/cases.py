@@ -144,6 +144,8 @@ def cases() -> list[Case]:
         *_vary("rows poison empty", Call(), "empties", "ones", poison="empty"),
         *_vary("rows f32 f32 flipped", Call(dtype="f32", flipped=True), "random"),
         *_vary("rows odd flipped", Call(m=1001, k=257, n=129, flipped=True), "random", "short", poison="groups"),
+        *_vary("rows of 360 flipped", Call(n=360, flipped=True, out="bf16"), "random", "short", poison="unowned"),
+        *_vary("rows of 360", Call(n=360, out="bf16", bias=True), "random", "empties"),
         *_vary("rows 1 x 7 x 63", Call(m=1, k=7, n=63, g=3), "first", "last", "none"),
         *_vary("rows 65 x 65 x 7", Call(m=65, k=65, n=7, g=5, out="bf16"), "random", "ones"),
         *_vary("rows 63 x 1 x 65", Call(m=63, k=1, n=65, g=5, flipped=True), "random", "short"),

@@ -16,7 +16,7 @@ from benchmarks import oracle, peers, processes
 from benchmarks.peers import Call, Operands, Peer
 from benchmarks.problems import BenchProblem
 from benchmarks.report import Record
-from benchmarks.timing import CuptiClock, HostClock, Others, Stats, burst, race, reason_of, steady, wall_clock
+from benchmarks.timing import CuptiClock, HostClock, Others, Stats, bursts, race, reason_of, steady, wall_clock
 
 BUSY = 0.2  # cores that other processes take, from which times of calls on all cores say little
 ROOM = 3  # times the error of one rounding: a peer may round more than once
@@ -78,7 +78,7 @@ def pass_records(
             found[name] = dataclasses.replace(found[name], memory=memory or {})
     times: Mapping[str, Stats] = {}
     if how.rounds and how.bursts:
-        times, failed = bursts(calls, how.clock)
+        times, failed = bursts({name: (call, how.clock) for name, call in calls.items()})
         found |= {name: dataclasses.replace(found[name], why=why) for name, why in failed.items()}
     elif how.rounds:
         times = race(calls, how.clock, rounds=how.rounds, budget_s=how.budget_s)
@@ -162,18 +162,6 @@ def alone_records(
         note = f"; other processes took up to {others:.1f} cores" if others > BUSY else ""
         print(f"  {dtype} {peer.name}: {', '.join(times)}{note}", flush=True)
     return made
-
-
-def bursts(calls: Mapping[str, Call], clock: Any) -> tuple[dict[str, Stats], dict[str, str]]:
-    """The times of one contender after the other, and why some have none: a failure does not end the run."""
-    times: dict[str, Stats] = {}
-    failed: dict[str, str] = {}
-    for name, call in calls.items():
-        try:
-            times[name] = burst(call, clock)
-        except Exception as failure:
-            failed[name] = reason_of(failure)
-    return times, failed
 
 
 class Ahead:

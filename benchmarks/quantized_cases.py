@@ -82,6 +82,8 @@ def checks(backend: str = "gpu") -> dict[str, Check]:
         if not interpret:
             few = functools.partial(few_rows, backend, name, None, jnp.bfloat16)
             found[f"bf16 x {name}, many groups of few rows"] = Check(few, jnp.bfloat16)
+    found["int8 x int8, last=True, int32"] = check("sums", jnp.int32, True)
+    found["int8 x int8, last=False, int32"] = check("sums", jnp.int32, False)
     for name, how in _pairs(backend, interpret=interpret).items():
         found[name] = check("pair", jnp.bfloat16, *how)
     for name, length in ALONG_K:
@@ -113,7 +115,7 @@ class Data:
     def __init__(self, backend: str, *, interpret: bool) -> None:
         """Make the data: small, if the kernels are interpreted."""
         self.interpret = interpret
-        self.m, self.k, self.n = (96, 192, 192) if interpret else (700, 576, 320)
+        self.m, self.k, self.n = (96, 192, 192) if interpret else (700, 576, 328)
         self.sizes = np.array([5, self.m // 3, 0, self.m // 2])
         low, high = int(self.sizes[0]), int(self.sizes.sum())
         self.owned = (np.arange(self.m) >= low) & (np.arange(self.m) < high)
@@ -137,6 +139,13 @@ class Data:
     def both(self, name: str, out: Any) -> float:
         """The error with both operands quantized, by rows and columns."""
         return self.rows(self.spoiled(quantize(self.x, name, "row")), quantize(self.w, name, "column"), True, out)
+
+    def sums(self, last: bool, out: Any) -> float:
+        """The error of products of integers that have no scales."""
+        a, b = quantize(self.x, "int8", "row").values, quantize(self.w, "int8", "column").values
+        lying = b.mT if last else b
+        got = tr.grouped_matmul(a, lying, self.sizes, out, transpose_rhs=last, **self.how)
+        return oracle.error(got, oracle.rows(a, b, self.sizes, first=FIRST))
 
     def pair(self, left: Any, right: Any, *last_and_out: Any) -> float:
         """The error with both operands quantized, each in its own format and by its own blocks."""

@@ -16,8 +16,8 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from trencadis.inspect import Inspection
@@ -28,6 +28,8 @@ MOST_REPEATS = 2000
 SETTLE_S = 0.05
 WARM_S, MOST_TURNS = 0.3, 101  # alone: seconds of calls before the first that counts, and how many count at most
 WARM, TIMED = 2, 10  # calls of a burst: few, since a GPU that is busy for longer gets hot and slow
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 class Call(Protocol):
@@ -203,9 +205,32 @@ def race(calls: Mapping[str, Call], clock: Clock, *, rounds: int = 7, budget_s: 
 
 def burst(call: Call, clock: HostClock | CuptiClock) -> Stats:
     """The times of a few calls after a few to warm up; the call must be compiled already."""
+    return stats(_burst(call, clock))
+
+
+def bursts(
+    calls: Mapping[Name, tuple[Call, HostClock | CuptiClock]], turns: int = 1
+) -> tuple[dict[Name, Stats], dict[Name, str]]:
+    """The times of contenders that take turns, a burst each, and why some have none: a failure does not end the run.
+
+    How fast a GPU is depends on what ran before, so that each turn starts with another contender.
+    """
+    samples: dict[Name, list[float]] = {name: [] for name in calls}
+    why: dict[Name, str] = {}
+    for turn in range(turns):
+        first = turn * len(calls) // turns
+        for name in [*calls][first:] + [*calls][:first]:
+            try:
+                samples[name] += _burst(*calls[name])
+            except Exception as failure:
+                why[name] = reason_of(failure)
+    return {name: stats(samples[name]) for name in calls if name not in why}, why
+
+
+def _burst(call: Call, clock: HostClock | CuptiClock) -> list[float]:
     for _ in range(WARM):
         call()
-    return stats(clock.each(call, TIMED))
+    return clock.each(call, TIMED)
 
 
 def steady(call: Call, clock: HostClock, *, rounds: int = 7, budget_s: float = 10.0) -> Stats:

@@ -8,20 +8,23 @@ import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
 from benchmarks import processes
-from benchmarks.moe import torch_layer
+from benchmarks.moe import parts, torch_layer
 from benchmarks.moe.layers import Operands
 from benchmarks.moe.parts import Part
 from benchmarks.moe.prepared import OTHERS, PRODUCTS, Key, Prepared
 from benchmarks.moe.shapes import SHAPES, MoeShape
+from benchmarks.peers import JaxCall
 from benchmarks.processes import SAYS, ChildFailed, Job
 from benchmarks.report import OURS, Record
-from benchmarks.timing import CuptiClock, HostClock, Stats, burst, device_clock, reason_of
+from benchmarks.timing import CuptiClock, HostClock, Stats, bursts, device_clock, reason_of
 
+TURNS = 3  # of each contender, a burst each
 THREADS = 6  # functions that a process compiles at a time
 SILENCE_S = 200.0
 MOST_RESULTS = 32 << 30  # bytes of results of one contender at a time: the gradients of gpt-oss take 6 GiB a call
@@ -82,43 +85,49 @@ def measure(name: str, names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def timed(prepared: Prepared, x: Operands, names: Sequence[str]) -> Iterator[Record]:
-    """Yield a record of each layer and pass, of products and of their sequence, and of what is no product."""
-    for which in prepared.shape.passes:
+    """Yield a record of each layer and pass, of products and of their sequence, and of what is no product.
+
+    The layers of a pass, its products and their sequences take turns.
+    """
+    shape = prepared.shape
+    for which in shape.passes:
+        calls: dict[Key, tuple[JaxCall, HostClock | CuptiClock]] = {}
+        records: dict[Key, Record] = {}
         for name in names:
             call, record = prepared.layer(x, which, name)
+            records[which, name] = record
             if call is not None:
-                clock = _clock(prepared.bytes_of(*prepared.layers[which, name]))
-                record = _with_time(record, functools.partial(burst, call, clock))
-            yield record
-    times, why = bursts(prepared, x, PRODUCTS, prepared.products)
-    for which in prepared.shape.passes:
-        yield prepared.products_record(which, times, "; ".join(dict.fromkeys(why.values())))
-    for (contender, which), part in prepared.sequences.items():
-        record = Record(problem=prepared.shape.name, dtype=prepared.shape.label, which=which, contender=contender)
-        yield _with_time(record, functools.partial(_burst_of, prepared, x, (contender, which), part))
-    times, why = bursts(prepared, x, OTHERS, prepared.others)
+                calls[which, name] = call, _clock(prepared.bytes_of(*prepared.layers[which, name]))
+        found = {key: part for key, part in prepared.sequences.items() if key[1] == which}
+        for key in found:
+            records[key] = Record(problem=shape.name, dtype=shape.label, which=which, contender=key[0])
+        found |= {(PRODUCTS, name): prepared.products[name] for name in parts.products(shape, which)}
+        times, why = _times(prepared, x, found, calls)
+        for key, record in records.items():
+            yield dataclasses.replace(record, time=times.get(key), why=record.why or why.get(key, ""))
+        seconds = {name: time for (kind, name), time in times.items() if kind == PRODUCTS}
+        yield prepared.products_record(which, seconds, "; ".join(dict.fromkeys(why.values())))
+    times, why = _times(prepared, x, {(OTHERS, name): part for name, part in prepared.others.items()})
     for name, part in prepared.others.items():
-        record = Record(problem=prepared.shape.name, dtype=prepared.shape.label, which=name)
-        yield dataclasses.replace(record, time=times.get(name), why=why.get(name, ""), details={"bytes": part.bytes})
+        record = Record(problem=shape.name, dtype=shape.label, which=name, details={"bytes": part.bytes})
+        yield dataclasses.replace(record, time=times.get((OTHERS, name)), why=why.get((OTHERS, name), ""))
 
 
-def bursts(
-    prepared: Prepared, x: Operands, kind: str, group: Mapping[str, Part]
-) -> tuple[dict[str, Stats], dict[str, str]]:
-    """The times of parts, one after the other, and why some have none."""
-    times: dict[str, Stats] = {}
-    why: dict[str, str] = {}
-    for name, part in group.items():
+def _times(
+    prepared: Prepared,
+    x: Operands,
+    found: Mapping[Key, Part],
+    calls: Mapping[Key, tuple[JaxCall, HostClock | CuptiClock]] = MappingProxyType({}),
+) -> tuple[dict[Key, Stats], dict[Key, str]]:
+    """The times of parts, and of calls that take turns with them, and why some have none."""
+    every, failed = dict(calls), {}
+    for key, part in found.items():
         try:
-            times[name] = _burst_of(prepared, x, (kind, name), part)
+            every[key] = prepared.call(x, key, part), _clock(prepared.bytes_of(part.fn, part.args))
         except Exception as failure:
-            why[name] = reason_of(failure)
-    return times, why
-
-
-def _burst_of(prepared: Prepared, x: Operands, key: Key, part: Part) -> Stats:
-    """The time of a part."""
-    return burst(prepared.call(x, key, part), _clock(prepared.bytes_of(part.fn, part.args)))
+            failed[key] = reason_of(failure)
+    times, why = bursts(every, TURNS)
+    return times, failed | why
 
 
 def _clock(result_bytes: int) -> HostClock | CuptiClock:
@@ -127,10 +136,3 @@ def _clock(result_bytes: int) -> HostClock | CuptiClock:
     if isinstance(clock, CuptiClock):
         return dataclasses.replace(clock, kept=max(1, min(clock.kept, MOST_RESULTS // result_bytes)))
     return clock
-
-
-def _with_time(record: Record, measured: Callable[[], Stats]) -> Record:
-    try:
-        return dataclasses.replace(record, time=measured())
-    except Exception as failure:
-        return dataclasses.replace(record, why=reason_of(failure))

@@ -322,7 +322,7 @@ def _copies(chosen: Plan) -> Iterator[str]:
     product = next((each for each in reversed(equations) if "kernel" in each.params), None)  # Triton's last kernel
     for equation in equations:
         source, made = equation.invars[0].aval, equation.outvars[0].aval
-        size = made.size * made.dtype.itemsize
+        size = sum(each.aval.size * each.aval.dtype.itemsize for each in equation.outvars)
         if size >= SMALL and equation is not product:
             yield f"{_name(equation)} {source.str_short()} -> {made.str_short()}, {size / 1e6:.3g} MB"
 

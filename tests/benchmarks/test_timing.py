@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -86,6 +87,16 @@ def test_a_burst():
     calls, ticks = [], itertools.count()
     found = timing.burst(lambda: calls.append(1), timing.HostClock("fake", lambda: float(next(ticks))))
     assert len(calls) == timing.WARM + timing.TIMED and (found.median, found.samples) == (1, timing.TIMED)
+
+
+def test_bursts_take_turns_and_a_failure_does_not_end_the_run():
+    calls, clock = [], timing.HostClock("fake", lambda: 0.0)
+    three = {name: (functools.partial(calls.append, name), clock) for name in "abc"}
+    times, failed = timing.bursts(three | {"bad": (lambda: 1 / 0, clock)}, turns=4)
+    assert list(times) == ["a", "b", "c"] and all(one.samples == 4 * timing.TIMED for one in times.values())
+    assert list(failed) == ["bad"] and failed["bad"].startswith("failed: ZeroDivisionError")
+    length = timing.WARM + timing.TIMED
+    assert "".join(calls[::length]) == "abcbcacababc"  # another starts in each turn
 
 
 def test_turns_and_repeats():

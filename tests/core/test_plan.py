@@ -96,11 +96,12 @@ def test_a_product_is_split_where_no_backend_takes_its_scales():
 @pytest.mark.parametrize("card", ["a100", "h200", "b200", "mi300x"])
 @pytest.mark.parametrize("rows", ["bfloat16", "float32"])
 def test_the_gradient_of_rows_beside_int4_weights_runs_kernels(card, rows):
-    """Its scales change with each entry of k: there is a kernel for each block of n, which reads bytes."""
+    """Its scales change with each entry of k: the weights are multiplied by them, and there is one kernel."""
     weights = Epilogue(by_column=True, column_block=(1, 128))
     asked = problem_of((256, 512), (4, 512, 256), dtype=rows, epilogue=weights).replace(rhs=np.dtype("int4"))
     chosen = plan(asked, target_of(card))
-    assert chosen.backend in backends.KERNELS[chosen.target.platform] and chosen.split == 128
+    assert chosen.backend in backends.KERNELS[chosen.target.platform]
+    assert chosen.split == chosen.problem.k == asked.k and not chosen.problem.epilogue
 
 
 @pytest.mark.parametrize("target", ["a100", "v6e"])

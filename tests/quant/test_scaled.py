@@ -320,12 +320,12 @@ def test_gradients_of_what_is_not_quantized(granularity, x, w, rng):
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_scales_for_each_of_k_are_as_exact_as_the_result(format, x, w):
-    """They are multiplied into bfloat16 rows, in float32 unless the result is rounded as well; `why` says so."""
+    """They are multiplied into the weights, in float32 unless the result is rounded as well; `why` says so."""
     x, r = jnp.where(np.isnan(x), 0, x).astype(jnp.bfloat16), quantize(w, format, (1, 1, 4))
     close(tr.grouped_matmul(x, r, SIZES, jnp.float32), by_rows(np.asarray(x, np.float64), exact(r)))
     for dtype in (jnp.bfloat16, jnp.float32):
         (plan, *_) = tr.why(lambda x, r, dtype=dtype: tr.grouped_matmul(x, r, SIZES, dtype), x, r, target="h200").passes
-        assert f"rows times scales in {jnp.dtype(dtype)}" in str(plan.plan)
+        assert f"weights times scales before it, in {jnp.dtype(dtype)}" in str(plan.plan)
 
 
 def test_a_gradient_takes_one_product_for_each_of_its_terms(x, w, rng):

@@ -29,8 +29,8 @@ class Plan:
     """A whole decision: which backend runs a product, in what layout, split how, and for what reason.
 
     The backend computes `problem`. Where that is less than `asked`, the rest runs as XLA operations: with `split`, the
-    product is a sum over parts of k, or consists of parts of n; steps of the epilogue that `problem` lacks are applied
-    to the finished sum.
+    product is a sum over parts of k, or of weights that were multiplied by their scales; steps of the epilogue that
+    `problem` lacks are applied to the finished sum.
     """
 
     asked: Problem
@@ -39,13 +39,13 @@ class Plan:
     backend: str
     tiling: Tiling  # in the caller's units of m, k and n
     layout: Any = None  # the backend's own description of its kernel
-    split: int = 0  # parts of k, or of n, of this length are products with their own scales; 0: one product
+    split: int = 0  # parts of k of this length are products with their own scales; 0: a kernel applies all scales
     interpret: bool = False
     because: str
     notes: tuple[str, ...] = ()  # how operands are multiplied, where that is worth a sentence
     slow: str = ""  # why it is slower than it need be; said in a `PerformanceWarning`
     advice: str = ""  # what the caller can do about that, if it is slow
-    behind: str = ""  # a backend that is faster on such problems, and runs this one if it can
+    faster: tuple[str, str] | None = None  # a backend that takes less time, and runs this if it can, and why
 
     @property
     def peeled(self) -> tuple[str, ...]:
@@ -63,10 +63,9 @@ class Plan:
         return entries + rest.steps + gate
 
     def __str__(self) -> str:
-        across = self.asked.epilogue.columnwise
-        split = f", split along {'n' if across else 'k'} into parts of {self.split}" if self.split else ""
-        if self.split and across:
-            split += f", rows times scales in {self.problem.lhs}"
+        split = f", split along k into parts of {self.split}" if self.split else ""
+        if self.split and self.asked.epilogue.columnwise:
+            split = f", weights times scales before it, in {self.problem.rhs}"
         peeled = f", then {' + '.join(self.peeled)} in XLA" if self.peeled else ""
         return f"{self.backend}, tile {self.tiling}{split}{peeled}: {self.because}"
 

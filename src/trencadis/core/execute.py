@@ -1,4 +1,4 @@
-"""Running a plan: the backend's kernel, whole or for each part of k or n, then what was peeled off the epilogue."""
+"""Running a plan: the backend's kernel, whole or for each part of k, then what was peeled off the epilogue."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ __all__ = [
 def plan(problem: Problem, target: Target, overrides: Overrides = Overrides()) -> Plan:
     """The plan of the first backend that takes the problem, or of the one that the caller asked for.
 
-    The first may name one `behind` it that is faster with so few rows, whose plan it then is. Where none takes a
-    problem whose scales change along k, the plan is that of one part of k, and says so in `split`.
+    The first may name one that is `faster` on such problems, whose plan it then is. Where none takes a
+    problem whose scales change along k, the plan is that of a part of k, or of scaled weights, and `split` says so.
 
     >>> from trencadis.core.arguments import problem_of
     >>> print(plan(problem_of((4096, 1024), (8, 1024, 1024), groups=8), Target(platform="cpu")))
@@ -86,10 +86,11 @@ def _first(problem: Problem, target: Target, overrides: Overrides) -> Plan | Non
     name = _wanted(overrides)
     for backend in BACKENDS if name is None else (name,):
         answer = _answer(backend, problem, target, overrides)
-        if isinstance(answer, Plan) and answer.behind and name is None:
-            other = _answer(answer.behind, problem, target, overrides)
+        if isinstance(answer, Plan) and answer.faster is not None and name is None:
+            faster, why = answer.faster
+            other = _answer(faster, problem, target, overrides)
             if isinstance(other, Plan):
-                answer = dataclasses.replace(other, because=f"{other.because}; faster than {backend} with so few rows")
+                answer = dataclasses.replace(other, because=f"{other.because}; faster than {backend} {why}")
         if isinstance(answer, Plan):
             return dataclasses.replace(answer, because=answer.because + _asked(overrides))
     return None
@@ -138,9 +139,11 @@ def warn_if_slow(chosen: Plan, overrides: Overrides) -> None:
         for reason, advice in dict.fromkeys(costly):
             warn_slow(f"a grouped product runs as XLA loops instead of a kernel{gathered(chosen)}: {reason}", advice)
     elif chosen.split:
+        how = f"runs one kernel for each block of {chosen.split} along k"
+        if chosen.asked.epilogue.columnwise:
+            how = f"multiplies weights by their scales before its kernel, into an array of {chosen.problem.rhs}"
         warn_slow(
-            f"a quantized product runs one kernel for each block of {chosen.split} along "
-            f"{'n' if chosen.asked.epilogue.columnwise else 'k'}, since no kernel takes its scales as they are",
+            f"a quantized product {how}, since no kernel takes its scales as they are",
             "quantize with a scale per row of lhs or per column of rhs",
         )
     elif chosen.slow:

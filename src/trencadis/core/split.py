@@ -1,8 +1,7 @@
-"""A product whose scales change along k, as products with constant scales: a sum over parts of k, or parts of n.
+"""A product whose scales change along k, where no kernel applies them: a sum of products over parts of k.
 
 The gradient of rows beside weights with scales `[g, k / block, n]` is a product with scales `[g, n, k / block]`, which
-change with every entry of its k. It is computed in parts of its n, which are these blocks, with scales multiplied into
-the rows.
+change with every entry of its k. There weights are multiplied by their scales first, and it is one product.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from trencadis.core.epilogue import Epilogue
 from trencadis.core.interleave import deinterleave
 from trencadis.core.jax_compat import Value, vary_alike
 from trencadis.core.problem import Problem
-from trencadis.core.spans import local_group, owned
 
 Array = jax.Array
 Multiply = Callable[..., Array]  # of the problem of a part, and its operands
@@ -28,24 +26,28 @@ SHORT = 16  # entries of k: shorter parts are not worth a product of their own
 
 
 def part_of(problem: Problem) -> Problem:
-    """The problem of one part: its scales are constant along k, and its result is a float32 sum or wider."""
+    """The problem of one part: its scales are constant along k, and its result is a float32 sum or wider.
+
+    Weights times scales have as many digits as a result of 16 bits. It is their product, if there is nothing to add.
+    """
     steps, wide = problem.epilogue, accumulator(problem.acc, np.float32)
-    lhs, rhs = whole(problem.lhs), whole(problem.rhs)
-    inner = problem.replace(rhs=rhs, out=wide, epilogue=Epilogue(by_row=steps.by_row), interleaved=False)
-    if steps.columnwise:  # lhs times scales, whose exponents bfloat16 holds, and as many digits as a result of 16 bits
-        kept = lhs == jnp.bfloat16 and problem.out.itemsize <= 2
-        rhs = np.dtype(np.int8) if rhs.name == "int4" else rhs  # kernels read 4 bits along k, where they are not stored
-        return inner.replace(n=steps.column_block[1], lhs=lhs if kept else wide, rhs=rhs)
-    return inner.replace(k=steps.part, lhs=lhs, epilogue=Epilogue(by_row=steps.by_row, by_column=steps.by_column))
+    inner = problem.replace(out=wide, epilogue=Epilogue(by_row=steps.by_row), interleaved=False)
+    if steps.columnwise:
+        short = problem.out.itemsize <= 2
+        whole_result = short and steps == steps.scaling and not problem.summed
+        weights = np.dtype(jnp.bfloat16) if short else wide
+        return inner.replace(rhs=weights, out=problem.out if whole_result else wide)
+    inner = inner.replace(lhs=whole(problem.lhs), rhs=whole(problem.rhs), k=steps.part)
+    return inner.replace(epilogue=Epilogue(by_row=steps.by_row, by_column=steps.by_column))
 
 
 def part_length(problem: Problem) -> int:
-    """The length of a part of k or n."""
-    return problem.epilogue.column_block[1] if problem.epilogue.columnwise else problem.epilogue.part
+    """The length of a part of k; all of it where weights are multiplied by their scales first."""
+    return problem.k if problem.epilogue.columnwise else problem.epilogue.part
 
 
 def sums_by_parts(problem: Problem, multiply: Multiply, *operands: Value) -> Array:
-    """The scaled sums [rows, n] of a problem: `multiply(part_of(problem), ...)` for each part of k or of n.
+    """The scaled sums [rows, n] of a problem: `multiply(part_of(problem), ...)` for each part of k.
 
     Operands are lhs, rhs, group sizes, first group, then the scales of rows `[m, k / block]` or `[m]` and of columns
     `[g, k / block, n / block]` or `[g, n]` where the problem has them.
@@ -53,14 +55,26 @@ def sums_by_parts(problem: Problem, multiply: Multiply, *operands: Value) -> Arr
     if not problem.spans:
         return jnp.zeros((problem.rows, problem.n), part_of(problem).out)
     lhs, rhs, *rest = operands
-    rhs = (deinterleave(rhs) if problem.interleaved else rhs).astype(part_of(problem).rhs)
-    return (_by_columns if problem.epilogue.columnwise else _by_parts_of_k)(problem, multiply, lhs, rhs, *rest)
+    rhs = deinterleave(rhs) if problem.interleaved else rhs
+    if problem.epilogue.columnwise:
+        sizes, first, *by_row, by_column = rest
+        return multiply(part_of(problem), lhs, _times_scales(problem, rhs, by_column), sizes, first, *by_row)
+    return _by_parts_of_k(problem, multiply, lhs, rhs, *rest)
+
+
+def _times_scales(problem: Problem, rhs: Value, by_column: Value) -> Array:
+    """Weights times their scales `[g, k, n / block]`, in the dtype in which they are multiplied."""
+    scales = jnp.repeat(by_column.astype(np.float32), problem.epilogue.column_block[1], axis=2)[..., : problem.n]
+    wide = accumulator(problem.acc, np.float32)
+    scales = (scales.mT if problem.transpose_rhs else scales).astype(wide)
+    return jnp.asarray(rhs.astype(wide) * scales, part_of(problem).rhs)
 
 
 def _by_parts_of_k(problem: Problem, multiply: Multiply, *operands: Value) -> Array:
     """Products of parts of k, added up in order."""
     lhs, rhs, sizes, first, *scales = operands
     inner, length = part_of(problem), part_length(problem)
+    rhs = rhs.astype(inner.rhs)
     axes = 1, 2 if problem.transpose_rhs else 1  # k
     count = -(-problem.k // length)
     lhs, rhs = (_padded(x, axis, count * length) for x, axis in zip((lhs, rhs), axes, strict=True))
@@ -76,27 +90,6 @@ def _by_parts_of_k(problem: Problem, multiply: Multiply, *operands: Value) -> Ar
     sums = jnp.zeros((problem.rows, problem.n), inner.out)
     total, *_ = vary_alike(sums, lhs, rhs, sizes, first, *scales)
     return lax.scan(lambda sums, i: (sums + part(i), None), jnp.asarray(total), jnp.arange(count))[0]
-
-
-def _by_columns(problem: Problem, multiply: Multiply, *operands: Value) -> Array:
-    """Products of lhs times scales with parts of n, side by side."""
-    lhs, rhs, sizes, first, *by_row, by_column = operands
-    inner, length = part_of(problem), part_length(problem)
-    count = -(-problem.n // length)
-    axis = 1 if problem.transpose_rhs else 2  # n
-    rhs = _padded(rhs, axis, count * length)
-    group, mine = local_group(problem, sizes, first), owned(problem, sizes, first)[:, None]
-
-    def part(i: Array, out: Array) -> Array:
-        scale = jnp.take(lax.dynamic_index_in_dim(by_column, i, 2, keepdims=False), group, axis=0)  # [m, k]
-        x = jnp.where(mine, lhs.astype(inner.out) * scale.astype(inner.out), 0).astype(inner.lhs)
-        w = lax.dynamic_slice_in_dim(rhs, i * length, length, axis)
-        columns = multiply(inner, x, w, sizes, first, *by_row)
-        return lax.dynamic_update_slice_in_dim(out, columns, i * length, 1)
-
-    sums = jnp.zeros((problem.rows, count * length), inner.out)
-    total, *_ = vary_alike(sums, lhs, rhs, sizes, first, *by_row, by_column)
-    return lax.scan(lambda out, i: (part(i, out), None), jnp.asarray(total), jnp.arange(count))[0][:, : problem.n]
 
 
 def _scales_at(problem: Problem, at: int | Array, scales: list[Value]) -> list[Value]:

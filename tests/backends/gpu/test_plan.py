@@ -14,12 +14,13 @@ from trencadis import backends
 from trencadis.backends import gpu
 from trencadis.backends.gpu.choose import choose
 from trencadis.core.arguments import problem_of
-from trencadis.core.decision import Refusal
+from trencadis.core.decision import Plan, Refusal
 from trencadis.core.devices import card_for
-from trencadis.core.epilogue import Epilogue
-from trencadis.core.plan import plan
+from trencadis.core.epilogue import Epilogue, Gate
+from trencadis.core.plan import gated_answers, plan
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
+from trencadis.moe import swiglu
 from trencadis.why import why
 
 from .ahead import kernels, largest_result, lowered
@@ -117,7 +118,7 @@ def test_few_rows_are_tritons():
     k_major = but(problem_of((64, 128), (4, 128, 128), dtype="bfloat16"), transpose_rhs=True)
     summed = problem_of((128, 32), (32, 128), groups=4, dtype="bfloat16")
     for few in (k_major, summed):
-        assert gpu.plan(few, H200, Overrides()).behind == "triton" == plan(few, H200).backend
+        assert gpu.plan(few, H200, Overrides()).faster[0] == "triton" == plan(few, H200).backend
         assert plan(few, H200, Overrides(backend="gpu")).backend == "gpu"
         assert plan(few.replace(m=17 * 4), H200).backend == "gpu"
     assert plan(but(k_major, transpose_rhs=False), H200).backend == "gpu"
@@ -129,6 +130,35 @@ def test_thin_contractions_of_small_groups_are_tritons():
     thin = problem_of((1, 512), (512, 256), groups=4, dtype="bfloat16")
     assert plan(thin, H200).backend == "triton" == plan(thin.replace(k=16, m=512 * 4), H200).backend
     assert plan(thin.replace(k=17), H200).backend == "gpu" == plan(thin.replace(m=513 * 4), H200).backend
+
+
+@pytest.mark.parametrize(
+    ("form", "n", "k", "backend"),
+    [("rows", 360, 512, "triton"), ("rows", 512, 360, "gpu"), ("rows", 354, 512, "gpu"), ("rows", 1, 512, "gpu"),
+     ("contraction", 360, 512, "triton"), ("contraction", 512, 360, "gpu")],
+)  # fmt: skip
+def test_what_would_copy_weights_or_the_result_is_tritons(form, n, k, backend):
+    """To align them to 64 columns, where rows are whole multiples of 16 bytes; a copy of lhs alone costs less."""
+    m, g = 4096, 8
+    asked = problem_of((m, k), (g, k, n), dtype="bfloat16", out=np.dtype(jnp.bfloat16))
+    if form == "contraction":
+        asked = problem_of((k, m), (m, n), groups=g, dtype="bfloat16", out=np.dtype(jnp.bfloat16))
+    chosen = plan(asked, H200)
+    assert chosen.backend == backend and ("no multiple of 64" in chosen.because) == (backend == "triton")
+    assert plan(but(asked, lhs="float32", rhs="float32"), H200).backend == "gpu"
+    if form == "rows":  # K-major weights have whole rows of k, and any n
+        flipped = plan(but(asked, transpose_rhs=True, out="float32"), H200)
+        assert flipped.backend == ("gpu" if n % 64 == k % 64 == 0 or n % 8 or k % 8 else "triton")
+
+
+@pytest.mark.parametrize(("f", "fused"), [(352, False), (96, True), (384, True)])
+def test_gated_activations_copy_few_weights(f, fused):
+    """A kernel of both products, which has to align weights, or two products that do not."""
+    rows, d, e = 32768, 2048, 64
+    gate = Gate(activation=swiglu())
+    asked = problem_of((rows, d), (e, d, f), dtype="bfloat16", out=np.dtype(jnp.bfloat16)).replace(gate=gate)
+    answer = gated_answers(asked, H200, Overrides())["gpu"]
+    assert isinstance(answer, Plan) == fused and (fused or "copy weights" in answer.reason)
 
 
 def test_without_triton_few_rows_are_its_own(monkeypatch):

@@ -35,8 +35,8 @@ from trencadis.backends.gpu.choose import (
     reason,
     tiling_of,
 )
-from trencadis.backends.gpu.layout import CONSUMERS, SHORT_PART, WGMMA_M, Layout
-from trencadis.backends.gpu.operands import execute
+from trencadis.backends.gpu.layout import CONSUMERS, ROW_ALIGN, SHORT_PART, WGMMA_M, Layout
+from trencadis.backends.gpu.operands import execute, padded
 from trencadis.backends.gpu.scales import (
     in_operand,
     needs_upcast,
@@ -76,6 +76,7 @@ RESULTS = ("bfloat16", "float16", "float32")
 OPERANDS = (*RESULTS, "float8_e4m3fn", "float8_e5m2", "int8")
 TMA_BOX = 256  # entries that one TMA copy takes along an axis
 GATHER_ROWS = 128  # mean rows of a group up to which rows of a contraction are gathered before it
+GATED_SAVES = 2.5  # reads or writes of all rows that a gated activation in a kernel saves, about
 TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
 
 _refusal = functools.partial(Refusal, "gpu")
@@ -98,6 +99,8 @@ def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan |
         return _refusal("scales of weights change along k, and the interpreter has no register operands")
     tile = overrides.tilings.forward
     layout = choose(inner, card) if tile is None else choose_for_tile(inner, card, tile)
+    if problem.gate is not None and _copies_much(inner, layout):
+        return _refusal(f"n = {inner.n} or k = {inner.k} is no multiple of 64, and it would copy weights", costly=False)
     as_stored = inner.rhs == problem.rhs and _reads_interleaved(problem, layout, overrides.interpret)
     inner = inner.replace(interleaved=as_stored)
     slow, advice = _slow_order(problem, inner, layout) if overrides.advise else ("", "")
@@ -105,8 +108,34 @@ def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan |
         asked=problem, problem=inner, target=target, backend="gpu", interpret=overrides.interpret,
         tiling=tiling_of(inner, layout), layout=layout,
         because=reason(inner, layout, card), slow=slow, advice=advice,
-        behind="triton" if few_rows(inner, layout) else "",
+        faster=_faster(inner, layout),
     )  # fmt: skip
+
+
+def _faster(problem: Problem, layout: Layout) -> tuple[str, str] | None:
+    """The backend whose kernels take less time for a problem, and why; None if these are the fastest."""
+    if few_rows(problem, layout):
+        return "triton", "with so few rows"
+    if problem.gate is None and any(_copied(problem, layout)):
+        return "triton", "where n or k is no multiple of 64, to which it would copy weights or the result"
+    return None
+
+
+def _copied(problem: Problem, layout: Layout) -> tuple[bool, bool]:
+    """Whether weights are copied to align them, and whether the result is, where Triton's kernels would not need it.
+
+    Those read rows of 16-bit numbers that start at multiples of 16 bytes; others they read too slowly.
+    """
+    sixteen = problem.lhs == problem.rhs and problem.lhs.itemsize == 2
+    aligned = problem.k % ROW_ALIGN == 0 and problem.n % ROW_ALIGN == 0
+    return padded(problem, layout) if sixteen and aligned else (False, False)
+
+
+def _copies_much(problem: Problem, layout: Layout) -> bool:
+    """Whether to align weights, or gradients of them, moves more bytes than a gated activation saves in its kernel."""
+    if not _copied(problem, layout)[problem.form is Form.CONTRACTION]:
+        return False
+    return 4 * problem.local_groups * problem.k * problem.n > GATED_SAVES * problem.rows * max(problem.k, problem.n)
 
 
 def _reads_interleaved(problem: Problem, layout: Layout, interpret: bool) -> bool:
@@ -182,7 +211,9 @@ def _missing() -> Refusal | None:
 def _arithmetic(problem: Problem) -> Refusal | None:
     """The refusal of dtypes, scales or a precision that the kernels do not have; None if they can compute it."""
     weights = (*OPERANDS, "int4", *["float4_e2m1fn"] * needs_upcast(problem))  # int4 is left where it is unpacked
-    unknown = unknown_dtype("gpu", problem, Dtypes(OPERANDS, weights, RESULTS, bias=RESULTS))
+    # integer sums are stored as they are, and an epilogue has float32 numbers
+    results = (*RESULTS, "int32") if problem.acc == jnp.int32 and not problem.epilogue else RESULTS
+    unknown = unknown_dtype("gpu", problem, Dtypes(OPERANDS, weights, results, bias=RESULTS))
     if unknown is not None:
         return unknown
     if problem.epilogue.along_k:

@@ -7,7 +7,6 @@ The mask warpgroup zeroes these in both operands, since zero times whatever they
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.layout import ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
-from trencadis.backends.gpu.rows import Gathered, operand_a, operand_b, swizzled
+from trencadis.backends.gpu.rows import Gathered, from_part, operand_a, operand_b, swizzled
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.core.problem import Problem
 
@@ -64,16 +63,14 @@ class ContractionMainloop:
         low, step, _ = scheduler.hi_lo_step(tile, step)
         rows, columns = pl.ds(scheduler.step_row(tile, step), cut.block_k), self._columns(name, tile)
         place = (columns, rows) if self.k_major[OPERANDS.index(name)] else (rows, columns)
-        place = (low, *place) if cut.hi_lo == name else place
 
-        def copy(name: str, staged: str) -> None:
-            mgpu.copy_gmem_to_smem(refs[name].at[place], refs[staged].at[stage], full)
+        def copy(source: Ref) -> None:
+            mgpu.copy_gmem_to_smem(source.at[place], refs[f"smem_{name}"].at[stage], full)
 
-        copies = [functools.partial(copy, each, f"smem_{name}") for each in (name, "up")]
         if cut.two_results and name == "rhs":
-            lax.cond(tile.group < i32(self.problem.spans), *copies)
+            lax.cond(tile.group < i32(self.problem.spans), lambda: copy(refs["rhs"]), lambda: copy(refs["up"]))
         else:
-            copies[0]()
+            from_part(name, refs, cut, low, copy)
 
     def _columns(self, name: str, tile: Tile) -> Any:
         """The columns of an operand that a tile reads."""

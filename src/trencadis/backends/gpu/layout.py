@@ -42,7 +42,7 @@ class Layout:
     pipelines: int = 1  # in a CTA, each with its own producer, stages and tiles: one stores while another multiplies
     swizzle: int = SWIZZLE  # bytes of a swizzle row of the operands in shared memory
     store_buffers: int = 2  # buffers of a consumer for subtiles on their way to global memory
-    hi_lo: str = ""  # "lhs" or "rhs": the operand that comes as a bf16 hi/lo split of a float32 array
+    hi_lo: str = ""  # "lhs" or "rhs": the operand that comes as the two arrays of a bf16 hi/lo split
     swap_ab: bool = False  # weights are operand A of wgmma and rows operand B, so that tile rows are its N
     upcast: bool = False  # weights are of lower precision than rows, and the kernel upcasts them
     upcast_in_smem: bool = False  # a rewrite warpgroup does so in shared memory; else they are a register (RS) operand

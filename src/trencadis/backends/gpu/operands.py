@@ -119,21 +119,17 @@ def _prepared(
     K-major.
     """
     dtype = mma_dtype(problem)
+    k, n = _aligned(problem, layout)
     problem = problem.replace(lhs=dtype, rhs=problem.rhs if layout.upcast else dtype)
-    run, out_run = swizzle_elements(dtype, layout.swizzle), swizzle_elements(problem.out)
-    rows_form = problem.form is Form.ROWS
-    k_run = max(run, 8 * LEAST_SWIZZLE // bits(problem.rhs)) if layout.upcast else run
-    rows, k = (
-        round_up(problem.rows, ROW_ALIGN),
-        round_up(problem.k, layout.block_k if interpret and rows_form else k_run),
-    )
-    n = round_up(problem.n, out_run if layout.k_major else max(WGMMA_M if layout.transpose_in_smem else run, out_run))
-    if rows_form:
+    run, rows = swizzle_elements(dtype, layout.swizzle), round_up(problem.rows, ROW_ALIGN)
+    if problem.form is Form.ROWS:
         k_major = problem.transpose_rhs or layout.k_major
         rhs = rhs.mT if layout.k_major and not problem.transpose_rhs else rhs
-        weights = problem.weights
-        last = round_up(problem.k, ROW_ALIGN) if not interpret else k  # a copy of rows past the end reads 0
-        shapes: list[tuple[int, ...]] = [(rows, k), (weights, n, k) if k_major else (weights, last, n)]
+        shape: tuple[int, ...] = _weights_shape(problem, layout)
+        if interpret:
+            k = round_up(problem.k, layout.block_k)
+            shape = (problem.weights, n, k) if k_major else (problem.weights, k, n)
+        shapes: list[tuple[int, ...]] = [(rows, k), shape]
         inner = problem.replace(k=k, n=n, transpose_rhs=k_major)
     else:
         k_major = problem.transpose_lhs or layout.k_major
@@ -146,11 +142,37 @@ def _prepared(
     if problem.gather is not None:
         at = ("lhs", "rhs").index(problem.gather.operand)
         shapes[at] = (problem.gather.tokens, shapes[at][1])
-    named = {
-        name: hi_lo(pad_to(x, shape)) if layout.hi_lo == name else pad_to(_cast(x, dtype, interpret), shape)
-        for name, x, shape, dtype in zip(("lhs", "rhs"), (lhs, rhs), shapes, (problem.lhs, problem.rhs), strict=True)
-    }
+    named = {}
+    for name, x, shape, dtype in zip(("lhs", "rhs"), (lhs, rhs), shapes, (problem.lhs, problem.rhs), strict=True):
+        if layout.hi_lo == name:
+            named[name], named[f"{name}_low"] = hi_lo(pad_to(x, shape))
+        else:
+            named[name] = pad_to(_cast(x, dtype, interpret), shape)
     return inner, named
+
+
+def _aligned(problem: Problem, layout: Layout) -> tuple[int, int]:
+    """The k and n of operands and of the result in whole swizzle rows."""
+    run, out_run = swizzle_elements(mma_dtype(problem), layout.swizzle), swizzle_elements(problem.out)
+    k_run = max(run, 8 * LEAST_SWIZZLE // bits(problem.rhs)) if layout.upcast else run
+    n_run = out_run if layout.k_major else max(WGMMA_M if layout.transpose_in_smem else run, out_run)
+    return round_up(problem.k, k_run), round_up(problem.n, n_run)
+
+
+def _weights_shape(problem: Problem, layout: Layout) -> tuple[int, int, int]:
+    """The shape of weights: a copy of rows past the end reads 0, so that only rows have to be whole swizzle rows."""
+    k, n = _aligned(problem, layout)
+    if problem.transpose_rhs or layout.k_major:
+        return problem.weights, round_up(problem.n, ROW_ALIGN), k
+    return problem.weights, round_up(problem.k, ROW_ALIGN), n
+
+
+def padded(problem: Problem, layout: Layout) -> tuple[bool, bool]:
+    """Whether weights are copied to align them, and whether the result is."""
+    k_major = problem.transpose_rhs or layout.k_major
+    shape = (problem.weights, *((problem.n, problem.k) if k_major else (problem.k, problem.n)))
+    weights = problem.form is Form.ROWS and shape != _weights_shape(problem, layout)
+    return weights, problem.n != _aligned(problem, layout)[1]
 
 
 def _cast(x: Array, dtype: Any, interpret: bool) -> Array:
@@ -159,10 +181,13 @@ def _cast(x: Array, dtype: Any, interpret: bool) -> Array:
 
 
 @jax.jit
-def hi_lo(x: Array) -> Array:
-    """The bf16 hi/lo split of a float32 array, stacked: x rounded to bfloat16, and x minus that. x = hi + lo."""
+def hi_lo(x: Array) -> tuple[Array, Array]:
+    """The bf16 hi/lo split of a float32 array: x rounded to bfloat16, and x minus that. x = hi + lo.
+
+    They are two arrays: XLA takes more than twice the time to write both parts to one.
+    """
     limit = float(jnp.finfo(jnp.bfloat16).max)
     hi = lax.reduce_precision(x, 8, 7)  # XLA may leave out a conversion there and back
     hi = jnp.where(jnp.isfinite(x), jnp.clip(hi, -limit, limit), hi)
     lo = jnp.where(jnp.isfinite(x), x - hi, 0)
-    return jnp.stack([hi, lo]).astype(jnp.bfloat16)
+    return hi.astype(jnp.bfloat16), lo.astype(jnp.bfloat16)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -53,6 +53,14 @@ def operand_b(stages: Ref, stage: Scalar, n: int, k_major: bool) -> Ref:
 def operand_a(stages: Ref, stage: Scalar, rows: Any, k_major: bool) -> Ref:
     """Some rows of a stage of operand A as [rows, block_k]; it is [block_k, rows] unless it is K-major."""
     return stages.at[stage, rows] if k_major else transpose_ref(stages.at[stage, :, rows])
+
+
+def from_part(name: str, refs: Refs, layout: Layout, low: Scalar, copy: Callable[[Ref], None]) -> None:
+    """Start a copy from an operand; from the part that a step reads, where the operand is a hi/lo split."""
+    if layout.hi_lo == name:
+        lax.cond(low == 0, lambda: copy(refs[name]), lambda: copy(refs[f"{name}_low"]))
+    else:
+        copy(refs[name])
 
 
 class Gathered(NamedTuple):
@@ -131,7 +139,7 @@ class RowsMainloop:
         if column_scales_by_step(problem):
             scales = refs["by_column"].at[tile.group, self.scale_of(step, problem.epilogue.column_block[0]), n]
             mgpu.copy_gmem_to_smem(scales, refs["smem_column_scales"].at[stage], full)
-        self.load_rows(refs, tile, k, stage, {"smem_lhs": refs["lhs"].at[low] if cut.hi_lo == "lhs" else refs["lhs"]})
+        from_part("lhs", refs, cut, low, lambda lhs: self.load_rows(refs, tile, k, stage, {"smem_lhs": lhs}))
 
     def prefetch(self, refs: Refs, tile: Tile) -> None:
         """Fetch what consumers load from global memory themselves, the scales of weights along k, into the L2 cache."""
@@ -152,8 +160,8 @@ class RowsMainloop:
         k, n = self.columns(step), self._n(tile)
         group = tile.group if problem.weights == problem.spans else lax.rem(tile.group, i32(problem.weights))
         place = (group, n, k) if problem.transpose_rhs else (group, k, n)
-        rhs = refs["rhs"].at[(low, *place) if cut.hi_lo == "rhs" else place]
-        mgpu.copy_gmem_to_smem(rhs, refs["smem_weights" if cut.rewrites else "smem_rhs"].at[stage], full)
+        staged = refs["smem_weights" if cut.rewrites else "smem_rhs"].at[stage]
+        from_part("rhs", refs, cut, low, lambda rhs: mgpu.copy_gmem_to_smem(rhs.at[place], staged, full))
         if cut.gated:
             mgpu.copy_gmem_to_smem(refs["up"].at[place], refs["smem_up"].at[stage], full)
 

@@ -351,6 +351,8 @@ class Store:
 
     def _apply_epilogue(self, tile: Tile, subtile: Subtile, row: Any, acc: jax.Array) -> jax.Array:
         """Scales, bias and activation of sums that start at a row of the tile; a tile without steps stays zero."""
+        if self.problem.out == jnp.int32:
+            return acc
         acc = acc.astype(jnp.float32)  # int8 sums are integers, and what is added to them need not be
         # not beside the mainloop: there the compiler has too few registers for it, and serializes the products
         excess = operand_excess(self.problem)
