@@ -19,6 +19,13 @@ from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Epilogue, Gate, Gather
 
 Shape = tuple[int, ...]
+FLOAT32: dict[Any, lax.Precision] = {
+    "tensorfloat32": lax.Precision.DEFAULT,
+    lax.DotAlgorithmPreset.DEFAULT: lax.Precision.DEFAULT,
+    lax.DotAlgorithmPreset.TF32_TF32_F32: lax.Precision.DEFAULT,
+    lax.DotAlgorithmPreset.TF32_TF32_F32_X3: lax.Precision.HIGH,
+    lax.DotAlgorithmPreset.F32_F32_F32: lax.Precision.HIGHEST,
+}
 
 
 class Form(enum.Enum):
@@ -87,6 +94,13 @@ class Problem:
             return {lax.Precision.DEFAULT if one is None else lax.Precision(one) for one in asked}
         except ValueError:
             return set()
+
+    @property
+    def float32_precision(self) -> lax.Precision | None:
+        """How GPUs multiply float32: DEFAULT is tf32, HIGH and HIGHEST are more; None if it is none of these."""
+        if self.asked in FLOAT32:
+            return FLOAT32[self.asked]
+        return max(self.precisions, key=list(lax.Precision).index, default=None)
 
     @property
     def rows(self) -> int:

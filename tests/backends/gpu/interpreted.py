@@ -8,7 +8,7 @@ import oracle
 import poisoned
 
 from trencadis.backends.gpu import execute
-from trencadis.backends.gpu.choose import hi_lo_operand, mma_dtype
+from trencadis.backends.gpu.choose import mma_dtype, products
 from trencadis.backends.gpu.layout import Layout
 from trencadis.core.jax_compat import gpu_interpreter
 
@@ -17,7 +17,7 @@ def layout_of(problem, **changes):
     """A layout with few stages and small tiles, and with steps of one swizzle row of the operands."""
     k_major = mma_dtype(problem).itemsize == 4
     sizes = {"block_m": 128, "block_n": 128, "stages": 2, "raster_group": 2, "num_ctas": 2, **changes}
-    return Layout(block_k=32 if k_major else 64, k_major=k_major, hi_lo=hi_lo_operand(problem), **sizes)
+    return Layout(block_k=32 if k_major else 64, k_major=k_major, products=products(problem), **sizes)
 
 
 def rows_problem(m, k, n, groups, kinds="bf16 bf16 f32", **changes):
@@ -41,7 +41,7 @@ def check(problem, layout, lhs, rhs, sizes, first, *extras, **options):
     with np.errstate(invalid="ignore"):
         want = poisoned.meaning(problem, lhs, rhs, sizes, first, *extras)
     finite = want[np.isfinite(want)]
-    if hi_lo_operand(problem):  # Inf times hi and lo, one of which may be zero, is NaN
+    if len(products(problem)) == 2:  # Inf times hi and lo, one of which may be zero, is NaN
         assert not np.isfinite(np.asarray(got, np.float32)[~np.isfinite(want)]).any()
         got, want = (np.where(np.isfinite(want), x, np.zeros_like(x)) for x in (np.asarray(got), want))
     oracle.check(got, want, scale=max(1.0, float(np.abs(finite).max(initial=0.0))))

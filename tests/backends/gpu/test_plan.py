@@ -71,7 +71,7 @@ def cuda(kind):
         (but(precision="highest"), H200, "precision is highest; it multiplies float32 as tf32"),
         (but(precision=jax.lax.Precision.HIGH), H200, "precision is HIGH; it multiplies float32 as tf32"),
         (but(precision=("highest", "default")), H200, r"precision is \('highest', 'default'\); it multiplies float32"),
-        (but(SUM, precision="highest"), H200, "precision is highest; it multiplies float32 as tf32"),
+        (but(SUM, precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X9), H200, "precision is .*X9; it multiplies"),
         (
             but(HALF, rhs="float32", precision="highest"),
             H200,

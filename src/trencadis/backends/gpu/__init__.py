@@ -30,8 +30,8 @@ from trencadis.backends.gpu.choose import (
     choose,
     choose_for_tile,
     few_rows,
-    hi_lo_operand,
     mma_dtype,
+    products,
     reason,
     tiling_of,
 )
@@ -77,7 +77,6 @@ OPERANDS = (*RESULTS, "float8_e4m3fn", "float8_e5m2", "int8")
 TMA_BOX = 256  # entries that one TMA copy takes along an axis
 GATHER_ROWS = 128  # mean rows of a group up to which rows of a contraction are gathered before it
 GATED_SAVES = 2.5  # reads or writes of all rows that a gated activation in a kernel saves, about
-TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
 
 _refusal = functools.partial(Refusal, "gpu")
 
@@ -92,6 +91,7 @@ def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan |
     card, inner = card_for(target), with_bfloat16_rows(with_k_last(int4_as_int8(_peeled(problem), weights=False)))
     assert card is not None  # or `_elsewhere` had refused
     inner = int4_as_int8(inner, weights=not (needs_upcast(inner) or unpacks(inner)))
+    inner = inner.replace(precision=problem.asked)  # layouts are remembered by problem, which depends on no setting
     refusal = _arithmetic(inner) or _size(inner) or _missing() or _gated(inner)
     if refusal is not None:
         return refusal
@@ -218,12 +218,9 @@ def _arithmetic(problem: Problem) -> Refusal | None:
         return unknown
     if problem.epilogue.along_k:
         return _along_k(problem)
-    if (
-        (mma_dtype(problem) == jnp.float32 or hi_lo_operand(problem))
-        and problem.asked not in TF32
-        and problem.precisions != {lax.Precision.DEFAULT}
-    ):
-        how = "a bf16 hi/lo split" if hi_lo_operand(problem) else "tf32"
+    hi_lo = len(products(problem)) == 2
+    if (mma_dtype(problem) == jnp.float32 or hi_lo) and problem.float32_precision is not lax.Precision.DEFAULT:
+        how = "a bf16 hi/lo split" if hi_lo else "tf32"
         return _refusal(
             f"precision is {problem.asked}; it multiplies float32 as {how}",
             "use bfloat16 operands, or precision=None; for the gradient of a bias, preferred_element_type=bfloat16",

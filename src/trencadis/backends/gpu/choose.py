@@ -22,6 +22,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from trencadis.backends.gpu.layout import (
     CONSUMERS,
@@ -72,6 +73,17 @@ THIN, THIN_SUMMED = 16, 512  # the same of a contraction with few columns of lhs
 LARGE_GROUP = 1024  # mean rows of a group from which on the padding of its last tile hardly matters
 HOT_SHARE = 2  # contraction: prepare for a group that has 1/2 of all rows, which one CTA must sum up for each tile
 DYNAMIC_FLOPS = 10**11  # from here on dynamic scheduling pays for its counter, which one small kernel clears
+
+Products = tuple[tuple[int, int], ...]
+ONE: Products = ((0, 0),)
+HI_LO: dict[tuple[str, str], Products] = {
+    ("float32", "bfloat16"): ((1, 0), (0, 0)),
+    ("bfloat16", "float32"): ((0, 1), (0, 0)),
+}
+PRECISE: dict[lax.Precision | None, Products] = {
+    lax.Precision.HIGH: ((1, 2), (2, 1), (0, 0)),
+    lax.Precision.HIGHEST: ((1, 3), (2, 2), (3, 1), (1, 2), (2, 1), (0, 0)),
+}
 
 # the time for the same work in tiles of each size, relative to the largest; smaller tiles read operands more often
 RELATIVE_TIME: dict[Form, dict[tuple[int, int], float]] = {
@@ -154,8 +166,10 @@ def few_rows(problem: Problem, layout: Layout) -> bool:
     """Whether groups have so few rows that Triton's kernels, of which an SM holds several, move more bytes.
 
     Both are bound by memory there: by the weights, which must be stored K-major, or by the result of a contraction, or
-    if that is thin by its rhs.
+    if that is thin by its rhs. Triton splits float32 rows into parts in registers.
     """
+    if len(products(problem)) > 2:
+        return problem.m <= SMALL_GROUP * problem.groups
     if problem.gate is not None or layout.upcast or {problem.lhs.itemsize, problem.rhs.itemsize} != {2}:
         return False
     if problem.form is Form.CONTRACTION:
@@ -166,13 +180,13 @@ def few_rows(problem: Problem, layout: Layout) -> bool:
 def mma_dtype(problem: Problem) -> np.dtype[Any]:
     """The dtype in which operands are multiplied: their own, or one that holds the values of both.
 
-    A float32 operand beside a bfloat16 one is multiplied as a bf16 hi/lo split (ADR 0026).
+    A float32 operand beside a bfloat16 one is multiplied as its bfloat16 parts (ADR 0026), and so are precise sums.
     """
     kinds = {problem.lhs.name, problem.rhs.name}
+    if len(products(problem)) > 1:
+        return np.dtype(jnp.bfloat16)
     if len(kinds) == 1:
         return problem.lhs
-    if hi_lo_operand(problem):
-        return np.dtype(jnp.bfloat16)
     if unpacks(problem) or unpacks_in_registers(problem):
         return problem.lhs
     if "float32" in kinds or kinds == {"bfloat16", "float16"}:
@@ -180,10 +194,19 @@ def mma_dtype(problem: Problem) -> np.dtype[Any]:
     return np.dtype(np.float16 if "float16" in kinds else jnp.bfloat16)  # either holds every 8-bit number
 
 
-def hi_lo_operand(problem: Problem) -> str:
-    """The operand that is multiplied as a bf16 hi/lo split, "lhs" or "rhs"; "" if neither is."""
+def products(problem: Problem) -> Products:
+    """The parts of lhs and of rhs that are multiplied, one pair after the other; most operands have one part.
+
+    A float32 operand beside a bfloat16 one has two. In contractions, float32 has four where tf32 is too little: only
+    the first one has infinities, which would be NaN where they meet zeros. The largest products are the last: wgmma
+    does not round sums but cuts them off, so that each one that is added to a large sum costs some of its error.
+    """
     kinds = (problem.lhs.name, problem.rhs.name)
-    return {("float32", "bfloat16"): "lhs", ("bfloat16", "float32"): "rhs"}.get(kinds, "")
+    if kinds in HI_LO:
+        return HI_LO[kinds]
+    if problem.form is Form.CONTRACTION and kinds == ("float32", "float32"):
+        return PRECISE.get(problem.float32_precision, ONE)
+    return ONE
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -345,7 +368,7 @@ def _layout(problem: Problem, card: Card, block_m: int, block_n: int) -> Layout:
         pipelines=pipelines,
         swizzle=swizzle,
         store_buffers=buffers,
-        hi_lo=hi_lo_operand(problem),
+        products=products(problem),
         swap_ab=swap_ab,
         upcast=upcast,
         upcast_in_smem=in_smem,

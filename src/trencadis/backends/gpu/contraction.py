@@ -60,7 +60,7 @@ class ContractionMainloop:
     def _load(self, name: str, refs: Refs, scheduler: TileScheduler, tile: Tile, step: Scalar, stage: Scalar) -> None:
         """Start the TMA copy of rows of one operand; of rhs, that of the result to which the tile belongs."""
         cut, full = self.layout, refs["full"].at[stage]
-        low, step, _ = scheduler.hi_lo_step(tile, step)
+        part, step, _ = scheduler.part_step(tile, step)
         rows, columns = pl.ds(scheduler.step_row(tile, step), cut.block_k), self._columns(name, tile)
         place = (columns, rows) if self.k_major[OPERANDS.index(name)] else (rows, columns)
 
@@ -70,7 +70,7 @@ class ContractionMainloop:
         if cut.two_results and name == "rhs":
             lax.cond(tile.group < i32(self.problem.spans), lambda: copy(refs["rhs"]), lambda: copy(refs["up"]))
         else:
-            from_part(name, refs, cut, low, copy)
+            from_part(name, refs, cut, part, copy)
 
     def _columns(self, name: str, tile: Tile) -> Any:
         """The columns of an operand that a tile reads."""
@@ -104,12 +104,12 @@ class ContractionMainloop:
 
     def may_need_mask(self, scheduler: TileScheduler, tile: Tile, step: Scalar) -> Any:
         """Whether a step may hold rows of other groups, as the first and the last of a sum may."""
-        _, step, steps = scheduler.hi_lo_step(tile, step)
+        _, step, steps = scheduler.part_step(tile, step)
         return (step == i32(0)) | (step == steps - i32(1))
 
     def mask(self, refs: Refs, scheduler: TileScheduler, tile: Tile, step: Scalar, stage: Scalar) -> None:
         """Zero the rows of a stage that belong to other groups, in both operands."""
-        block_k, row = i32(self.layout.block_k), scheduler.step_row(tile, scheduler.hi_lo_step(tile, step)[1])
+        block_k, row = i32(self.layout.block_k), scheduler.step_row(tile, scheduler.part_step(tile, step)[1])
         low, high = lax.max(tile.start - row, i32(0)), lax.min(tile.end - row, block_k)
 
         @pl.when((low > 0) | (high < block_k))

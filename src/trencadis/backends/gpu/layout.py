@@ -42,7 +42,7 @@ class Layout:
     pipelines: int = 1  # in a CTA, each with its own producer, stages and tiles: one stores while another multiplies
     swizzle: int = SWIZZLE  # bytes of a swizzle row of the operands in shared memory
     store_buffers: int = 2  # buffers of a consumer for subtiles on their way to global memory
-    hi_lo: str = ""  # "lhs" or "rhs": the operand that comes as the two arrays of a bf16 hi/lo split
+    products: tuple[tuple[int, int], ...] = ((0, 0),)  # the parts of lhs and rhs that are multiplied, pair by pair
     swap_ab: bool = False  # weights are operand A of wgmma and rows operand B, so that tile rows are its N
     upcast: bool = False  # weights are of lower precision than rows, and the kernel upcasts them
     upcast_in_smem: bool = False  # a rewrite warpgroup does so in shared memory; else they are a register (RS) operand
@@ -99,3 +99,8 @@ class Layout:
 def swizzle_elements(dtype: np.dtype[Any], swizzle: int = SWIZZLE) -> int:
     """The elements of a dtype in a swizzle row of this many bytes."""
     return 8 * swizzle // bits(dtype)
+
+
+def part_name(name: str, part: int) -> str:
+    """What the kernel calls a part of an operand, whose first part has its name."""
+    return f"{name}_{part}" if part else name

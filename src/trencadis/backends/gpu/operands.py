@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trencadis.backends.gpu.choose import mma_dtype
-from trencadis.backends.gpu.layout import ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
+from trencadis.backends.gpu.layout import ROW_ALIGN, WGMMA_M, Layout, part_name, swizzle_elements
 from trencadis.backends.gpu.scales import column_scales_by_step, shared_by_tile
 from trencadis.backends.prepare import flat_sizes, pad_to, round_up
 from trencadis.core.dtypes import bits
@@ -144,8 +144,12 @@ def _prepared(
         shapes[at] = (problem.gather.tokens, shapes[at][1])
     named = {}
     for name, x, shape, dtype in zip(("lhs", "rhs"), (lhs, rhs), shapes, (problem.lhs, problem.rhs), strict=True):
-        if layout.hi_lo == name:
-            named[name], named[f"{name}_low"] = hi_lo(pad_to(x, shape))
+        parts = {pair[("lhs", "rhs").index(name)] for pair in layout.products}
+        if len(parts) == 2:
+            named[name], named[part_name(name, 1)] = hi_lo(pad_to(x, shape))
+        elif len(parts) > 2:
+            found = precise_parts(pad_to(x, shape))
+            named |= {part_name(name, part): found[part] for part in sorted(parts)}
         else:
             named[name] = pad_to(_cast(x, dtype, interpret), shape)
     return inner, named
@@ -186,8 +190,23 @@ def hi_lo(x: Array) -> tuple[Array, Array]:
 
     They are two arrays: XLA takes more than twice the time to write both parts to one.
     """
-    limit = float(jnp.finfo(jnp.bfloat16).max)
-    hi = lax.reduce_precision(x, 8, 7)  # XLA may leave out a conversion there and back
-    hi = jnp.where(jnp.isfinite(x), jnp.clip(hi, -limit, limit), hi)
-    lo = jnp.where(jnp.isfinite(x), x - hi, 0)
+    hi, lo = _head_and_rest(x)
     return hi.astype(jnp.bfloat16), lo.astype(jnp.bfloat16)
+
+
+@jax.jit
+def precise_parts(x: Array) -> tuple[Array, Array, Array, Array]:
+    """The first bfloat16 part of a float32 array, that with 0 for what is not finite, and two that hold the rest."""
+    first, rest = _head_and_rest(x)
+    second, last = _head_and_rest(rest)
+    finite = jnp.where(jnp.isfinite(x), first, 0)
+    high, finite, second, last = (part.astype(jnp.bfloat16) for part in (first, finite, second, last))
+    return high, finite, second, last
+
+
+def _head_and_rest(x: Array) -> tuple[Array, Array]:
+    """A float32 array rounded to bfloat16, but no finite number to an infinity, and what that leaves."""
+    limit = float(jnp.finfo(jnp.bfloat16).max)
+    head = lax.reduce_precision(x, 8, 7)  # XLA may leave out a conversion there and back
+    head = jnp.where(jnp.isfinite(x), jnp.clip(head, -limit, limit), head)
+    return head, jnp.where(jnp.isfinite(x), x - head, 0)

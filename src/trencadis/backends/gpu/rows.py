@@ -18,7 +18,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.block_scales import BlockScales
-from trencadis.backends.gpu.layout import REWRITE_STAGES, ROW_ALIGN, SWIZZLE, WGMMA_M, Layout, swizzle_elements
+from trencadis.backends.gpu.layout import (
+    REWRITE_STAGES,
+    ROW_ALIGN,
+    SWIZZLE,
+    WGMMA_M,
+    Layout,
+    part_name,
+    swizzle_elements,
+)
 from trencadis.backends.gpu.mma_shapes import fit
 from trencadis.backends.gpu.operand_scales import Scales
 from trencadis.backends.gpu.scales import column_scales_by_step, needs_upcast, row_scales_of_step
@@ -55,12 +63,15 @@ def operand_a(stages: Ref, stage: Scalar, rows: Any, k_major: bool) -> Ref:
     return stages.at[stage, rows] if k_major else transpose_ref(stages.at[stage, :, rows])
 
 
-def from_part(name: str, refs: Refs, layout: Layout, low: Scalar, copy: Callable[[Ref], None]) -> None:
-    """Start a copy from an operand; from the part that a step reads, where the operand is a hi/lo split."""
-    if layout.hi_lo == name:
-        lax.cond(low == 0, lambda: copy(refs[name]), lambda: copy(refs[f"{name}_low"]))
-    else:
+def from_part(name: str, refs: Refs, layout: Layout, index: Scalar, copy: Callable[[Ref], None]) -> None:
+    """Start a copy from an operand, or from its part in the product of parts that has this index."""
+    parts = [pair[("lhs", "rhs").index(name)] for pair in layout.products]
+    each = sorted(set(parts))
+    if len(each) == 1:
         copy(refs[name])
+        return
+    which = sum((lax.select(index == i32(i), i32(each.index(part)), i32(0)) for i, part in enumerate(parts)), i32(0))
+    lax.switch(which, [functools.partial(copy, refs[part_name(name, part)]) for part in each])
 
 
 class Gathered(NamedTuple):
@@ -128,9 +139,9 @@ class RowsMainloop:
     def load(self, refs: Refs, scheduler: TileScheduler, tile: Tile, step: Scalar, stage: Scalar) -> None:
         """Start the TMA copies of one step: as many rows of lhs as the tile has, and the weights of its columns."""
         problem, cut = self.problem, self.layout
-        low, step, _ = scheduler.hi_lo_step(tile, step)
+        part, step, _ = scheduler.part_step(tile, step)
         k, n, full = self.columns(step), self._n(tile), refs["full"].at[stage]
-        self.load_weights(refs, tile, low, step, stage)
+        self.load_weights(refs, tile, part, step, stage)
         if problem.epilogue.row_block:
             rows_of_tile = pl.ds(pl.multiple_of(tile.row, ROW_ALIGN), cut.block_m)
             first = self.scale_of(step, problem.epilogue.row_block)
@@ -139,7 +150,7 @@ class RowsMainloop:
         if column_scales_by_step(problem):
             scales = refs["by_column"].at[tile.group, self.scale_of(step, problem.epilogue.column_block[0]), n]
             mgpu.copy_gmem_to_smem(scales, refs["smem_column_scales"].at[stage], full)
-        from_part("lhs", refs, cut, low, lambda lhs: self.load_rows(refs, tile, k, stage, {"smem_lhs": lhs}))
+        from_part("lhs", refs, cut, part, lambda lhs: self.load_rows(refs, tile, k, stage, {"smem_lhs": lhs}))
 
     def prefetch(self, refs: Refs, tile: Tile) -> None:
         """Fetch what consumers load from global memory themselves, the scales of weights along k, into the L2 cache."""
@@ -154,14 +165,14 @@ class RowsMainloop:
         """The columns of a tile."""
         return pl.ds(pl.multiple_of(tile.column, self.layout.block_n), self.layout.block_n)
 
-    def load_weights(self, refs: Refs, tile: Tile, low: Scalar, step: Scalar, stage: Scalar) -> None:
-        """Start the TMA copies of the weights of one step, of a part of a hi/lo split."""
+    def load_weights(self, refs: Refs, tile: Tile, part: Scalar, step: Scalar, stage: Scalar) -> None:
+        """Start the TMA copies of the weights of one step, of the part that is multiplied at this index."""
         problem, cut, full = self.problem, self.layout, refs["full"].at[stage]
         k, n = self.columns(step), self._n(tile)
         group = tile.group if problem.weights == problem.spans else lax.rem(tile.group, i32(problem.weights))
         place = (group, n, k) if problem.transpose_rhs else (group, k, n)
         staged = refs["smem_weights" if cut.rewrites else "smem_rhs"].at[stage]
-        from_part("rhs", refs, cut, low, lambda rhs: mgpu.copy_gmem_to_smem(rhs.at[place], staged, full))
+        from_part("rhs", refs, cut, part, lambda rhs: mgpu.copy_gmem_to_smem(rhs.at[place], staged, full))
         if cut.gated:
             mgpu.copy_gmem_to_smem(refs["up"].at[place], refs["smem_up"].at[stage], full)
 

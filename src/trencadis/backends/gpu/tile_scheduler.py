@@ -167,13 +167,14 @@ class TileScheduler:
             valid_to=lax.min(end - row, own * i32(self.layout.m_unit)),
         )
 
-    def hi_lo_step(self, tile: Tile, step: Scalar) -> tuple[Scalar, Scalar, Scalar]:
-        """Which part of a hi/lo split a step reads (0: hi, 1: lo), its step within that part, and the steps of each."""
-        if not self.layout.hi_lo:
+    def part_step(self, tile: Tile, step: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+        """The index of the parts of operands that a step multiplies, its step within these, and the steps of each."""
+        count = len(self.layout.products)
+        if count == 1:
             return i32(0), step, tile.steps
-        each = lax.div(tile.steps, i32(2))
-        low = (step >= each).astype(jnp.int32)
-        return low, step - low * each, each
+        each = lax.div(tile.steps, i32(count))
+        index = sum(((step >= each * i32(i)).astype(jnp.int32) for i in range(1, count)), i32(0))
+        return index, step - index * each, each
 
     def step_row(self, tile: Tile, step: Scalar) -> Scalar:
         """The first row of a step over rows, in a contraction."""
@@ -181,8 +182,8 @@ class TileScheduler:
         return pl.multiple_of(first + step * i32(self.layout.block_k), self.step_align)
 
     def _steps(self, span: Span) -> Scalar:
-        """The mainloop steps of a tile of the span; a hi/lo split is summed over twice, and so are pairs."""
-        block_k, times = self.layout.block_k, 2 if self.layout.hi_lo or self.layout.pairs else 1
+        """The mainloop steps of a tile of the span, which are those of each product of parts, or of each of a pair."""
+        block_k, times = self.layout.block_k, 2 if self.layout.pairs else len(self.layout.products)
         if self.rows_form:
             return i32(-(-self.problem.k // block_k) * times + self.layout.epilogue_steps)
         rows = span.end - align_down(span.start, self.step_align)

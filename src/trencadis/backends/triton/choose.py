@@ -26,8 +26,6 @@ from trencadis.core.dtypes import width
 from trencadis.core.problem import Form, Problem
 from trencadis.core.tiling import Tiling
 
-TF32 = ("tensorfloat32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT)
-FULL = ("float32", lax.DotAlgorithmPreset.F32_F32_F32, lax.DotAlgorithmPreset.TF32_TF32_F32_X3)
 # block_m, block_n and warps of the tiles that are considered, for operands of 16 bits
 TILES = (
     (128, 256, 8), (128, 128, 4), (64, 256, 8), (64, 256, 4), (64, 128, 8), (64, 128, 4), (32, 128, 4),
@@ -204,14 +202,12 @@ def precision(problem: Problem, arch: str) -> str | None:
     Six bfloat16 products of three parts each have the error of float32. AMD has products of float32 itself. Products of
     other factors are exact, whatever the precision.
     """
-    asked, several = problem.asked, problem.precisions
-    exact = mma_dtype(problem) != jnp.float32
-    full = not exact and (asked in FULL or bool(several & {lax.Precision.HIGHEST, lax.Precision.HIGH}))
-    if not exact and not full and asked not in TF32 and several != {lax.Precision.DEFAULT}:
+    asked = problem.float32_precision if mma_dtype(problem) == jnp.float32 else lax.Precision.DEFAULT
+    if asked is None:
         return None
     if arch.startswith("gfx"):
         return "ieee"
-    return "bf16x6" if full else "tf32"
+    return "tf32" if asked is lax.Precision.DEFAULT else "bf16x6"
 
 
 def split_operand(problem: Problem, arch: str) -> str:
