@@ -128,6 +128,74 @@ def test_an_activation_may_close_over_an_array_that_changes(make):
         np.testing.assert_allclose(product_of(2)(activation), 20, rtol=1e-6)
 
 
+@pytest.mark.parametrize("size", [20, 2**17, 2**19])
+def test_an_activation_may_hold_a_table_that_changes(size):
+    """Also one that is too large to tell by its values whether it is the same."""
+
+    class Table:
+        def __init__(self, values):
+            self.values = values
+
+        def __call__(self, z):
+            return jnp.interp(z, jnp.linspace(0, 10, size), self.values)
+
+    activation, line = Table(jnp.linspace(0.0, 10.0, size)), jnp.linspace(0.0, 10.0, size)
+    for slope in (1.0, 3.0):
+        activation.values = line * slope
+        np.testing.assert_allclose(product_of(2)(activation), 4 * slope, rtol=1e-4)
+
+
+@pytest.mark.parametrize("of", [product_of, layer_of])
+def test_a_call_computes_what_its_activation_was_when_it_was_traced(of):
+    """As everything else under jit does; and another one of the same operations is not changed by it."""
+    call, slope = of(2), lambda z: z * READ["slope"]
+    READ["slope"] = 2.0
+    first = jax.jit(lambda s: call(lambda z: slope(z) * s))
+    jax.eval_shape(first, 1.0)
+    jitted = jax.jit(lambda: call(slope))
+    jax.eval_shape(jitted)
+    gradient = jax.grad(
+        lambda x: tr.grouped_matmul(x, jnp.ones((1, 3, 2)), [2], activation=slope, backend="reference").sum()
+    )
+    early = jax.jit(gradient).lower(jnp.ones((2, 3)))
+    READ["slope"] = 5.0
+    np.testing.assert_allclose(jitted(), 8, rtol=1e-6)
+    np.testing.assert_allclose(call(lambda z: z * 2.0), 8, rtol=1e-6)
+    np.testing.assert_allclose(early.compile()(jnp.ones((2, 3))), np.full((2, 3), 4.0))
+    np.testing.assert_allclose(jax.jit(lambda: (jitted(), call(lambda z: z * 2.0)))(), (8, 8), rtol=1e-6)
+
+
+def test_a_change_is_an_error_on_a_mesh():
+    """Where operations have other types, a function has to be traced again."""
+    mesh = jax.make_mesh((1,), ("e",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    READ["slope"] = 2.0
+    activation = static_activation(lambda z: z * READ["slope"], F32, F32)
+    call = lambda: jax.shard_map(elementwise(activation), mesh=mesh, in_specs=jax.P("e"), out_specs=jax.P("e"))(
+        jnp.ones((2, 3))
+    )
+    np.testing.assert_array_equal(call(), np.full((2, 3), 2.0))
+    READ["slope"] = 3.0
+    with pytest.raises(RuntimeError, match=r"activation: <lambda> reads a variable that has changed"):
+        call()
+
+
+def test_the_gradient_of_one_layer_is_not_that_of_another_with_the_same_operations():
+    """Each has an object that it reads; one of them changes after its first call."""
+    x, w = jnp.ones((4, 2)), jnp.ones((2, 2, 2))
+    routing = moe.route(jnp.ones((4, 2)), 1)
+
+    class Model:
+        beta = 1.0
+
+        def loss(self, x):
+            return tr.moe_mlp(x, routing, None, w, w, activation=lambda up: up * self.beta).sum()
+
+    one, other = Model(), Model()
+    one.loss(x)
+    one.beta = 4.0
+    np.testing.assert_array_equal(4 * jax.grad(other.loss)(x), jax.grad(one.loss)(x))
+
+
 def test_fields_that_are_not_compared_count():
     READ["slope"] = 1.0
     for hidden in (1.0, 2.0):
@@ -136,7 +204,7 @@ def test_fields_that_are_not_compared_count():
 
 def test_rules_of_jax_are_known_without_their_derivatives(monkeypatch):
     """To trace derivatives takes several times as long as the rest of a call outside of jit."""
-    monkeypatch.setattr("trencadis.core.activation._pullbacks", lambda *numbers, out: pytest.fail("traced"))
+    monkeypatch.setattr("trencadis.core.activation._pullbacks", lambda _: pytest.fail("traced"))
     for activation in (jax.nn.relu, jax.nn.softplus, lambda z: jax.nn.relu(z) * jax.nn.gelu(z)):
         assert static_activation(lambda z, f=activation: f(z), F32, F32)
 
@@ -157,7 +225,9 @@ def test_python_functions_are_told_apart_even_if_they_look_alike():
             Times(number), jax.ShapeDtypeStruct(z.shape, z.dtype), z, vmap_method="expand_dims"
         )
 
-    assert static_activation(activation(2), F32, F32) != static_activation(activation(3), F32, F32)
+    assert static_activation(activation(2), F32, F32) is None  # so that it is applied after the product
+    for number in (2, 3):
+        assert product_of(2)(activation(number)) == 4 * number
     fresh = (static_activation(lambda z: jax.nn.relu(z) * 0.5, F32, F32) for _ in range(2))
     assert next(fresh) == next(fresh)
 

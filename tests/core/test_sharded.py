@@ -382,6 +382,19 @@ def test_a_layer_of_a_sharded_function_may_read_what_changes():
     np.testing.assert_allclose(found[1], 2 * found[0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", [P(), P("d")])
+def test_an_activation_may_close_over_an_array_on_a_mesh(kind, spec):
+    mesh = mesh_of(kind, (2, 2))
+    held = put(mesh, np.arange(4.0, dtype=np.float32), spec)
+    x, w = np.ones((4, 3), np.float32), np.ones((1, 3, 2), np.float32)
+    call = lambda: tr.grouped_matmul(x, w, np.array([4]), activation=lambda z: z * held.sum())
+    np.testing.assert_array_equal(np.asarray(call()), np.full((4, 2), 18.0))
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(np.asarray(call()), np.full((4, 2), 18.0))
+        np.testing.assert_array_equal(np.asarray(jax.jit(call)()), np.full((4, 2), 18.0))
+
+
 def test_without_a_mesh_nothing_changes():
     """One equation, as ever; and a mesh of one device is a mesh."""
     x, w, *_ = arrays()

@@ -154,12 +154,16 @@ def test_errors_name_the_argument(words, change):
         ("f: want an int of at least 1; got 0", {"f": 0}),
         ("shared: want an int of at least 0; got -3", {"shared": -3}),
         ("k: want at most 4, the number of experts; got 9", {"k": 9}),
+        ("groups: want an int, a divisor of the number of experts, 4; got 3", {"groups": 3, "group_k": 1}),
+        ("groups, group_k: want both or neither; got 2 and None", {"groups": 2}),
+        (r"activation: want a function of two numbers, such as moe.swiglu\(\); got 'silu'", {"activation": "silu"}),
+        ("activation: want a function of one number, since gated is False; got SwiGLU", {"gated": False}),
         ("score: want one of 'softmax'", {"score": "foo"}),
         ("save: want one of 'least'", {"save": "all"}),
     ],
 )
 def test_a_config_is_checked_when_it_is_made(message, change):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         dataclasses.replace(SMALL, **change)
 
 

@@ -6,8 +6,8 @@ its traced operations, with the values of the arrays that it closes over.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import hashlib
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,18 +15,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.sharding import AbstractMesh
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Num
 
 from trencadis.core.dtypes import accumulator
 from trencadis.core.jax_compat import has_own_rules
-from trencadis.core.programs import is_fixed, is_hashable
+from trencadis.core.programs import is_fixed
 
 Activation = Callable[..., Array]  # of one number; of two, the gate first, in a gated layer
 
 CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")  # what does nothing but hold operations
-LARGEST = 2**16  # bytes of the arrays that an activation may close over to be known by their values
+LARGEST = 2**20  # bytes of the arrays that an activation may close over to be known by their values
 
 
 def activated(activation: Activation, z: Num[Array, "rows n"], out: DTypeLike) -> Num[Array, "rows n"]:
@@ -76,16 +77,30 @@ def inlined(activation: Callable[..., Any], rules: Mapping[str, Callable[..., An
 
 
 class Elementwise:
-    """An activation that equals any other of the same operations, so that a fresh lambda compiles nothing anew."""
+    """The traced operations of an activation: it equals any other of the same ones, and so compiles nothing anew.
 
-    __slots__ = ("__name__", "fn", "key")
+    It computes these and does not call the function of the user again, which may read variables that have changed. But
+    on a mesh operations have types of their own: there the function has to be traced again, and an error says so if it
+    has changed.
+    """
 
-    def __init__(self, fn: Activation, key: tuple[Any, ...]) -> None:
-        self.fn, self.key = fn, key
+    __slots__ = ("__name__", "dtype", "fn", "key", "traced")
+
+    def __init__(self, fn: Activation, traced: ClosedJaxpr, dtype: np.dtype[Any], key: tuple[Any, ...]) -> None:
+        self.fn, self.traced, self.dtype, self.key = fn, traced, dtype, key
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
 
     def __call__(self, *xs: Array) -> Array:
-        return self.fn(*xs)
+        xs = tuple(x.astype(aval.dtype) for x, aval in zip(xs, self.traced.in_avals, strict=True))
+        if jax.sharding.get_abstract_mesh().empty and all(jax.typeof(x).sharding.mesh.empty for x in xs):
+            (out,) = jaxpr_as_fun(self.traced)(*xs)
+            return out.astype(self.dtype)
+        if not is_fixed(self.fn) and _key([_trace(self.fn, self.traced.in_avals)]) != _key([self.traced]):
+            raise RuntimeError(
+                f"activation: {self.__name__} reads a variable that has changed since it was given, and on a mesh it "
+                "is traced again; want one that computes the same"
+            )
+        return self.fn(*xs).astype(self.dtype)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Elementwise) and other.key == self.key
@@ -97,25 +112,12 @@ class Elementwise:
         return f"Elementwise({self.__name__})"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Converted:
-    """An activation whose result has another dtype, converted to that of its operands."""
-
-    fn: Activation
-
-    def __call__(self, *xs: Array) -> Array:
-        return self.fn(*xs).astype(xs[0].dtype)
-
-    @property
-    def __name__(self) -> str:
-        return getattr(self.fn, "__name__", type(self.fn).__name__)
-
-
 def static_activation(activation: object, dtype: DTypeLike, result: DTypeLike, arguments: int = 1) -> Activation | None:
     """The activation as a hashable part of a problem; an error if it is not a function of so many numbers.
 
-    None if it closes over traced values or has no hash: then it has to be applied after the product. A function of a
-    user is traced in every call, since it may read variables that change.
+    None if it closes over traced values, or calls Python functions or reads large arrays, so that none can be known to
+    be the same: then it has to be applied after the product. A function of a user is traced in every call, since it may
+    read variables that change.
     """
     if isinstance(activation, Elementwise):  # of a layer that was given this one
         return activation
@@ -130,8 +132,8 @@ def _static_activation(
         such = "one number, such as jax.nn.relu" if arguments == 1 else "two numbers, such as moe.swiglu()"
         raise TypeError(f"activation: want a function of {such}; got {reprlib.repr(activation)}")
     number = jax.ShapeDtypeStruct((), accumulator(dtype, result))
-    try:  # by a fresh function: JAX does not trace one again that it knows, which may read variables that change
-        traced = jax.make_jaxpr(lambda *xs: activation(*xs))(*(number,) * arguments)
+    try:
+        traced = _trace(activation, (number,) * arguments)
         (out,) = traced.out_avals
     except Exception as error:
         raise ValueError(
@@ -144,17 +146,24 @@ def _static_activation(
     if jnp.issubdtype(out.dtype, jnp.complexfloating) and not jnp.issubdtype(result, jnp.complexfloating):
         raise ValueError(f"activation: gives {out.dtype}, which the result's {result} cannot hold")
     _check_elementwise(traced.jaxpr)
-    known = [traced]
+    known: list[ClosedJaxpr] = [traced]
     differentiable = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (number, out))
     if differentiable and any(has_own_rules(equation) for equation in _equations(traced.jaxpr)):
-        try:
-            known += _pullbacks(activation, *(number,) * arguments, out=out)
-        except Exception:  # a rule that fails, where nothing may ever ask for it
-            return _by_identity(activation, known)
-    if out.dtype != number.dtype and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (number, out)):
-        activation = Converted(activation)
+        known += _pullbacks(traced)
+    floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (number, out))
+    kept = number.dtype if floats else out.dtype
     key = _key(known)
-    return _by_identity(activation, known) if key is None else Elementwise(activation, key)
+    return None if key is None else Elementwise(activation, traced, np.dtype(kept), (kept, *key))
+
+
+def _trace(activation: Activation, numbers: Sequence[Any]) -> ClosedJaxpr:
+    """The operations of an activation, without a mesh: each would belong to the one that is set while it is traced.
+
+    JAX does not trace a function again that it knows: this is a fresh one.
+    """
+    given = (jax.ShapeDtypeStruct(each.shape, each.dtype) for each in numbers)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return jax.make_jaxpr(lambda *xs: activation(*xs))(*given)
 
 
 def _check_elementwise(jaxpr: Jaxpr) -> None:
@@ -176,32 +185,31 @@ def _check_elementwise(jaxpr: Jaxpr) -> None:
 _static_value = functools.lru_cache(maxsize=64)(_static_activation)
 
 
-def _by_identity(activation: Any, known: Sequence[ClosedJaxpr]) -> Activation | None:
-    """The activation, which equals itself alone; None if it has no hash, or holds traced values."""
-    traced = any(isinstance(const, jax.core.Tracer) for each in known for const in each.consts)
-    return activation if is_hashable(activation) and not traced else None
-
-
-def _pullbacks(activation: Activation, *numbers: jax.ShapeDtypeStruct, out: Any) -> list[ClosedJaxpr]:
-    """The first and the second derivative of an activation, traced: its rules by what they compute.
+def _pullbacks(traced: ClosedJaxpr) -> Iterator[ClosedJaxpr]:
+    """Yield the pullback of a traced activation, and the pullback of that: what its rules compute.
 
     Activations of the same operations may have other rules (`jax.custom_jvp`, `jax.custom_vjp`), of which the text of a
     jaxpr has only the names. Many rules call the function itself again, so that this has to end at some order.
     """
+    for _ in range(2):
 
-    def pullback(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *operands: jax.vjp(function, *operands[:-1])[1](operands[-1])
+        def pullback(*operands: Any, function: Callable[..., Any] = jaxpr_as_fun(traced)) -> Any:
+            return jax.vjp(function, *operands[:-1])[1](operands[-1])
 
-    first = pullback(activation)
-    cotangent = jax.ShapeDtypeStruct(out.shape, out.dtype)
-    operands = (*numbers, cotangent)
-    return [jax.make_jaxpr(first)(*operands), jax.make_jaxpr(pullback(first))(*operands, numbers)]
+        operands, results = (
+            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in some] for some in (traced.in_avals, traced.out_avals)
+        )
+        try:
+            traced = jax.make_jaxpr(pullback)(*operands, results)
+        except Exception:  # a rule that fails, where nothing may ever ask for it
+            return
+        yield traced
 
 
 def _key(known: Sequence[ClosedJaxpr]) -> tuple[Any, ...] | None:
-    """What traced functions compute, as a key: their texts, and the values of arrays, which are not in them.
+    """What traced functions compute, as a key: their texts, and digests of arrays, which are not in them.
 
-    None if they call Python functions, or hold traced or large arrays.
+    None if they call Python functions, or hold traced or large arrays, or some that are on several devices.
     """
     texts, values = tuple(str(each.jaxpr) for each in known), []
     if any(" at 0x" in text for text in texts):
@@ -213,9 +221,11 @@ def _key(known: Sequence[ClosedJaxpr]) -> tuple[Any, ...] | None:
         values += [*each.consts, *_arrays(each.jaxpr)]
     if any(isinstance(x, jax.core.Tracer) or not hasattr(x, "dtype") for x in values):
         return None
+    if any(isinstance(x, jax.Array) and len(x.devices()) > 1 for x in values):
+        return None
     if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in values) or sum(x.nbytes for x in values) > LARGEST:
         return None
-    return texts, tuple((x.dtype, x.shape, np.asarray(x).tobytes()) for x in values)
+    return texts, tuple((x.dtype, x.shape, hashlib.blake2b(np.asarray(x).tobytes()).digest()) for x in values)
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

@@ -15,10 +15,10 @@ from jaxtyping import Array, Bool, Float, Integer
 from trencadis.core import arguments
 from trencadis.core.activation import Activation
 from trencadis.core.mesh import flattened, unflattened
-from trencadis.moe.activation import swiglu
+from trencadis.moe.activation import SwiGLU, swiglu
 from trencadis.moe.layer import Save
 from trencadis.moe.mlp import check_floats, check_save, moe_mlp
-from trencadis.moe.routing import Routing, check_score, route
+from trencadis.moe.routing import Routing, check_groups, check_score, route
 from trencadis.moe.selection import Score
 from trencadis.quant.recipe import Recipe
 
@@ -71,6 +71,10 @@ class Config:
             raise ValueError(f"k: want at most {self.experts}, the number of experts; got {self.k}")
         check_score(self.score)
         check_save(self.save)
+        check_groups(self.experts, self.k, self.groups, self.group_k)
+        wanted = "two numbers, such as moe.swiglu()" if self.gated else "one number, since gated is False"
+        if not callable(self.activation) or (not self.gated and isinstance(self.activation, SwiGLU)):
+            raise TypeError(f"activation: want a function of {wanted}; got {self.activation!r}")
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

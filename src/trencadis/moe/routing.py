@@ -174,6 +174,19 @@ def _keys(rule: Rule, logits: Array, bias: Array | None, groups: int | None, gro
     return keys
 
 
+def check_groups(experts: int, k: int, groups: int | None, group_k: int | None) -> None:
+    """Raise an error that names the argument if experts cannot be chosen from so many groups."""
+    if (groups is None) != (group_k is None):
+        raise ValueError(f"groups, group_k: want both or neither; got {groups} and {group_k}")
+    if groups is None or group_k is None:
+        return
+    if not arguments.is_int(groups) or groups < 1 or experts % groups:
+        raise ValueError(f"groups: want an int, a divisor of the number of experts, {experts}; got {groups!r}")
+    each = experts // groups
+    if not arguments.is_int(group_k) or not 1 <= group_k <= groups or group_k * each < k:
+        raise ValueError(f"group_k: want at most {groups} groups that hold k = {k} experts, {each} each; got {group_k}")
+
+
 def _check(
     logits: Array, k: int, score: Score, arrays: dict[str, Array | None], groups: int | None, group_k: int | None
 ) -> None:
@@ -184,15 +197,7 @@ def _check(
     if not arguments.is_int(k) or not 1 <= k <= e:
         raise ValueError(f"k: want an int between 1 and the number of experts, {e}; got {k!r}")
     check_score(score)
-    if (groups is None) != (group_k is None):
-        raise ValueError(f"groups, group_k: want both or neither; got {groups} and {group_k}")
-    if groups is not None and group_k is not None:
-        if not arguments.is_int(groups) or groups < 1 or e % groups:
-            raise ValueError(f"groups: want an int, a divisor of the number of experts, {e}; got {groups!r}")
-        if not arguments.is_int(group_k) or not 1 <= group_k <= groups or group_k * (e // groups) < k:
-            raise ValueError(
-                f"group_k: want at most {groups} groups that hold k = {k} experts, {e // groups} each; got {group_k}"
-            )
+    check_groups(e, k, groups, group_k)
     shapes: dict[str, tuple[int, ...]] = {"scale": (e,), "bias": (e,), "mask": (t,), "experts": (t, k)}
     for name, x in arrays.items():
         if x is not None and x.shape != shapes[name] and not (name == "scale" and x.ndim == 0):

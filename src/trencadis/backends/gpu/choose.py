@@ -169,7 +169,7 @@ def few_rows(problem: Problem, layout: Layout) -> bool:
     if that is thin by its rhs. Triton splits float32 rows into parts in registers.
     """
     if len(products(problem)) > 2:
-        return problem.m <= SMALL_GROUP * problem.groups
+        return problem.m <= FEW_ROWS * problem.groups
     if problem.gate is not None or layout.upcast or {problem.lhs.itemsize, problem.rhs.itemsize} != {2}:
         return False
     if problem.form is Form.CONTRACTION:
