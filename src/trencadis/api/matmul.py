@@ -46,7 +46,7 @@ def grouped_matmul(
     Group i holds the `group_sizes[i]` rows after those of group i - 1. Rows that no group covers are exactly 0 in the
     result and in the gradient of lhs. NaN or Inf in one group never reaches another. Sums are kept in float32 (float64
     for float64, int32 for integers). Differentiable in lhs, rhs, bias and existing_out, any number of times. Operands
-    may be sharded over a mesh: each device computes its part, and matrices are not gathered; see the guide on sharding.
+    may be sharded over a mesh: each device computes its part, and matrices are not gathered; see `docs/sharding.md`.
 
     Args:
       lhs: `[m, k]`, the rows, sorted by group; an array, a `quant.Scaled` or a `qwix.QArray`.

@@ -22,7 +22,7 @@ def sharded(mesh: Mesh | None, *specs: PartitionSpec) -> Callable[[Callable[...,
 
     On a mesh with automatic axes XLA decides how arrays are sharded, after the program is traced. Its compiler for TPUs
     cannot be told how to divide a kernel then. Inside of the function the axes of the mesh are explicit, so that every
-    grouped product divides itself; see the guide on sharding. It is differentiable, and works on every platform.
+    grouped product divides itself; see `docs/sharding.md`. It is differentiable, and works on every platform.
 
     Args:
       mesh: the mesh of the program; None is that of `jax.set_mesh` where the function is called.

@@ -20,7 +20,7 @@ Array = jax.Array
 
 
 class GemmBackend(Protocol):
-    """The two functions of a backend, as those of `backends.Backend`."""
+    """What a backend of a general grouped GEMM has: `plan` and `run`, which mean the same as in `backends.Backend`."""
 
     def plan(self, problem: GemmProblem, target: Target, overrides: Overrides = ...) -> Plan | Refusal:
         """The whole decision for a problem on a target, or the reason why this backend cannot run it."""
