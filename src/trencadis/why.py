@@ -46,7 +46,7 @@ T = TypeVar("T")
 SMALL = 1 << 16  # bytes of an array that is too small to be reported as a copy
 PRIMITIVES = (*PRODUCTS, gated_p, gemm_p)
 # functions that count as one operation, whatever they consist of
-FUSED = ("hi_lo", "precise_parts", "permute_k", "interleave_columns", "deinterleave")
+FUSED = ("hi_lo", "three_parts", "permute_k", "interleave_columns", "deinterleave")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,10 +78,10 @@ CASES = {
     "contraction, lhs hi/lo": (
         sum_problem(140, 72, 40, 4, "f32 bf16 f32", transpose_lhs=True), {"block_n": 64, "num_ctas": 1},
     ),
-    "contraction, float32, highest": (
-        sum_problem(203, 72, 72, 4, "f32 f32 f32", local=3, precision="highest"), {"stages": 3},
-    ),
     "contraction, float32, high": (
+        sum_problem(203, 72, 72, 4, "f32 f32 f32", local=3, precision="high"), {"stages": 3},
+    ),
+    "contraction, float32, high, stored [k, m]": (
         sum_problem(140, 72, 40, 4, "f32 f32 f32", transpose_lhs=True, precision="high"), {"block_n": 64},
     ),
     "contraction, existing_out": (
@@ -91,7 +91,7 @@ CASES = {
 }  # fmt: skip
 DEFAULT = [
     "rows", "rows, lhs hi/lo", "rows, existing_out", "rows, swap-AB, bias, two pipelines",
-    "contraction", "contraction, stored [k, m]", "contraction, rhs hi/lo", "contraction, float32, highest",
+    "contraction", "contraction, stored [k, m]", "contraction, rhs hi/lo", "contraction, float32, high",
     "contraction, batch",
 ]  # fmt: skip
 
@@ -117,17 +117,16 @@ def test_equals_the_oracle_with_poison_elsewhere(name):
         check_unowned(problem, got, sizes, first, extras)
 
 
-@pytest.mark.parametrize(("precision", "digits"), [("high", 16), ("highest", 23)])
-def test_precise_sums_have_the_error_of_their_parts(precision, digits):
+def test_precise_sums_have_the_error_of_their_parts():
     """Also of numbers that bfloat16 rounds to infinity; an infinity stays one, beside numbers with zeros as parts."""
-    problem = sum_problem(96, 64, 64, 2, "f32 f32 f32", precision=precision)
+    problem = sum_problem(96, 64, 64, 2, "f32 f32 f32", precision="high")
     rng = np.random.default_rng(0)
     lhs, rhs = (np.exp(rng.normal(size=(96, 64))).astype(np.float32) for _ in range(2))
     lhs[:, 3], rhs[:, 5] = np.finfo(np.float32).max, 2.0**-30
     got = np.asarray(kernel(problem, layout_of(problem))(lhs, rhs, np.array([[40, 56]]), np.zeros(1, np.int32)))
     want = np.stack([lhs[rows].astype(float).T @ rhs[rows].astype(float) for rows in (slice(40), slice(40, None))])
     finite = np.abs(want) < np.finfo(np.float32).max
-    np.testing.assert_allclose(got[finite], want[finite], rtol=2.0**-digits * 4)
+    np.testing.assert_allclose(got[finite], want[finite], rtol=2.0**-16)
     lhs[2, 7], rhs[2] = np.inf, 2.0
     got = np.asarray(kernel(problem, layout_of(problem))(lhs, rhs, np.array([[40, 56]]), np.zeros(1, np.int32)))
     assert (got[0, 7] == np.inf).all() and np.isfinite(got[0, 8:]).all()

@@ -71,7 +71,7 @@ def cuda(kind):
         (but(precision="highest"), H200, "precision is highest; it multiplies float32 as tf32"),
         (but(precision=jax.lax.Precision.HIGH), H200, "precision is HIGH; it multiplies float32 as tf32"),
         (but(precision=("highest", "default")), H200, r"precision is \('highest', 'default'\); it multiplies float32"),
-        (but(SUM, precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X9), H200, "precision is .*X9; it multiplies"),
+        (but(SUM, precision="highest"), H200, "precision is highest; it multiplies float32 as tf32"),
         (
             but(HALF, rhs="float32", precision="highest"),
             H200,
@@ -123,6 +123,14 @@ def test_few_rows_are_tritons():
         assert plan(few.replace(m=17 * 4), H200).backend == "gpu"
     assert plan(but(k_major, transpose_rhs=False), H200).backend == "gpu"
     assert plan(but(k_major, lhs="float32", rhs="float32"), H200).backend == "gpu"
+
+
+def test_contractions_of_high_precision_are_three_products_and_those_of_the_highest_are_tritons():
+    for precision, backend in (("high", "gpu"), ("highest", "triton"), ("tensorfloat32", "gpu"), (None, "gpu")):
+        asked = problem_of((256, 4096), (4096, 128), groups=8).replace(precision=precision)
+        assert plan(asked, H200).backend == backend
+        assert len(choose(asked, card_for(H200)).products) == (3 if precision == "high" else 1)
+    assert plan(asked.replace(precision="high", m=64), H200).backend == "triton"
 
 
 def test_thin_contractions_of_small_groups_are_tritons():

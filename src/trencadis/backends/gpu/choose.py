@@ -80,10 +80,7 @@ HI_LO: dict[tuple[str, str], Products] = {
     ("float32", "bfloat16"): ((1, 0), (0, 0)),
     ("bfloat16", "float32"): ((0, 1), (0, 0)),
 }
-PRECISE: dict[lax.Precision | None, Products] = {
-    lax.Precision.HIGH: ((1, 2), (2, 1), (0, 0)),
-    lax.Precision.HIGHEST: ((1, 3), (2, 2), (3, 1), (1, 2), (2, 1), (0, 0)),
-}
+HIGH: Products = ((1, 2), (2, 1), (0, 0))
 
 # the time for the same work in tiles of each size, relative to the largest; smaller tiles read operands more often
 RELATIVE_TIME: dict[Form, dict[tuple[int, int], float]] = {
@@ -197,15 +194,15 @@ def mma_dtype(problem: Problem) -> np.dtype[Any]:
 def products(problem: Problem) -> Products:
     """The parts of lhs and of rhs that are multiplied, one pair after the other; most operands have one part.
 
-    A float32 operand beside a bfloat16 one has two. In contractions, float32 has four where tf32 is too little: only
-    the first one has infinities, which would be NaN where they meet zeros. The largest products are the last: wgmma
-    does not round sums but cuts them off, so that each one that is added to a large sum costs some of its error.
+    A float32 operand beside a bfloat16 one has two. In contractions of precision HIGH, float32 has three: only the
+    first has infinities, which would be NaN where they meet zeros. The largest products are the last, since wgmma cuts
+    sums off instead of rounding them. So long sums have not the error of HIGHEST, which is Triton's.
     """
     kinds = (problem.lhs.name, problem.rhs.name)
     if kinds in HI_LO:
         return HI_LO[kinds]
     if problem.form is Form.CONTRACTION and kinds == ("float32", "float32"):
-        return PRECISE.get(problem.float32_precision, ONE)
+        return HIGH if problem.float32_precision is lax.Precision.HIGH else ONE
     return ONE
 
 

@@ -147,9 +147,8 @@ def _prepared(
         parts = {pair[("lhs", "rhs").index(name)] for pair in layout.products}
         if len(parts) == 2:
             named[name], named[part_name(name, 1)] = hi_lo(pad_to(x, shape))
-        elif len(parts) > 2:
-            found = precise_parts(pad_to(x, shape))
-            named |= {part_name(name, part): found[part] for part in sorted(parts)}
+        elif len(parts) == 3:
+            named |= {part_name(name, i): part for i, part in enumerate(three_parts(pad_to(x, shape)))}
         else:
             named[name] = pad_to(_cast(x, dtype, interpret), shape)
     return inner, named
@@ -195,13 +194,11 @@ def hi_lo(x: Array) -> tuple[Array, Array]:
 
 
 @jax.jit
-def precise_parts(x: Array) -> tuple[Array, Array, Array, Array]:
-    """The first bfloat16 part of a float32 array, that with 0 for what is not finite, and two that hold the rest."""
-    first, rest = _head_and_rest(x)
-    second, last = _head_and_rest(rest)
-    finite = jnp.where(jnp.isfinite(x), first, 0)
-    high, finite, second, last = (part.astype(jnp.bfloat16) for part in (first, finite, second, last))
-    return high, finite, second, last
+def three_parts(x: Array) -> tuple[Array, Array, Array]:
+    """The bf16 hi/lo split of a float32 array, and between them hi with 0 for what is not finite."""
+    hi, lo = _head_and_rest(x)
+    finite = jnp.where(jnp.isfinite(x), hi, 0)
+    return hi.astype(jnp.bfloat16), finite.astype(jnp.bfloat16), lo.astype(jnp.bfloat16)
 
 
 def _head_and_rest(x: Array) -> tuple[Array, Array]:
