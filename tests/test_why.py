@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from trencadis import GroupedTensor, grouped_gemm, grouped_matmul
+from trencadis import GroupedTensor, grouped_gemm, grouped_matmul, moe
 from trencadis.backends import BACKENDS
 from trencadis.core import devices
 from trencadis.core.arguments import problem_of
@@ -207,3 +208,23 @@ def test_the_kernels_of_triton_are_no_copies():
 def test_a_faster_backend_is_named():
     first = why(struct(32, 256), struct(4, 512, 256), SIZES, transpose_rhs=True, target="h200").passes[0]
     assert first.plan.backend == "triton" and first.plan.because.endswith("; faster than gpu with so few rows")
+
+
+def test_products_that_no_kernel_gates_are_counted():
+    """What is gathered before them, and what follows; a kernel of both says nothing of it."""
+
+    def layer(x, routing, gate, up, down):
+        return moe.moe_mlp(x, routing, gate, up, down)
+
+    x, w = jax.ShapeDtypeStruct((512, 128), jnp.bfloat16), jax.ShapeDtypeStruct((8, 128, 256), jnp.bfloat16)
+    routing = jax.eval_shape(lambda: moe.route(jnp.zeros((512, 8)), 2))
+    passes = why(layer, x, routing, w, w, jax.ShapeDtypeStruct((8, 256, 128), jnp.bfloat16), target="a100").passes
+    up, down, pullback, pair, one, both = (str(each.plan).partition(":")[0] for each in passes)
+    assert re.fullmatch("triton, rows gathered before, two kernels, tile .*, then swiglu of gate and up.* in XLA", up)
+    assert re.fullmatch("triton, tile [^,]*", down)
+    assert re.fullmatch("triton, rows gathered before, tile .*, then pullback of swiglu in XLA", pullback)
+    assert re.fullmatch("triton, rows gathered before, two kernels, tile [^,]*", pair)
+    assert re.fullmatch("triton, rows gathered before, tile [^,]*", one)
+    assert re.fullmatch("triton, two kernels, tile .*, then their sum in XLA", both)
+    fused, *_ = why(layer, x, routing, w, w, jax.ShapeDtypeStruct((8, 256, 128), jnp.bfloat16), target="h200").passes
+    assert str(fused.plan).startswith("gpu, tile") and "XLA" not in str(fused.plan)

@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from trencadis.core.epilogue import Epilogue
+from trencadis.core.epilogue import Epilogue, Gate
 from trencadis.core.problem import Problem
 from trencadis.core.target import Target
 from trencadis.core.tiling import Tiling
@@ -51,7 +51,7 @@ class Plan:
     def peeled(self) -> tuple[str, ...]:
         """The steps of the epilogue that XLA applies after the kernel, a gated activation included."""
         asked, kept = self.asked.epilogue, self.problem.epilogue
-        gate = (str(self.asked.gate),) if self.asked.gate is not None and self.problem.gate is None else ()
+        gate = (self.divided.elementwise,) if self.divided is not None and self.divided.elementwise else ()
         rest = Epilogue(
             by_row=asked.by_row and not kept.by_row and not self.split,
             by_column=asked.by_column and not kept.by_column and not self.split,
@@ -62,12 +62,19 @@ class Plan:
         entries = ("the sum over blocks of rows",) if self.asked.summed and self.asked.batch > 1 else ()
         return entries + rest.steps + gate
 
+    @property
+    def divided(self) -> Gate | None:
+        """The gate of a problem whose products run by themselves, each by a plan such as this one."""
+        return self.asked.gate if self.problem.gate is None else None
+
     def __str__(self) -> str:
         split = f", split along k into parts of {self.split}" if self.split else ""
         if self.split and self.asked.epilogue.columnwise:
             split = f", weights times scales before it, in {self.problem.rhs}"
         peeled = f", then {' + '.join(self.peeled)} in XLA" if self.peeled else ""
-        return f"{self.backend}, tile {self.tiling}{split}{peeled}: {self.because}"
+        each = ", rows gathered before" * (self.asked.gather is not None and self.problem.gather is None)
+        each += ", two kernels" * (self.divided is not None and self.divided.products == 2)
+        return f"{self.backend}{each}, tile {self.tiling}{split}{peeled}: {self.because}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -150,14 +150,24 @@ class Gate:
     pair: bool = False
     gather: Gather | None = None
 
+    @property
+    def products(self) -> int:
+        """How many products it consists of: one or two."""
+        return 1 if self.pullback or (self.activation is None and not self.pair and self.gather is not None) else 2
+
+    @property
+    def elementwise(self) -> str:
+        """What follows the products, in words; nothing where they are the results."""
+        if self.activation is None:
+            return "" if self.pair or self.gather is not None else "their sum"
+        name = getattr(self.activation, "__name__", type(self.activation).__name__)
+        return f"pullback of {name}" if self.pullback else f"{name} of gate and up" + ", both kept" * self.keep
+
     def __str__(self) -> str:
         gathered = ", rows gathered" * (self.gather is not None)
         if self.activation is None:
-            return ("two products" if self.pair or self.gather is None else "one product") + gathered
-        name = getattr(self.activation, "__name__", type(self.activation).__name__)
-        if self.pullback:
-            return f"pullback of {name}{gathered}"
-        return f"{name} of gate and up" + ", both kept" * self.keep + gathered
+            return ("one product", "two products")[self.products - 1] + gathered
+        return self.elementwise + gathered
 
 
 def add(a: Array, b: Array) -> Array:
