@@ -58,7 +58,7 @@ def rows_product(
         epilogue=epilogue, precision=options.precision,
     )  # fmt: skip
     arguments.check_bias(problem, bias)
-    arguments.check_existing_out(problem, existing_out)
+    arguments.check_existing_out(existing_out, problem.out_shape, problem.out)
     arguments.check_window_given(group_offset, problem.local_groups, problem.groups)
     overrides = overrides_of(problem, options)
     after = sizes_and_window(problem, sizes, group_offset)
@@ -95,7 +95,7 @@ def contraction_product(
         local=arguments.local_groups(window[1], first, np.shape(sizes)[-1] if np.ndim(sizes) else 0),
         precision=options.precision,
     ).replace(epilogue=Epilogue(accumulate=existing_out is not None))  # fmt: skip
-    arguments.check_existing_out(problem, existing_out)
+    arguments.check_existing_out(existing_out, problem.out_shape, problem.out)
     overrides = overrides_of(problem, options)
     after = sizes_and_window(problem, sizes, first)
     problem, operands, scales = with_scales(problem, x, y, *after)
