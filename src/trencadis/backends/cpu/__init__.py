@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from trencadis.backends.cpu import programs
-from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, unknown_dtype
+from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, peel, unknown_dtype
 from trencadis.core.epilogue import ALONG_K
 from trencadis.core.problem import Form, Problem
 from trencadis.core.schedule import RowTile
@@ -48,9 +48,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     refusal = elsewhere(target) or _arithmetic(problem) or _gated(problem)
     if refusal is not None:
         return refusal
-    inner, activation = problem, problem.epilogue.activation
-    if activation is not None and programs.of_activation(activation) is None:  # XLA applies it to the finished sum
-        inner = problem.without_activation
+    inner = peel(problem, lambda activation, _: programs.of_activation(activation) is not None)
     largest = (ROWS, SUMMED, COLUMNS) if problem.form is Form.ROWS else (SUMMED, ROWS, COLUMNS)
     asked, layout = overrides.tilings.forward or Tiling(*largest), layout_here()
     sizes = zip((asked.m, asked.k, asked.n), largest, (inner.m, inner.k, inner.n), strict=True)

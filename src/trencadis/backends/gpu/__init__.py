@@ -58,9 +58,9 @@ from trencadis.backends.prepare import (
     with_k_last,
 )
 from trencadis.core.activation import elementwise, inlined
-from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, unknown_dtype
+from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, peel, unknown_dtype
 from trencadis.core.devices import card_for
-from trencadis.core.dtypes import accumulator, bits
+from trencadis.core.dtypes import bits
 from trencadis.core.epilogue import Gate
 from trencadis.core.interleave import FLOAT4
 from trencadis.core.jax_compat import apart, gpu_interpreter
@@ -89,7 +89,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
 
 def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """The plan for a Hopper GPU, or why there is none."""
-    card, inner = card_for(target), with_bfloat16_rows(with_k_last(int4_as_int8(_peeled(problem), weights=False)))
+    card, inner = card_for(target), with_bfloat16_rows(with_k_last(int4_as_int8(peel(problem, _lowers), weights=False)))
     assert card is not None  # or `_elsewhere` had refused
     inner = int4_as_int8(inner, weights=not (needs_upcast(inner) or unpacks(inner)))
     refusal = _arithmetic(inner) or _size(inner) or _missing() or _gated(inner)
@@ -192,14 +192,6 @@ def _elsewhere(target: Target) -> Refusal | None:
             f"its kernels are for Hopper GPUs; the target is {target}", costly=False
         )  # others have Triton's
     return None
-
-
-def _peeled(problem: Problem) -> Problem:
-    """The problem without an activation that does not lower in a kernel: XLA applies it after the kernel."""
-    activation = problem.epilogue.activation
-    if activation is None or _lowers(activation, accumulator(problem.sum, problem.out)):
-        return problem
-    return problem.without_activation
 
 
 def _missing() -> Refusal | None:

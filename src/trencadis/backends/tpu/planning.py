@@ -19,8 +19,7 @@ from trencadis.backends.tpu.indexing import LANES, Ref
 from trencadis.backends.tpu.passes import notes, precision_of, without_float16
 from trencadis.backends.tpu.products import FLOAT4, conversion_note, exact_in_operand
 from trencadis.core.activation import Activation, elementwise
-from trencadis.core.decision import Dtypes, Plan, Refusal, unknown_dtype
-from trencadis.core.dtypes import accumulator
+from trencadis.core.decision import Dtypes, Plan, Refusal, peel, unknown_dtype
 from trencadis.core.epilogue import Gate
 from trencadis.core.jax_compat import apart
 from trencadis.core.problem import Form, Problem
@@ -42,7 +41,8 @@ _refusal = functools.partial(Refusal, "tpu")
 def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """The plan of a kernel for a TPU that `elsewhere` does not refuse, or why there is none."""
     chip = chip_for(target)
-    inner = _peeled(problem if problem.gate is not None else int4_as_int8(without_float16(problem), weights=False))
+    inner = problem if problem.gate is not None else int4_as_int8(without_float16(problem), weights=False)
+    inner = peel(inner, _lowers)
     refusal = _arithmetic(inner) or _gated(inner) or _countable(inner)
     if refusal is not None:
         return refusal
@@ -69,14 +69,6 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
         because=reason(seen, layout, chip), notes=tuple(filter(None, said)),
         slow=K_LAST if slow else "", advice=PREPARE if slow else "",
     )  # fmt: skip
-
-
-def _peeled(problem: Problem) -> Problem:
-    """The problem without an activation that does not lower inside a kernel: XLA applies it to the finished sum."""
-    activation = problem.epilogue.activation
-    if activation is None or _lowers(activation, accumulator(problem.sum, problem.out)):
-        return problem
-    return problem.without_activation
 
 
 def _arithmetic(problem: Problem) -> Refusal | None:

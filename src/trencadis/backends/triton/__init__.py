@@ -42,7 +42,7 @@ from trencadis.backends.triton.choose import (
 )
 from trencadis.backends.triton.layout import Layout
 from trencadis.backends.triton.tile_scheduler import align_of, most_tiles, row_tiles, tiles
-from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, unknown_dtype
+from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, peel, unknown_dtype
 from trencadis.core.devices import Card, card_for
 from trencadis.core.dtypes import bits
 from trencadis.core.epilogue import ALONG_K
@@ -70,7 +70,8 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     if elsewhere is not None:
         return elsewhere
     assert card is not None  # or `_elsewhere` had refused
-    inner = _converted(with_k_last(_peeled(problem)), card)
+    inner = peel(problem, lambda activation, _: source(activation) is not None and problem.out.name in FLOATS)
+    inner = _converted(with_k_last(inner), card)
     # layouts are remembered by problem, which must not depend on a setting
     inner = inner.replace(interleaved=_reads_interleaved(problem, inner, card), precision=problem.asked)
     inner = _lhs_for_wgmma(inner) if card.hopper else inner
@@ -153,16 +154,6 @@ def card_of(target: Target) -> Card | Refusal:
         return dataclasses.replace(elsewhere, costly=False)
     assert card is not None  # or `_elsewhere` had refused
     return _missing() or card
-
-
-def _peeled(problem: Problem) -> Problem:
-    """The problem without an activation that has no translation to Triton, or that does not see floats."""
-    epilogue = problem.epilogue
-    if epilogue.activation is None:
-        return problem
-    if source(epilogue.activation) is not None and problem.out.name in FLOATS:
-        return problem
-    return problem.without_activation
 
 
 def readable(problem: Problem, card: Card) -> Problem:
