@@ -316,11 +316,11 @@ def check_type(name: str, x: object, kind: type, source: str) -> None:
         raise TypeError(f"{name}: want {source}; got {type(x).__name__}")
 
 
-def as_mask(name: str, x: object) -> jax.Array:
+def as_mask(x: object) -> jax.Array:
     """A mask of booleans; numbers are refused, since a mask that is added to scores has 0 where others have True."""
-    mask = as_array(name, x)
+    mask = as_array("mask", x)
     if mask.dtype != jnp.bool_:
-        raise TypeError(f"{name}: want booleans, True where a token counts; got {mask.dtype}")
+        raise TypeError(f"mask: want booleans, True where a token counts; got {mask.dtype}")
     return mask
 
 

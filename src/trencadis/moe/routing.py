@@ -90,7 +90,7 @@ def route(
     bias, experts = (
         None if x is None else arguments.as_array(name, x) for name, x in (("bias", bias), ("experts", experts))
     )
-    mask = None if mask is None else arguments.as_mask("mask", mask)
+    mask = None if mask is None else arguments.as_mask(mask)
     scale = arguments.as_array("scale", scale)
     _check(logits, k, score, {"scale": scale, "bias": bias, "mask": mask, "experts": experts}, groups, group_k)
     choice = _Choice(Rule(score, normalize), k, groups, group_k)
@@ -233,7 +233,7 @@ def z_loss(logits: Float[Array, "t e"], *, mask: Bool[Array, " t"] | None = None
     if mask is None:
         squares = jax.nn.logsumexp(logits, axis=-1) ** 2
         return jnp.sum(squares) / max(squares.size, 1)
-    mask = arguments.as_mask("mask", mask)
+    mask = arguments.as_mask(mask)
     if mask.shape != logits.shape[:-1]:
         raise ValueError(f"mask: want shape {logits.shape[:-1]}; got {mask.shape}")
     squares = jax.nn.logsumexp(jnp.where(mask[..., None], logits, 0), axis=-1) ** 2

@@ -40,10 +40,10 @@ def rows_product(
     rhs: Operand,
     group_sizes: Sizes,
     dtype: Any,
-    options: Options = Options(),
+    options: Options,
     steps: Steps = Steps(),
     *,
-    transpose_rhs: bool = False,
+    transpose_rhs: bool,
     group_offset: Any = None,
 ) -> Array:
     """The result `[m, n]` of `grouped_matmul`, from the caller's arguments; dtype is that of the result."""
@@ -80,10 +80,10 @@ def contraction_product(
     rhs: Operand,
     group_sizes: Sizes,
     dtype: Any,
-    options: Options = Options(),
+    options: Options,
     *,
-    transpose_lhs: bool = False,
-    window: tuple[Any, int | None] = (None, None),
+    transpose_lhs: bool,
+    window: tuple[Any, int | None],
     existing_out: Any = None,
 ) -> Array:
     """The result `[g, k, n]` of `transposed_grouped_matmul`; window is its group_offset and num_actual_groups."""

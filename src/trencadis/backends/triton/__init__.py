@@ -216,7 +216,7 @@ def _size(problem: Problem) -> Refusal | None:
     return None if tiles < 2**31 else _refusal(f"{tiles} tiles are too many to count in 32 bits")
 
 
-def in_three(x: Array, arch: str, interpret: bool = False) -> Array:
+def in_three(x: Array, arch: str, interpret: bool) -> Array:
     """The three bfloat16 parts of a float32 array, `[3, ...]`; XLA takes twice the time for it."""
     from trencadis.backends.triton import bridge, interpreter, products
 
