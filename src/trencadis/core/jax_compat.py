@@ -173,12 +173,11 @@ def without_vma() -> AbstractContextManager[object]:
     return _check_vma(False)
 
 
-def axes_of(x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> tuple[tuple[Hashable, ...], ...]:
-    """The mesh axes of each dimension of an array, which XLA has sharded over them or over products of them."""
+def spec_from_xla(x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.sharding.PartitionSpec:
+    """The axes of a mesh, or of products of them, over which XLA has sharded an array."""
     sharding: Any = x.sharding
     (spec,) = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(len(x.shape)), mesh)
-    found = [() if each is None else each if isinstance(each, tuple) else (each,) for each in spec]
-    return (*found, *((),) * (len(x.shape) - len(found)))
+    return spec
 
 
 def apart(call: Callable[[], T]) -> T:

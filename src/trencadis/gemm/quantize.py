@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from trencadis.core.problem import cdiv
 from trencadis.core.spans import offsets, owner
 from trencadis.gemm.ownership import along, owned_entries, quantized, spread
 from trencadis.gemm.sizes import flat_places
@@ -101,19 +101,15 @@ def _block_ids(tensor: GroupedTensor, lengths: Shape) -> tuple[Array, int]:
     if _flat(tensor):
         columns = jnp.maximum(jnp.asarray(tensor.last_dims), 0)
         rows = flat_places(tensor.first_dims, columns, room)[1]
-        across = _ceil_div(columns, lengths[1])
-        counts, bound = _ceil_div(rows, lengths[0]) * across, room
+        across = cdiv(columns, lengths[1])
+        counts, bound = cdiv(rows, lengths[0]) * across, room
         width, across = (jnp.append(jnp.maximum(x, 1), 1)[group] for x in (columns, across))
         block = at // width // lengths[0] * across + at % width // lengths[1]
     else:
-        counts, bound = _ceil_div(bounds[1:] - bounds[:-1], lengths[axis]), min(room, room // lengths[axis] + groups)
+        counts, bound = cdiv(bounds[1:] - bounds[:-1], lengths[axis]), min(room, room // lengths[axis] + groups)
         block = at // lengths[axis]
     before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     return before[group] + jnp.where(group < groups, block, 0), bound + 1  # unowned entries share the last block
-
-
-def _ceil_div(x: Array, by: int) -> Array:
-    return (x + np.int32(by - 1)) // np.int32(by)
 
 
 def _nan_to_inf(x: Array) -> Array:

@@ -35,8 +35,8 @@ from trencadis.core.problem import cdiv
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides, Tiling
 from trencadis.gemm import resident, xla
-from trencadis.gemm.flat import flat_buffer, flat_operands, flattened, places, shaped
-from trencadis.gemm.matrices import Matrices, inside, mean_problem, running_sum
+from trencadis.gemm.flat import flat_buffer, flat_operands, flattened, shaped
+from trencadis.gemm.matrices import Matrices, inside, mean_problem, places, running_sum
 from trencadis.gemm.problem import Buffer, GemmProblem, Groups, Packing
 
 Array = jax.Array

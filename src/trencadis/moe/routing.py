@@ -313,6 +313,19 @@ def check_routing(routing: object) -> None:
     arguments.check_type("routing", routing, Routing, "what moe.route returns")
 
 
+def check_routing_for(routing: Routing, tokens: int) -> None:
+    """Raise an error unless it is what `route` returns for so many tokens."""
+    check_routing(routing)
+    if routing.experts.ndim != 2 or routing.experts.shape[0] != tokens:
+        raise ValueError(
+            f"routing: want experts of shape [t, k] for the {tokens} tokens of x; got {routing.experts.shape}"
+        )
+
+
+def imbalance(busiest: Array, mean: Array) -> Array:
+    """The rows of the busiest expert over their float32 mean; 0 if there are no rows."""
+    return busiest.astype(jnp.float32) / jnp.maximum(mean, jnp.finfo(jnp.float32).tiny)
+
+
 def _load(rows: Array, dropped: Array) -> Load:
-    mean = jnp.maximum(jnp.mean(rows.astype(jnp.float32)), jnp.finfo(jnp.float32).tiny)
-    return Load(rows, dropped, jnp.max(rows).astype(mean.dtype) / mean)
+    return Load(rows, dropped, imbalance(jnp.max(rows), jnp.mean(rows.astype(jnp.float32))))
