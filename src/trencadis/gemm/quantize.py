@@ -59,35 +59,25 @@ def grouped_quantize(
     kind, tensor = format_of(format), checked("tensor", tensor, ("tensor.first_dims", "tensor.last_dims"))
     x = jnp.where(owned_entries(tensor), checked_floats("tensor.data", tensor.data), 0)
     lengths = _lengths(kind, tensor, granularity)
-    if _stacked(tensor):
+    if tensor.is_stacked:
         block, absmax = lengths, block_absmax(x, lengths)
     else:
         axis = along(tensor)[1]
         block = tuple(1 if i == axis else lengths[i] for i in range(tensor.ndim))
         absmax = block_absmax(x, block)
-        if _flat(tensor) or lengths[axis] > 1:
+        if tensor.is_fully_ragged or lengths[axis] > 1:
             absmax = _shared(absmax, axis, *_block_ids(tensor, lengths))
     data = quantize_blocks(kind, x, block, absmax, _group_absmax(tensor, absmax) if kind.total else None)
     return GroupedTensor(data, tensor.first_dims, tensor.last_dims, tensor.shape)
 
 
-def _stacked(tensor: GroupedTensor) -> bool:
-    """Whether no axis is ragged."""
-    return tensor.first_dims is None and tensor.last_dims is None
-
-
-def _flat(tensor: GroupedTensor) -> bool:
-    """Whether both axes are ragged, so that the matrices are stored in a flat buffer."""
-    return tensor.first_dims is not None and tensor.last_dims is not None
-
-
 def _lengths(kind: Format, tensor: GroupedTensor, granularity: Granularity) -> Shape:
     """The length of a block along each axis of a group; along a ragged axis at most the length of all groups."""
-    shape = tensor.shape * 2 if _flat(tensor) else tensor.shape
+    shape = tensor.shape * 2 if tensor.is_fully_ragged else tensor.shape
     if granularity in ("tensor", "group") or (granularity is None and not kind.block):
-        granularity = (int(_stacked(tensor)), *(0,) * (len(shape) - 1))
+        granularity = (int(tensor.is_stacked), *(0,) * (len(shape) - 1))
     lengths = block_shape(kind, granularity, shape)
-    if _stacked(tensor) and lengths[0] > 1:
+    if tensor.is_stacked and lengths[0] > 1:
         raise ValueError(f"granularity: groups have scales of their own; want 1 along their axis; got {granularity!r}")
     return lengths
 
@@ -98,7 +88,7 @@ def _block_ids(tensor: GroupedTensor, lengths: Shape) -> tuple[Array, int]:
     groups, room = tensor.num_groups, tensor.shape[axis]
     bounds, group = offsets(jnp.asarray(sizes), room), owner(sizes, room)
     at = jnp.arange(room, dtype=jnp.int32) - bounds[group]  # the position in its group
-    if _flat(tensor):
+    if tensor.is_fully_ragged:
         columns = jnp.maximum(jnp.asarray(tensor.last_dims), 0)
         rows = flat_places(tensor.first_dims, columns, room)[1]
         across = cdiv(columns, lengths[1])
@@ -144,7 +134,7 @@ def largest_by_group(tensor: GroupedTensor, x: Array) -> Array:
 
 def scaled_by_group(tensor: GroupedTensor, scales: Array, format: str) -> GroupedTensor:
     """A tensor of values that are quantized already, with one scale for each group, [g]."""
-    axis = 0 if _stacked(tensor) else along(tensor)[1]
+    axis = 0 if tensor.is_stacked else along(tensor)[1]
     block = tuple(1 if i == axis else max(size, 1) for i, size in enumerate(tensor.shape))
     data = Scaled(tensor.data, spread(scales, tensor, 1), format, block)
     return GroupedTensor(data, tensor.first_dims, tensor.last_dims, tensor.shape)
