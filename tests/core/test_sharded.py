@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from sweep import sweep
 
 import trencadis as tr
-from trencadis.inspect.aot import _ENVIRONMENT
+from trencadis.inspect.aot import ENVIRONMENT
 
 pytestmark = pytest.mark.core
 
@@ -423,7 +423,7 @@ TPUS = [(chip, layout) for chip in ("v5e:2x2", "v6e:2x2") for layout in ("g", "k
 
 @pytest.mark.parametrize(("topology", "layout"), sweep(TPUS, [TPUS[0], TPUS[6]]))
 def test_tpu_kernels_on_explicit_axes(monkeypatch, topology, layout):
-    for name, value in {**_ENVIRONMENT, "TPU_LOG_DIR": "disabled"}.items():
+    for name, value in {**ENVIRONMENT, "TPU_LOG_DIR": "disabled"}.items():
         monkeypatch.setenv(name, value)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices).reshape(2, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2)
