@@ -132,5 +132,7 @@ def unknown_dtype(backend: str, problem: Problem, known: Dtypes) -> Refusal | No
     found += [] if problem.epilogue.bias is None else [("bias", problem.epilogue.bias, known.bias)]
     for name, dtype, names in found:
         if dtype.name not in names:
-            return Refusal(backend, f"{name} is {dtype.name}; it takes {', '.join(names)}", "cast it to one of these")
+            return Refusal(
+                backend, f"{name} is {dtype.name}; kernels take {', '.join(names)}", "cast it to one of these"
+            )
     return None

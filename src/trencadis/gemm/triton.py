@@ -70,7 +70,9 @@ def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides(
     inner: Any = dataclasses.replace(problem, lhs=lhs, rhs=rhs)
     like = mean_problem(inner)
     if problem.scaled and problem.sum != np.float32:
-        return Refusal("triton", f"alpha, beta and bias are {problem.sum.name}; it computes them in float32")
+        return Refusal(
+            "triton", f"alpha, beta and bias are {problem.sum.name}; the triton backend computes them in float32"
+        )
     entries = max(math.prod(buffer.shape) for buffer in (problem.lhs, problem.rhs, problem.out))
     if _room(entries) >= 2**31:
         return Refusal("triton", f"an array has {entries} entries, and entries are counted in 32 bits")

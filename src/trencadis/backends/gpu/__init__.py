@@ -100,7 +100,7 @@ def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan |
     tile = overrides.tilings.forward
     layout = choose(inner, card) if tile is None else choose_for_tile(inner, card, tile)
     if problem.gate is not None and _copies_much(inner, layout):
-        return _refusal(f"n = {inner.n} or k = {inner.k} is no multiple of 64, and it would copy weights", costly=False)
+        return _refusal(f"n = {inner.n} or k = {inner.k} is no multiple of 64: weights would be copied", costly=False)
     as_stored = inner.rhs == problem.rhs and _reads_interleaved(problem, layout, overrides.interpret)
     inner = inner.replace(interleaved=as_stored)
     slow, advice = _slow_order(problem, inner, layout) if overrides.advise else ("", "")
@@ -177,19 +177,19 @@ def run(plan: Plan, *operands: Array) -> Any:
 def _elsewhere(target: Target) -> Refusal | None:
     """The refusal of a target on which the kernels do not run; None if they do."""
     if target.platform != "cuda":
-        return _refusal(f"it runs on NVIDIA GPUs; the target is {target}")
+        return _refusal(f"the gpu backend runs on NVIDIA GPUs; the target is {target}")
     if target.partitioned:
         return _refusal(*PARTITIONED)
     if target.kind is None:
         return _refusal(
-            "its kernels are for Hopper GPUs, and which GPU this is for is not known here",
+            "kernels of the gpu backend are for Hopper GPUs, and which GPU this is for is not known here",
             'lower in a process that has the GPU, or in a context such as trencadis.target("h200")',
             costly=False,  # the Triton backend, which is for every GPU, says the same
         )
     card = card_for(target)
     if card is None or not card.hopper:
         return _refusal(
-            f"its kernels are for Hopper GPUs; the target is {target}", costly=False
+            f"kernels of the gpu backend are for Hopper GPUs; the target is {target}", costly=False
         )  # others have Triton's
     return None
 
@@ -217,7 +217,7 @@ def _arithmetic(problem: Problem) -> Refusal | None:
     ):
         how = "a bf16 hi/lo split" if hi_lo_operand(problem) else "tf32"
         return _refusal(
-            f"precision is {problem.asked}; it multiplies float32 as {how}",
+            f"precision is {problem.asked}; the gpu backend multiplies float32 as {how}",
             "use bfloat16 operands, or precision=None; for the gradient of a bias, preferred_element_type=bfloat16",
         )
     return None
@@ -228,9 +228,9 @@ def _along_k(problem: Problem) -> Refusal | None:
     part, (length, across) = promoted_part(problem), problem.epilogue.column_block
     if not needs_upcast(problem):
         if (part % WGMMA_M and not steps_in_parts(problem)) or mma_dtype(problem).itemsize > 2:
-            return _refusal(f"scales change along k every {part}; it takes multiples of {WGMMA_M}, and no float32")
+            return _refusal(f"scales change along k every {part}; kernels take multiples of {WGMMA_M}, and no float32")
         if shared_by_tile(problem) and problem.k > TMA_BOX * length:
-            return _refusal(f"scales change along k; it takes at most {TMA_BOX} of them, and k = {problem.k} has more")
+            return _refusal(f"scales change along k; kernels take at most {TMA_BOX}, and k = {problem.k} has more")
         return None
     if problem.out.itemsize != 2 or problem.n <= WGMMA_M * CONSUMERS:
         return _refusal(
@@ -239,11 +239,13 @@ def _along_k(problem: Problem) -> Refusal | None:
             "pass preferred_element_type=bfloat16",
         )
     if across != 1 and across % WGMMA_M:
-        return _refusal(f"scales of weights change along k, and {across} columns share one; it takes 1, 64, 128, ...")
+        return _refusal(
+            f"scales of weights change along k, and {across} columns share one; kernels take 1, 64, 128, ..."
+        )
     if part % (2 * WGMMA_M) and part != SHORT_PART and (part != WGMMA_M or in_operand(problem)):
-        return _refusal(f"float32 scales change along k every {part}; it takes 32, 64 and multiples of 128")
+        return _refusal(f"float32 scales change along k every {part}; kernels take 32, 64 and multiples of 128")
     if length % 16:
-        return _refusal(f"scales of weights change along k every {length}; it takes multiples of 16")
+        return _refusal(f"scales of weights change along k every {length}; kernels take multiples of 16")
     return None
 
 

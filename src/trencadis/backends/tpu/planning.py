@@ -81,7 +81,7 @@ def _arithmetic(problem: Problem) -> Refusal | None:
         return _refusal(reason)
     if precision_of(problem) is None:
         return _refusal(
-            f"precision is {problem.asked}; it has DEFAULT, HIGH and HIGHEST, as passes over bfloat16 parts",
+            f"precision is {problem.asked}; the tpu backend has DEFAULT, HIGH and HIGHEST: passes over bfloat16 parts",
             "pass one of these, or bfloat16 operands",
         )
     return None
@@ -91,9 +91,9 @@ def _along_k(problem: Problem) -> str:
     """Why the kernel cannot apply scales that change along k; nothing if it can."""
     length, unit = problem.epilogue.column_block[0], 16 if exact_in_operand(problem) else 32
     if problem.form is not Form.ROWS or problem.epilogue.row_block:
-        return "scales of rows change along k, and it applies only those of weights"
+        return "scales of rows change along k, and the tpu backend applies only those of weights"
     if length % unit:
-        return f"scales change along k every {length}; it applies those per multiple of {unit}"
+        return f"scales change along k every {length}; the tpu backend applies those per multiple of {unit}"
     return ""
 
 
@@ -120,10 +120,9 @@ def _countable(problem: Problem) -> Refusal | None:
     """The refusal of a problem that is empty, or whose sizes do not fit into SMEM; None if there is none."""
     if problem.empty:
         return _refusal("there is nothing to multiply", costly=False)
-    if problem.batch * problem.groups > MAX_GROUP_SIZES:
-        return _refusal(
-            f"{problem.batch * problem.groups} group sizes are too many for scalar memory; it takes {MAX_GROUP_SIZES}"
-        )
+    sizes = problem.batch * problem.groups
+    if sizes > MAX_GROUP_SIZES:
+        return _refusal(f"{sizes} group sizes are too many for scalar memory, which holds {MAX_GROUP_SIZES}")
     return None
 
 

@@ -126,7 +126,7 @@ def run(plan: Plan, *operands: Array) -> Array:
 def _elsewhere(target: Target, card: Card | None) -> Refusal | None:
     """The refusal of a target on which the kernels do not run; None if they do."""
     if target.platform not in ("cuda", "rocm"):
-        return _refusal(f"it runs on GPUs; the target is {target}")
+        return _refusal(f"the triton backend runs on GPUs; the target is {target}")
     if target.partitioned:
         return _refusal(*PARTITIONED)
     if target.kind is None and target.arch is None:
@@ -135,10 +135,11 @@ def _elsewhere(target: Target, card: Card | None) -> Refusal | None:
             'lower in a process that has the GPU, or in a context such as trencadis.target("h200")',
         )
     if card is None:
-        return _refusal(f"it knows neither {target} nor its compute capability")
+        return _refusal(f"the triton backend knows neither {target} nor its compute capability")
     if not card.tensor_cores:
         return _refusal(
-            f"its kernels are for NVIDIA GPUs since Ampere and AMD CDNA since MI300; the target is {target}"
+            "kernels of the triton backend are for NVIDIA GPUs since Ampere and AMD CDNA since MI300; the target "
+            f"is {target}"
         )
     return None
 
@@ -203,7 +204,9 @@ def _arithmetic(problem: Problem, card: Card) -> Refusal | None:
     if unknown is not None:
         return unknown
     if precision(problem, card.arch) is None:
-        return _refusal(f"precision is {problem.asked}; it multiplies float32 as tf32, or with its full precision")
+        return _refusal(
+            f"precision is {problem.asked}; the triton backend multiplies float32 as tf32, or with its full precision"
+        )
     return None
 
 
