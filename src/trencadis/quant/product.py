@@ -29,7 +29,7 @@ from trencadis.core.spans import local_group, owned
 from trencadis.core.split import SHORT
 from trencadis.core.wide_upcast import WORD, takes, upcast
 from trencadis.quant.blocks import expanded
-from trencadis.quant.operand import Operand, Sizes, array_operand
+from trencadis.quant.operand import Operand, Sizes, array_operand, dtype_of_product
 from trencadis.quant.scaled import Scaled
 
 Array = jax.Array
@@ -46,8 +46,9 @@ def rows_product(
     transpose_rhs: bool,
     group_offset: Any = None,
 ) -> Array:
-    """The result `[m, n]` of `grouped_matmul`, from the caller's arguments; dtype is that of the result."""
+    """The result `[m, n]` of `grouped_matmul`, from the caller's arguments; dtype is that of the result, or None."""
     x, w, sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), arguments.as_sizes(group_sizes)
+    dtype = dtype_of_product(x, w) if dtype is None else dtype
     bias, existing_out, activation = steps
     if activation is not None and existing_out is not None:
         raise ValueError("activation: cannot be given together with existing_out; apply it to the sum yourself")
@@ -88,6 +89,7 @@ def contraction_product(
 ) -> Array:
     """The result `[g, k, n]` of `transposed_grouped_matmul`; window is its group_offset and num_actual_groups."""
     x, y, sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), arguments.as_sizes(group_sizes)
+    dtype = dtype_of_product(x, y) if dtype is None else dtype
     first = arguments.first_group(window[0])
     problem = arguments.contraction_problem(
         x, y, sizes, dtype,
