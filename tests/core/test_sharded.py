@@ -121,7 +121,7 @@ def test_equals_one_device(kind, layout, shape, steps):
     close((value, gradients), expected(steps))
     assert_lean(compiled.as_text())
     assert value.sharding.is_equivalent_to(NamedSharding(mesh, out), 2)
-    assert gradients[1].sharding.is_equivalent_to(NamedSharding(mesh, rhs), 3) or layout == "m"
+    assert gradients[1].sharding.is_equivalent_to(NamedSharding(mesh, rhs), 3)
     if kind == AxisType.Explicit:
         assert [jax.typeof(x).sharding.spec for x in gradients] == [jax.typeof(x).sharding.spec for x in given]
 
