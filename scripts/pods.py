@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trencadis import inspect, moe, parallel
-from trencadis.inspect.aot import _ENVIRONMENT
+from trencadis.inspect.aot import ENVIRONMENT
 from trencadis.inspect.collectives import collectives
 from trencadis.parallel import Pod, step_times
 from trencadis.parallel.choice import worst_case
@@ -146,7 +146,7 @@ def main() -> None:
     ask.add_argument("--tokens", type=int, help="on each device")
     ask.add_argument("--capacity", type=float, help="in units of the mean number of rows; default: the worst case")
     asked = ask.parse_args()
-    for name, value in {**_ENVIRONMENT, "TPU_LOG_DIR": "disabled"}.items():
+    for name, value in {**ENVIRONMENT, "TPU_LOG_DIR": "disabled"}.items():
         os.environ.setdefault(name, value)
     layer = MODELS[asked.model]
     layer = dataclasses.replace(layer, tokens=asked.tokens or layer.tokens)

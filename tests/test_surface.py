@@ -34,7 +34,9 @@ def test_types_are_shipped():
 def test_names_are_public_names_and_packages():
     """What completion shows is what there is, and each is there after a plain import."""
     hidden = [name for name in dir(tr) if name.startswith("_")]
-    assert tr.__dir__() == [*sorted(set(tr.__all__)), "__version__"] and hidden == ["__version__"]
+    packages = ["compat", "gemm", "inspect", "moe", "parallel", "quant", "viz"]
+    assert tr.__dir__() == [*sorted({*tr.__all__, *packages}), "__version__"] and hidden == ["__version__"]
+    assert not set(packages) & set(tr.__all__)  # `import *` leaves the standard library's inspect alone
     program = """
         import trencadis as tr
         for name in dir(tr):

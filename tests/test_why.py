@@ -145,6 +145,20 @@ def test_shardings_inside_of_a_function_count():
     assert [each.plan.backend for each in why(manual, *args, target="v6e").passes[:2]] == ["xla", "tpu"]
 
 
+def test_what_is_not_there_is_said():
+    """No grouped product has no problem and no cost; a general grouped GEMM has no cost."""
+    for read in (lambda answer: answer.problem, lambda answer: answer.cost):
+        with pytest.raises(ValueError, match="why: there is no grouped product in this function"):
+            read(why(jnp.sin, struct(2), target="cpu"))
+    columns, rows = (
+        GroupedTensor.ragged_cols(jnp.ones((4, 8)), [2, 6]),
+        GroupedTensor.ragged_rows(jnp.ones((8, 4)), [5, 3]),
+    )
+    general = why(lambda a, b: grouped_gemm(a, b, contracting_dims=((1,), (0,))), rows, columns, target="cpu")
+    with pytest.raises(ValueError, match=r"why: the cost of a general grouped GEMM is not known; got .*g=2"):
+        _ = general.cost
+
+
 def test_integers_that_are_known_stay_known():
     """Shapes may depend on them, in the call and so in its explanation."""
     rows = GroupedTensor.ragged_rows(jnp.ones((8, 4)), [5, 3])

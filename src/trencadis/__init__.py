@@ -17,30 +17,31 @@ from trencadis.viz import show, show_gemm
 from trencadis.why import why
 
 if TYPE_CHECKING:
-    from trencadis import compat, gemm, inspect, moe, parallel, quant, viz
+    from trencadis import compat as compat
+    from trencadis import gemm as gemm
+    from trencadis import inspect as inspect
+    from trencadis import moe as moe
+    from trencadis import parallel as parallel
+    from trencadis import quant as quant
+    from trencadis import viz as viz
 
 __version__ = "0.1.0"
 
 _PACKAGES = ("compat", "gemm", "inspect", "moe", "parallel", "quant", "viz")
 
+# without the packages: `import *` would shadow the standard library's `inspect`
 __all__ = [
     "GroupMetadata",
     "GroupedTensor",
     "PerformanceWarning",
     "Tiling",
     "Tilings",
-    "compat",
     "debug_checks",
-    "gemm",
     "grouped_dense",
     "grouped_gemm",
     "grouped_matmul",
-    "inspect",
     "make_group_metadata",
-    "moe",
     "moe_mlp",
-    "parallel",
-    "quant",
     "ragged_dot",
     "ragged_dot_general",
     "sharded",
@@ -48,7 +49,6 @@ __all__ = [
     "show_gemm",
     "target",
     "transposed_grouped_matmul",
-    "viz",
     "why",
 ]
 
@@ -62,4 +62,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The public names and packages."""
-    return [*__all__, "__version__"]
+    return [*sorted([*__all__, *_PACKAGES]), "__version__"]

@@ -107,9 +107,11 @@ class Why:
 
     @property
     def cost(self) -> Cost:
-        """The cost of the first product."""
-        assert self.passes and self.passes[0].cost is not None
-        return self.passes[0].cost
+        """The cost of the first product; a ValueError if there is no product, or if its cost is not known."""
+        asked, found = self.problem, self.passes[0].cost
+        if found is None:
+            raise ValueError(f"why: the cost of a general grouped GEMM is not known; got {asked}")
+        return found
 
     @property
     def backends(self) -> tuple[Plan | Refusal, ...]:

@@ -179,6 +179,19 @@ def test_a_change_is_an_error_on_a_mesh():
         call()
 
 
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
+@pytest.mark.parametrize("spec", [jax.P(), jax.P("d")])
+def test_an_activation_may_close_over_an_array_on_a_mesh(kind, spec):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices()[:2])
+    held = jax.device_put(np.arange(4.0, dtype=np.float32), jax.NamedSharding(mesh, spec))
+    x, w = np.ones((4, 3), np.float32), np.ones((1, 3, 2), np.float32)
+    call = lambda: tr.grouped_matmul(x, w, np.array([4]), activation=lambda z: z * held.sum())
+    np.testing.assert_array_equal(np.asarray(call()), np.full((4, 2), 18.0))
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(np.asarray(call()), np.full((4, 2), 18.0))
+        np.testing.assert_array_equal(np.asarray(jax.jit(call)()), np.full((4, 2), 18.0))
+
+
 def test_the_gradient_of_one_layer_is_not_that_of_another_with_the_same_operations():
     """Each has an object that it reads; one of them changes after its first call."""
     x, w = jnp.ones((4, 2)), jnp.ones((2, 2, 2))

@@ -35,8 +35,9 @@ def test_a_kernel_is_interpreted_as_it_is_on_its_own_target():
     chosen = plan(PROBLEM, CPU, Overrides(backend="tpu", interpret=True))
     assert (chosen.backend, chosen.target, chosen.interpret) == ("tpu", Target(platform="tpu"), True)
     said = (
-        r"'tpu' cannot run .* on cpu \(tpu: it runs on TPU; the target is cpu; "
-        r"gpu: it runs on NVIDIA GPUs; the target is cpu; triton: it runs on GPUs; the target is cpu; cpu: .*; xla: "
+        r"'tpu' cannot run .* on cpu \(tpu: the tpu backend runs on TPU; the target is cpu; "
+        r"gpu: the gpu backend runs on NVIDIA GPUs; the target is cpu; "
+        r"triton: the triton backend runs on GPUs; the target is cpu; cpu: .*; xla: "
     )
     with pytest.raises(ValueError, match=said):
         plan(PROBLEM, CPU, Overrides(backend="tpu"))
@@ -46,7 +47,7 @@ def test_a_gpu_kernel_is_interpreted_as_on_the_card_that_it_is_measured_on():
     chosen = plan(PROBLEM, CPU, Overrides(backend="gpu", interpret=True))
     want = ("gpu", Target(platform="cuda", kind="NVIDIA H200"), True)
     assert (chosen.backend, chosen.target, chosen.interpret) == want
-    with pytest.raises(ValueError, match=r"'gpu' cannot run .* on cpu \(.*gpu: it runs on NVIDIA GPUs"):
+    with pytest.raises(ValueError, match=r"'gpu' cannot run .* on cpu \(.*gpu: the gpu backend runs on NVIDIA GPUs"):
         plan(PROBLEM, CPU, Overrides(backend="gpu"))
 
 
@@ -61,8 +62,9 @@ def test_overrides_are_obeyed():
 def test_a_refusal_carries_every_reason(monkeypatch):
     sunday = Refusal(backend="reference", reason="it is Sunday")
     monkeypatch.setattr(backends.reference, "plan", lambda problem, target, overrides: sunday)
-    tpu, gpu = "it runs on TPU; the target is cpu", "it runs on NVIDIA GPUs; the target is cpu"
-    triton = "it runs on GPUs; the target is cpu"
+    tpu = "the tpu backend runs on TPU; the target is cpu"
+    gpu = "the gpu backend runs on NVIDIA GPUs; the target is cpu"
+    triton = "the triton backend runs on GPUs; the target is cpu"
     said = answers(PROBLEM, CPU)
     assert list(said) == list(backends.BACKENDS) and isinstance(said.pop("xla"), Plan)
     del said["cpu"]  # its package is there, or not

@@ -12,7 +12,7 @@ from jaxtyping import TypeCheckError
 
 import trencadis as tr
 from trencadis.core.arguments import problem_of
-from trencadis.core.spans import clamp_first, clamped, local_group, offsets, owned, owner, spans
+from trencadis.core.spans import clamp_first, clamped, local_group, offsets, owned, owned_by_window, owner, spans
 
 pytestmark = pytest.mark.core
 
@@ -124,6 +124,19 @@ def test_local_group(sizes, first):
     for i, rows in enumerate(window(sizes, M, first, LOCAL)):
         assert all(got[row] == i for row in rows or ())
     assert all(0 <= i < LOCAL for i in got)
+
+
+@hypothesis.given(sizes=st.lists(any_size, min_size=G, max_size=G), first=any_first)
+@hypothesis.settings(max_examples=40)
+def test_owned_by_window(sizes, first):
+    """Exactly the rows of the groups of the window that exist."""
+    want = {row for rows in window(sizes, M, first, LOCAL) for row in rows or ()}
+    got = jitted(owned_by_local_groups)(np.array(sizes, np.int32), M, np.int32(first)).tolist()
+    assert got == [row in want for row in range(M)]
+
+
+def owned_by_local_groups(sizes, m, first):
+    return owned_by_window(sizes, m, first, LOCAL)
 
 
 def test_no_local_groups_own_nothing():

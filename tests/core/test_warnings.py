@@ -52,14 +52,18 @@ def ragged(x, w, s):
 @pytest.mark.parametrize(
     ("device", "call", "reason"),
     [
-        ("unknown", {}, r"it knows neither cuda \(NVIDIA X1\) nor its compute capability"),
-        ("v6e", {"dtype": jnp.float8_e4m3b11fnuz}, "lhs is float8_e4m3b11fnuz; it takes .*; cast it to one of these"),
+        ("unknown", {}, r"the triton backend knows neither cuda \(NVIDIA X1\) nor its compute capability"),
+        (
+            "v6e",
+            {"dtype": jnp.float8_e4m3b11fnuz},
+            "lhs is float8_e4m3b11fnuz; kernels take .*; cast it to one of these",
+        ),
         (
             "v6e",
             {"dtype": jnp.float32, "precision": jax.lax.DotAlgorithmPreset.F32_F32_F32},
-            "precision is F32_F32_F32; it has DEFAULT, HIGH and HIGHEST",
+            "precision is F32_F32_F32; the tpu backend has DEFAULT, HIGH and HIGHEST",
         ),
-        ("h200", {"dtype": jnp.int16, "preferred_element_type": jnp.int32}, "lhs is int16; it takes .*"),
+        ("h200", {"dtype": jnp.int16, "preferred_element_type": jnp.int32}, "lhs is int16; kernels take .*"),
         ("h200", {"fn": blocks}, "one kernel for each block of 24 along k"),
         ("v6e", {"fn": blocks}, "one kernel for each block of 24 along k"),
     ],

@@ -42,6 +42,7 @@ def test_a_list_comes_back(first, last, kind):
     assert (tensor.first_dims is None, tensor.last_dims is None) == {
         "rows": (False, True), "columns": (True, False), "both": (False, False), "none": (True, True)
     }[kind]  # fmt: skip
+    assert (tensor.is_stacked, tensor.is_fully_ragged) == (kind == "none", kind == "both")
     same(tensor.to_list(), groups)
     same(GroupedTensor.from_list(groups).to_list(), groups)
 

@@ -64,7 +64,7 @@ V6E = target_of("v6e")
 @pytest.mark.parametrize(
     ("problem", "target", "reason"),
     [
-        (flat_problem([9] * 3), Target(platform="cpu", kind="cpu"), "it runs on TPU"),
+        (flat_problem([9] * 3), Target(platform="cpu", kind="cpu"), "the tpu backend runs on TPU"),
         (flat_problem([9] * 3), dataclasses.replace(V6E, partitioned=True), "partition"),
         (flat_problem([9] * 3, "int16"), V6E, "lhs is int16"),
         (flat_problem([9] * 3, "float32", precision=jax.lax.Precision.HIGH), V6E, "precision is"),
@@ -127,4 +127,4 @@ def test_why_shows_the_kernels():
     struct = jax.ShapeDtypeStruct((9999,), jnp.bfloat16), *[jax.ShapeDtypeStruct((4,), jnp.int32)] * 3
     text = str(tr.why(call, *struct, target="v6e"))
     assert text.count("for groups whose rhs fits into VMEM; for others") == 3
-    assert "not triton: it runs on GPUs" in text
+    assert "not triton: the triton backend runs on GPUs" in text

@@ -204,7 +204,7 @@ def test_the_plan_says_what_is_copied(installed):
 @pytest.mark.parametrize(
     ("problem", "target", "reason"),
     [
-        (flat_problem([9] * 3), Target(platform="cpu", kind="cpu"), "it runs on GPUs"),
+        (flat_problem([9] * 3), Target(platform="cpu", kind="cpu"), "the triton backend runs on GPUs"),
         (flat_problem([9] * 3), Target(platform="cuda"), "which GPU this is for is not known"),
         (flat_problem([9] * 3), dataclasses.replace(A100, partitioned=True), "cannot partition"),
         (flat_problem([9] * 3, "int16"), A100, "lhs is int16"),
@@ -267,7 +267,7 @@ def test_why_shows_the_kernel_and_its_figures(installed):
 
     text = str(tr.why(call, rows, columns, jax.ShapeDtypeStruct((4,), jnp.int32), target="h200"))
     assert text.count("persistent programs for 4 groups") == 3 and "rhs copied" in text
-    assert "not triton: it runs on GPUs" in str(
+    assert "not triton: the triton backend runs on GPUs" in str(
         tr.why(call, rows, columns, jax.ShapeDtypeStruct((4,), jnp.int32), target="cpu")
     )
 

@@ -10,7 +10,7 @@ import pytest
 from scripts import pods
 from tests.support.sweep import sweep
 from trencadis import parallel
-from trencadis.inspect.aot import _ENVIRONMENT
+from trencadis.inspect.aot import ENVIRONMENT
 from trencadis.inspect.collectives import collectives
 from trencadis.parallel import Pod, step_times
 
@@ -26,7 +26,7 @@ SMALL = pods.MODELS["small"]
 
 @pytest.fixture(autouse=True)
 def quiet_compiler(monkeypatch):
-    for name, value in {**_ENVIRONMENT, "TPU_LOG_DIR": "disabled"}.items():
+    for name, value in {**ENVIRONMENT, "TPU_LOG_DIR": "disabled"}.items():
         monkeypatch.setenv(name, value)
 
 

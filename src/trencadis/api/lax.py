@@ -36,7 +36,7 @@ from trencadis.core.jax_compat import without_mesh
 from trencadis.core.mesh import replicated
 from trencadis.core.programs import is_hashable
 from trencadis.core.spans import clamped, offsets
-from trencadis.quant.operand import Operand, Sizes, array_operand
+from trencadis.quant.operand import Operand, Sizes, array_operand, promoted
 from trencadis.quant.product import contraction_product, rows_product
 from trencadis.quant.scaled import Scaled
 
@@ -127,7 +127,7 @@ def _lax_type(
         # lax has no windows: show it the sizes of only as many groups as rhs holds
         shape = (*shape[:-1], min(shape[-1], rhs.shape[window[0]]))
     sizes = ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(group_sizes.dtype))
-    a, b = (ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip((lhs, rhs), _dtypes(lhs, rhs), strict=True))
+    a, b = (ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip((lhs, rhs), promoted(lhs, rhs), strict=True))
     given: list[Any] = [dims, precision, preferred, (a, b, sizes), jnp.result_type(int)]
     return _type_of_lax(*given) if is_hashable(tuple(given)) else _type_of_lax.__wrapped__(*given)
 
@@ -147,16 +147,6 @@ def _type_of_lax(
     )
     with without_mesh():
         return jax.eval_shape(ask, *types)
-
-
-def _dtypes(*operands: Array | Scaled) -> list[np.dtype]:
-    """The dtypes that lax is shown: with a quantized operand, the one that both operands are promoted to."""
-    if not any(isinstance(x, Scaled) for x in operands):
-        return [x.dtype for x in operands]
-    wide = [x.wide if isinstance(x, Scaled) else x.dtype for x in operands]
-    narrow = [each.itemsize == 1 and jnp.issubdtype(each, jnp.floating) for each in wide]  # jnp does not promote these
-    kept = [jnp.bfloat16 if small else each for small, each in zip(narrow, wide, strict=True)]
-    return [jnp.result_type(*kept)] * len(operands)
 
 
 def _is_single(lhs: Array | Scaled, rhs: Array | Scaled, dims: Dims) -> bool:

@@ -29,7 +29,7 @@ def grouped_matmul(
     lhs: Operand,
     rhs: Operand,
     group_sizes: Sizes,
-    preferred_element_type: DTypeLike = jnp.float32,
+    preferred_element_type: DTypeLike | None = jnp.float32,
     tiling: TilingLike = None,
     group_offset: ArrayLike | None = None,
     existing_out: Num[Array, "m n"] | None = None,
@@ -54,7 +54,8 @@ def grouped_matmul(
       group_sizes: integers, one per group. They may name more groups than rhs holds: see group_offset. Negative sizes
         or a sum past m raise if they are known now; traced ones are clamped (`debug_checks` makes them errors). With
         `[blocks, g]`, each block of `m / blocks` rows is sorted by itself and has its own sizes, as do shards of rows.
-      preferred_element_type: the dtype of the result. Gradients have the dtypes of their operands.
+      preferred_element_type: the dtype of the result; None means that of `jax.lax.dot`, where a quantized operand has
+        the dtype of its scales. Gradients have the dtypes of their operands.
       tiling: tile sizes in the units of m, k and n: None (planned), a `Tiling`, `(tm, tk, tn)`, a function of
         `(m, k, n)` that gives one of these, or a `Tilings` with one for each pass. The xla backend splits rows by it
         and leaves k and n to XLA's matmul; the reference has no tiles.
@@ -94,7 +95,7 @@ def transposed_grouped_matmul(
     lhs: Operand,
     rhs: Operand,
     group_sizes: Sizes,
-    preferred_element_type: DTypeLike = jnp.float32,
+    preferred_element_type: DTypeLike | None = jnp.float32,
     tiling: TilingLike = None,
     group_offset: ArrayLike | None = None,
     num_actual_groups: int | None = None,

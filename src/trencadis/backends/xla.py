@@ -65,7 +65,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     if problem.epilogue.along_k:
         return Refusal(backend="xla", reason=ALONG_K)
     if problem.gate is not None and target.platform != "cpu":
-        return Refusal(backend="xla", reason="its loops apply a gated activation on CPUs alone")
+        return Refusal(backend="xla", reason="loops of the xla backend apply a gated activation on CPUs alone")
     asked = overrides.tilings.forward
     layout = _layout(int4_as_int8(problem), target, asked.m if asked else 256)
     low, high = layout.heights[0], layout.heights[-1]

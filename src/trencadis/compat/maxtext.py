@@ -112,7 +112,7 @@ def gmm(
             transpose_rhs=transposed, group_offset=group_offset,
             weights=None if recipe.rhs is None else recipe.gather(rhs, transposed),
         )  # fmt: skip
-        out = megablox.overwritten(out, existing_out, *given, group_offset, transposed)
+        out = megablox.overwritten(out, existing_out, group_sizes, group_offset, whole.shape[0])
     if partial_sum is not None:
         out = (out + partial_sum).astype(dtype)
     missing = tuple(axis for axis in _axis_names(lhs_vma_axes) if axis not in varying_axes(out))

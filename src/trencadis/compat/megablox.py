@@ -26,8 +26,7 @@ from trencadis.api.matmul import grouped_matmul, transposed_grouped_matmul
 from trencadis.api.matmul import make_group_metadata as make_group_metadata
 from trencadis.compat import DEFAULT_TILE, PeerTiling, none_if_default, tilings
 from trencadis.core import arguments
-from trencadis.core.arguments import problem_of
-from trencadis.core.spans import owned
+from trencadis.core.spans import owned_by_window
 from trencadis.quant.operand import array_operand
 
 
@@ -67,7 +66,7 @@ def gmm(
         lhs, rhs, group_sizes, preferred_element_type, tiles, 0 if group_offset is None else group_offset,
         transpose_rhs=transpose_rhs, interpret=False if interpret is None else interpret,
     )  # fmt: skip
-    return overwritten(out, existing_out, lhs, rhs, group_sizes, group_offset, transpose_rhs)
+    return overwritten(out, existing_out, group_sizes, group_offset, rhs.shape[0])
 
 
 def tgmm(
@@ -118,18 +117,13 @@ def tgmm(
     )
 
 
-def overwritten(
-    out: Array, existing_out: Any, lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any, transpose_rhs: bool
-) -> Array:
-    """existing_out with its owned rows replaced by those of out; out itself if there is no existing_out."""
+def overwritten(out: Array, existing_out: Any, group_sizes: Any, group_offset: Any, groups: int) -> Array:
+    """existing_out with the rows of so many groups replaced by those of out; out itself if there is no existing_out."""
     if existing_out is None:
         return out
-    asked = problem_of(
-        lhs.shape, rhs.shape, groups=group_sizes.shape[0], dtype=out.dtype, transpose_rhs=bool(transpose_rhs)
-    )
-    arguments.check_existing_out(asked, existing_out)
-    first = jnp.asarray(arguments.first_group(group_offset))
-    return jnp.where(owned(asked, group_sizes[None], first[None])[:, None], out, existing_out)
+    arguments.check_existing_out(existing_out, out.shape, out.dtype)
+    mine = owned_by_window(group_sizes, out.shape[0], arguments.first_group(group_offset), groups)
+    return jnp.where(mine[:, None], out, existing_out)
 
 
 def _nothing(m: int, k: int, n: int) -> None:

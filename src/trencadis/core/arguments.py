@@ -99,18 +99,16 @@ def problem_of(
     return asked.replace(**options)
 
 
-def check_existing_out(problem: Problem, existing_out: object) -> None:
+def check_existing_out(existing_out: object, shape: Shape, dtype: np.dtype) -> None:
     """existing_out has the shape and the dtype of the result."""
     if existing_out is None:
         return
     if not isinstance(existing_out, ShapeDtype):
-        raise TypeError(f"existing_out: want an array of shape {problem.out_shape}; got {type(existing_out).__name__}")
-    if existing_out.shape != problem.out_shape:
-        raise ValueError(f"existing_out: want shape {problem.out_shape}; got {existing_out.shape}")
-    if existing_out.dtype != problem.out:
-        raise ValueError(
-            f"existing_out: want dtype {problem.out.name}, the preferred_element_type; got {existing_out.dtype}"
-        )
+        raise TypeError(f"existing_out: want an array of shape {shape}; got {type(existing_out).__name__}")
+    if existing_out.shape != shape:
+        raise ValueError(f"existing_out: want shape {shape}; got {existing_out.shape}")
+    if existing_out.dtype != dtype:
+        raise ValueError(f"existing_out: want dtype {dtype.name}, the preferred_element_type; got {existing_out.dtype}")
 
 
 def check_bias(problem: Problem, bias: ShapeDtype | None) -> None:
@@ -318,11 +316,11 @@ def check_type(name: str, x: object, kind: type, source: str) -> None:
         raise TypeError(f"{name}: want {source}; got {type(x).__name__}")
 
 
-def as_mask(name: str, x: object) -> jax.Array:
+def as_mask(x: object) -> jax.Array:
     """A mask of booleans; numbers are refused, since a mask that is added to scores has 0 where others have True."""
-    mask = as_array(name, x)
+    mask = as_array("mask", x)
     if mask.dtype != jnp.bool_:
-        raise TypeError(f"{name}: want booleans, True where a token counts; got {mask.dtype}")
+        raise TypeError(f"mask: want booleans, True where a token counts; got {mask.dtype}")
     return mask
 
 

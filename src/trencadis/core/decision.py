@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from trencadis.core.activation import Activation
+from trencadis.core.dtypes import accumulator
 from trencadis.core.epilogue import Epilogue, Gate
 from trencadis.core.problem import Problem
 from trencadis.core.target import Target
@@ -100,6 +104,14 @@ def missing(backend: str, module: str, what: str, advice: str) -> Refusal | None
     return None
 
 
+def peel(problem: Problem, applies: Callable[[Activation, np.dtype], bool]) -> Problem:
+    """The problem, without its activation if a kernel does not apply that to this dtype: XLA does, after the kernel."""
+    activation = problem.epilogue.activation
+    if activation is None or applies(activation, accumulator(problem.sum, problem.out)):
+        return problem
+    return problem.without_activation
+
+
 # why and what to do, where XLA partitions a program and cannot partition a kernel
 PARTITIONED = (
     "XLA cannot partition a kernel over devices",
@@ -127,5 +139,7 @@ def unknown_dtype(backend: str, problem: Problem, known: Dtypes) -> Refusal | No
     found += [] if problem.epilogue.bias is None else [("bias", problem.epilogue.bias, known.bias)]
     for name, dtype, names in found:
         if dtype.name not in names:
-            return Refusal(backend, f"{name} is {dtype.name}; it takes {', '.join(names)}", "cast it to one of these")
+            return Refusal(
+                backend, f"{name} is {dtype.name}; kernels take {', '.join(names)}", "cast it to one of these"
+            )
     return None

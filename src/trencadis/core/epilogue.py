@@ -18,7 +18,7 @@ from jaxtyping import Array, Num
 from trencadis.core.activation import Activation, activated
 from trencadis.core.dtypes import accumulator
 
-ALONG_K = "scales change along k, and it applies only scales that are constant along k"  # a reason to refuse
+ALONG_K = "scales change along k, and only scales that are constant along k are applied"  # a reason to refuse
 
 
 class Extras(NamedTuple):

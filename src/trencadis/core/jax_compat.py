@@ -49,6 +49,9 @@ JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 # XLA:CPU of jax < 0.12 turns a slice of a narrow float array inside a loop into a conversion of the whole array.
 SLICES_WIDEN_NARROW_FLOATS = JAX < (0, 12)
 
+# Mosaic GPU of jax < 0.11 has another register layout, in which bfloat16 numbers cannot be widened in place.
+WIDENS_IN_PLACE = JAX >= (0, 11)
+
 
 def varying_axes(x: Value) -> frozenset[Hashable]:
     """The manual mesh axes over which x varies inside `jax.shard_map`; empty outside."""
@@ -173,12 +176,11 @@ def without_vma() -> AbstractContextManager[object]:
     return _check_vma(False)
 
 
-def axes_of(x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> tuple[tuple[Hashable, ...], ...]:
-    """The mesh axes of each dimension of an array, which XLA has sharded over them or over products of them."""
+def spec_from_xla(x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.sharding.PartitionSpec:
+    """The axes of a mesh, or of products of them, over which XLA has sharded an array."""
     sharding: Any = x.sharding
     (spec,) = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(len(x.shape)), mesh)
-    found = [() if each is None else each if isinstance(each, tuple) else (each,) for each in spec]
-    return (*found, *((),) * (len(x.shape) - len(found)))
+    return spec
 
 
 def apart(call: Callable[[], T]) -> T:
@@ -384,3 +386,17 @@ def _teach_gpu_interpreter() -> None:
 
     gpu_callbacks.wgmma = wgmma
     thread_map._run_jaxpr = run
+
+
+def lower_triton_call(
+    context: mlir.LoweringRuleContext, operands: Sequence[IrValue], packed: bytes, aliases: dict[int, int]
+) -> Sequence[IrValue]:
+    """The custom call of jaxlib that runs a compiled Triton kernel; it has another form in jax < 0.11."""
+    if JAX >= (0, 11):
+        rule: Any = jax.ffi.ffi_lowering("triton_kernel_call_ffi", operand_output_aliases=aliases)
+        return rule(context, *operands, opaque=packed)
+    config: Any = packed
+    rule = jax.ffi.ffi_lowering(
+        "triton_kernel_call", api_version=2, backend_config=config, operand_output_aliases=aliases
+    )
+    return rule(context, *operands)

@@ -16,13 +16,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from trencadis.core.jax_compat import (
     ANY_TPU,
     IrValue,
-    axes_of,
     partitioned,
     require_devices,
+    spec_from_xla,
     target,
     without_mesh,
     without_vma,
 )
+from trencadis.core.mesh import entries
 
 # The platforms on which XLA asks a rule how to divide a primitive over automatic axes of a mesh; TPU is not among them.
 DIVIDED_BY_RULE = ("cpu", "cuda", "rocm")
@@ -124,8 +125,8 @@ def _divided(primitive: Primitive, rules: Rules, params: dict[str, Any]) -> Call
 
     def parts(mesh: jax.sharding.Mesh, operands: Sequence[Any], result: Any) -> tuple[Any, ...]:
         mesh = _in_primes(mesh)
-        specs = [axes_of(x, mesh) for x in operands]
-        found = divide(specs, dict(mesh.shape), axes_of(result, mesh), **params)
+        *specs, result_spec = (entries(spec_from_xla(x, mesh), len(x.shape)) for x in (*operands, result))
+        found = divide(specs, dict(mesh.shape), result_spec, **params)
         sharding = [NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec))) for spec in found.operands]
         out = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in found.result)))
 

@@ -158,6 +158,20 @@ def owned(problem: Problem, group_sizes: Sizes, first: First) -> Bool[Array, " {
     return ((row >= low[:, None]) & (row < high[:, None])).reshape(-1)
 
 
+def owned_by_window(
+    group_sizes: Integer[Array | np.ndarray, " g"], m: int, first: Int32[Array | np.int32, ""], count: int
+) -> Bool[Array, " {m}"]:
+    """The mask of the rows of a window of groups, bool[m].
+
+    >>> owned_by_window(jnp.array([1, 2, 1]), 5, jnp.int32(1), 2).tolist()
+    [False, True, True, True, False]
+    """
+    first = clamp_first(first, group_sizes.shape[0], count)
+    low, high = jnp.take(offsets(group_sizes, m), jnp.stack([first, first + count]), mode="clip")
+    row = jnp.arange(m, dtype=jnp.int32)
+    return (row >= low) & (row < high)
+
+
 def owner(group_sizes: Integer[Array | np.ndarray, " g"], m: int) -> Int32[Array, " {m}"]:
     """The index of the group that covers each row, i32[m]; the number of groups for a row that no group covers.
 

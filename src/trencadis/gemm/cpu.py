@@ -27,7 +27,9 @@ def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides(
     if isinstance(answer, Refusal):
         return answer
     if problem.sum != problem.acc:
-        return Refusal("cpu", f"alpha, beta and bias are {problem.sum.name}; it computes them in {problem.acc.name}")
+        return Refusal(
+            "cpu", f"alpha, beta and bias are {problem.sum.name}; the cpu backend computes them in {problem.acc.name}"
+        )
     asked: Any = problem  # a plan's problem is any that has an epilogue; this one has none
     return dataclasses.replace(answer, asked=asked, problem=asked, because=f"{answer.because}, whatever its sizes are")
 

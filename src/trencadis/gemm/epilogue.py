@@ -115,7 +115,7 @@ def apply_epilogue(product: GroupedTensor, epilogue: GemmEpilogue, dtype: Any) -
             old = old.astype(data.dtype)
             data = jnp.where(owned, data + _scaled(old, epilogue.beta, product), old)
     data = data.astype(dtype)
-    if product.first_dims is None and product.last_dims is None:
+    if product.is_stacked:
         return data
     return GroupedTensor(data, product.first_dims, product.last_dims, product.shape)
 

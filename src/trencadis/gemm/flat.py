@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
-from trencadis.gemm.matrices import Matrices, matrices
 from trencadis.gemm.problem import Buffer, GemmProblem, Groups
 
 Array = jax.Array
@@ -60,12 +59,3 @@ def shaped(problem: GemmProblem, out: Array) -> Array:
     """The result of a problem, from that of the problem of flat buffers."""
     shape = problem.out.shape
     return out.reshape(shape) if problem.out.group_axis == 0 else out.reshape(shape[::-1]).T
-
-
-def places(problem: GemmProblem, groups: Groups, sizes: tuple[Any, Any, Any]) -> list[Matrices]:
-    """Where the matrices of lhs, rhs and the result are; `sizes` are those of groups that fit into the arrays."""
-    m, k, n = sizes
-    fields = (m, k), (k, n), (m, n)
-    raw = (groups.m, groups.k), (groups.k, groups.n), (groups.m, groups.n)
-    buffers = problem.lhs, problem.rhs, problem.out
-    return [matrices(*each) for each in zip(buffers, groups[:3], raw, fields, strict=True)]

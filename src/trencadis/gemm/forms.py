@@ -83,7 +83,7 @@ def dense(
     bias: Any,
     activation: Activation | None,
     options: GemmOptions,
-    multiply: Callable[..., Array] = rows_product,
+    multiply: Callable[..., Array],
 ) -> Array:
     """activation(product + bias) of ragged rows and a stack; `multiply` takes the arguments of `rows_product`."""
     epilogue = GemmEpilogue(bias=bias)

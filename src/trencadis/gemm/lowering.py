@@ -51,7 +51,7 @@ class Result(NamedTuple):
 
 def general_product(
     a: GemmOperand, b: GemmOperand, dtype: Any, epilogue: GemmEpilogue, *,
-    precision: Any, overrides: Overrides = Overrides(), fused: bool = False,
+    precision: Any, overrides: Overrides, fused: bool,
 ) -> GroupedTensor:  # fmt: skip
     """The product of each group, for operands in which at least two of m, k and n are ragged.
 

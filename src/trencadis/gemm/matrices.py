@@ -77,6 +77,15 @@ def matrices(buffer: Buffer, start: Any, raw: tuple[Any, Any], sizes: tuple[Any,
     return Matrices(start, stride, rows, columns)
 
 
+def places(problem: GemmProblem, groups: Groups, sizes: tuple[Any, Any, Any]) -> list[Matrices]:
+    """Where the matrices of lhs, rhs and the result are; `sizes` are those of groups that fit into the arrays."""
+    m, k, n = sizes
+    fields = (m, k), (k, n), (m, n)
+    raw = (groups.m, groups.k), (groups.k, groups.n), (groups.m, groups.n)
+    buffers = problem.lhs, problem.rhs, problem.out
+    return [matrices(*each) for each in zip(buffers, groups[:3], raw, fields, strict=True)]
+
+
 def running_sum(x: Array) -> Array:
     """The sums up to each entry along the last axis; of few, as one fusion."""
     count = x.shape[-1]

@@ -42,12 +42,12 @@ class GemmOperand:
     @property
     def flat(self) -> bool:
         """True if both axes are ragged, so that the data are a flat buffer of matrices."""
-        return self.tensor.first_dims is not None and self.tensor.last_dims is not None
+        return self.tensor.is_fully_ragged
 
     @property
     def stacked(self) -> bool:
         """True if no axis is ragged, so that the first axis of the data is that of the groups."""
-        return not self.sizes
+        return self.tensor.is_stacked
 
     @property
     def quantized(self) -> bool:
@@ -142,14 +142,12 @@ def checked_tensor(name: str, tensor: GroupedTensor, size_name: str = "") -> tup
 def _operand(name: str, tensor: GroupedTensor, axes: Axes, size_name: str, *, is_lhs: bool) -> GemmOperand:
     """One operand, checked by itself."""
     tensor, size_names = checked_tensor(name, tensor, size_name)
-    flat = tensor.first_dims is not None and tensor.last_dims is not None
-    ndim = 2 if flat else tensor.ndim
-    stacked = tensor.first_dims is None and tensor.last_dims is None
+    ndim = 2 if tensor.is_fully_ragged else tensor.ndim
     contracted = tuple(axis + ndim if axis < 0 else axis for axis in axes)
-    own = tuple(range(int(stacked), ndim))
+    own = tuple(range(int(tensor.is_stacked), ndim))
     for given, axis in zip(axes, contracted, strict=True):
         if axis not in own:
-            why = "which is the axis of the groups" if stacked and axis == 0 else f"it has {ndim} axes"
+            why = "which is the axis of the groups" if tensor.is_stacked and axis == 0 else f"it has {ndim} axes"
             raise ValueError(f"contracting_dims: {name} has no axis {given} to contract, {why}")
     if len(set(contracted)) < len(contracted):
         raise ValueError(f"contracting_dims: want each axis of {name} once; got {axes}")

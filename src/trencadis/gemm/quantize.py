@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from trencadis.core.problem import cdiv
 from trencadis.core.spans import offsets, owner
 from trencadis.gemm.ownership import along, owned_entries, quantized, spread
 from trencadis.gemm.sizes import flat_places
@@ -59,35 +59,25 @@ def grouped_quantize(
     kind, tensor = format_of(format), checked("tensor", tensor, ("tensor.first_dims", "tensor.last_dims"))
     x = jnp.where(owned_entries(tensor), checked_floats("tensor.data", tensor.data), 0)
     lengths = _lengths(kind, tensor, granularity)
-    if _stacked(tensor):
+    if tensor.is_stacked:
         block, absmax = lengths, block_absmax(x, lengths)
     else:
         axis = along(tensor)[1]
         block = tuple(1 if i == axis else lengths[i] for i in range(tensor.ndim))
         absmax = block_absmax(x, block)
-        if _flat(tensor) or lengths[axis] > 1:
+        if tensor.is_fully_ragged or lengths[axis] > 1:
             absmax = _shared(absmax, axis, *_block_ids(tensor, lengths))
     data = quantize_blocks(kind, x, block, absmax, _group_absmax(tensor, absmax) if kind.total else None)
     return GroupedTensor(data, tensor.first_dims, tensor.last_dims, tensor.shape)
 
 
-def _stacked(tensor: GroupedTensor) -> bool:
-    """Whether no axis is ragged."""
-    return tensor.first_dims is None and tensor.last_dims is None
-
-
-def _flat(tensor: GroupedTensor) -> bool:
-    """Whether both axes are ragged, so that the matrices are stored in a flat buffer."""
-    return tensor.first_dims is not None and tensor.last_dims is not None
-
-
 def _lengths(kind: Format, tensor: GroupedTensor, granularity: Granularity) -> Shape:
     """The length of a block along each axis of a group; along a ragged axis at most the length of all groups."""
-    shape = tensor.shape * 2 if _flat(tensor) else tensor.shape
+    shape = tensor.shape * 2 if tensor.is_fully_ragged else tensor.shape
     if granularity in ("tensor", "group") or (granularity is None and not kind.block):
-        granularity = (int(_stacked(tensor)), *(0,) * (len(shape) - 1))
+        granularity = (int(tensor.is_stacked), *(0,) * (len(shape) - 1))
     lengths = block_shape(kind, granularity, shape)
-    if _stacked(tensor) and lengths[0] > 1:
+    if tensor.is_stacked and lengths[0] > 1:
         raise ValueError(f"granularity: groups have scales of their own; want 1 along their axis; got {granularity!r}")
     return lengths
 
@@ -98,22 +88,18 @@ def _block_ids(tensor: GroupedTensor, lengths: Shape) -> tuple[Array, int]:
     groups, room = tensor.num_groups, tensor.shape[axis]
     bounds, group = offsets(jnp.asarray(sizes), room), owner(sizes, room)
     at = jnp.arange(room, dtype=jnp.int32) - bounds[group]  # the position in its group
-    if _flat(tensor):
+    if tensor.is_fully_ragged:
         columns = jnp.maximum(jnp.asarray(tensor.last_dims), 0)
         rows = flat_places(tensor.first_dims, columns, room)[1]
-        across = _ceil_div(columns, lengths[1])
-        counts, bound = _ceil_div(rows, lengths[0]) * across, room
+        across = cdiv(columns, lengths[1])
+        counts, bound = cdiv(rows, lengths[0]) * across, room
         width, across = (jnp.append(jnp.maximum(x, 1), 1)[group] for x in (columns, across))
         block = at // width // lengths[0] * across + at % width // lengths[1]
     else:
-        counts, bound = _ceil_div(bounds[1:] - bounds[:-1], lengths[axis]), min(room, room // lengths[axis] + groups)
+        counts, bound = cdiv(bounds[1:] - bounds[:-1], lengths[axis]), min(room, room // lengths[axis] + groups)
         block = at // lengths[axis]
     before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     return before[group] + jnp.where(group < groups, block, 0), bound + 1  # unowned entries share the last block
-
-
-def _ceil_div(x: Array, by: int) -> Array:
-    return (x + np.int32(by - 1)) // np.int32(by)
 
 
 def _nan_to_inf(x: Array) -> Array:
@@ -148,7 +134,7 @@ def largest_by_group(tensor: GroupedTensor, x: Array) -> Array:
 
 def scaled_by_group(tensor: GroupedTensor, scales: Array, format: str) -> GroupedTensor:
     """A tensor of values that are quantized already, with one scale for each group, [g]."""
-    axis = 0 if _stacked(tensor) else along(tensor)[1]
+    axis = 0 if tensor.is_stacked else along(tensor)[1]
     block = tuple(1 if i == axis else max(size, 1) for i, size in enumerate(tensor.shape))
     data = Scaled(tensor.data, spread(scales, tensor, 1), format, block)
     return GroupedTensor(data, tensor.first_dims, tensor.last_dims, tensor.shape)

@@ -24,8 +24,8 @@ from trencadis.backends.tpu.resident.sizes import COLUMNS, Sizes
 from trencadis.backends.tpu.resident.table import FIELDS
 from trencadis.core.devices import Chip
 from trencadis.core.problem import cdiv
-from trencadis.gemm.flat import flat_operands, flattened, places, shaped
-from trencadis.gemm.matrices import inside, mean_problem, running_sum
+from trencadis.gemm.flat import flat_operands, flattened, shaped
+from trencadis.gemm.matrices import inside, mean_problem, places, running_sum
 from trencadis.gemm.problem import GemmProblem, Groups
 
 Array = jax.Array

@@ -197,13 +197,23 @@ class GroupedTensor(Elementwise):
         dims = self.first_dims if self.first_dims is not None else self.last_dims
         return int(self.shape[0] if dims is None else dims.shape[0])
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether no axis is ragged, so that the first axis is that of the groups."""
+        return self.first_dims is None and self.last_dims is None
+
+    @property
+    def is_fully_ragged(self) -> bool:
+        """Whether both axes are ragged, so that the matrices are stored in a flat buffer."""
+        return self.first_dims is not None and self.last_dims is not None
+
     def to_list(self) -> list[Any]:
         """The groups as a list of arrays, or of `Scaled`; their sizes must be known at trace time.
 
         >>> GroupedTensor.stacked(jnp.ones((2, 3))).to_list()
         [Array([1., 1., 1.], dtype=float32), Array([1., 1., 1.], dtype=float32)]
         """
-        if self.first_dims is None and self.last_dims is None:
+        if self.is_stacked:
             return list(self.unstack())
         first, last = (None if x is None else self._known(x) for x in (self.first_dims, self.last_dims))
         if first is not None and last is not None:
@@ -225,7 +235,7 @@ class GroupedTensor(Elementwise):
         >>> len(GroupedTensor.stacked(jnp.ones((2, 3))).unstack())
         2
         """
-        if self.first_dims is not None or self.last_dims is not None:
+        if not self.is_stacked:
             raise ValueError(f"unstack: want a stacked tensor; got {self!r}; to_list takes ragged ones apart")
         if quantized(self.data):
             return tuple(self.data[i] for i in range(self.shape[0]))

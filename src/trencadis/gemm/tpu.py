@@ -35,8 +35,8 @@ from trencadis.core.problem import cdiv
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides, Tiling
 from trencadis.gemm import resident, xla
-from trencadis.gemm.flat import flat_buffer, flat_operands, flattened, places, shaped
-from trencadis.gemm.matrices import Matrices, inside, mean_problem, running_sum
+from trencadis.gemm.flat import flat_buffer, flat_operands, flattened, shaped
+from trencadis.gemm.matrices import Matrices, inside, mean_problem, places, running_sum
 from trencadis.gemm.problem import Buffer, GemmProblem, Groups, Packing
 
 Array = jax.Array
@@ -106,18 +106,20 @@ def _arithmetic(problem: GemmProblem) -> Refusal | None:
     for name in ("lhs", "rhs", "out"):
         dtype = getattr(problem, name).dtype.name
         if dtype not in DTYPES:
-            return _refusal(f"{name} is {dtype}; it takes {' and '.join(DTYPES)}", "convert it to one of these")
+            return _refusal(f"{name} is {dtype}; kernels take {' and '.join(DTYPES)}", "convert it to one of these")
     if problem.sum != np.float32:
-        return _refusal(f"alpha, beta and bias are {problem.sum.name}; it computes them in float32")
+        return _refusal(f"alpha, beta and bias are {problem.sum.name}; the tpu backend computes them in float32")
     if precision_of(mean_problem(problem)) not in PRECISIONS:
-        return _refusal(f"precision is {problem.precision}; it has DEFAULT and HIGHEST", "pass one of these")
+        return _refusal(
+            f"precision is {problem.precision}; the tpu backend has DEFAULT and HIGHEST", "pass one of these"
+        )
     return None
 
 
 def _size(problem: GemmProblem, chip: Chip) -> Refusal | None:
     """The refusal of a problem that is too large for SMEM or VMEM; None if it fits."""
     if problem.groups > MAX_GROUPS:
-        return _refusal(f"{problem.groups} groups are too many for scalar memory; it takes {MAX_GROUPS}")
+        return _refusal(f"{problem.groups} groups are too many for scalar memory, which holds {MAX_GROUPS}")
     entries = max(math.prod(buffer.shape) for buffer in (problem.lhs, problem.rhs, problem.out))
     if entries >= 2**30:
         return _refusal(f"an array has {entries} entries, and entries are counted in 32 bits")
@@ -125,9 +127,9 @@ def _size(problem: GemmProblem, chip: Chip) -> Refusal | None:
     for name in ("lhs", "rhs", "out"):
         buffer: Buffer = getattr(flat, name)
         if buffer.packing is not Packing.FLAT and buffer.shape[-1] > longest(chip):
-            return _refusal(f"rows of {name} have {buffer.shape[-1]} entries; it takes {longest(chip)}")
+            return _refusal(f"rows of {name} have {buffer.shape[-1]} entries; kernels take at most {longest(chip)}")
     if flat.bias and flat.out != flat_buffer(problem.out):
-        return _refusal("a bias along the rows of the result")
+        return _refusal("kernels compute the transposed result, and add no bias to whole rows of it")
     return None
 
 

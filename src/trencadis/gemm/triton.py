@@ -31,7 +31,7 @@ from trencadis.core.devices import card_for
 from trencadis.core.problem import Problem, cdiv
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides
-from trencadis.gemm.matrices import COMPARED, Matrices, inside, matrices, mean_problem, running_sum
+from trencadis.gemm.matrices import COMPARED, Matrices, inside, matrices, mean_problem, places, running_sum
 from trencadis.gemm.problem import Buffer, GemmProblem, Groups, Packing
 
 Array = jax.Array
@@ -70,7 +70,9 @@ def plan(problem: GemmProblem, target: Target, overrides: Overrides = Overrides(
     inner: Any = dataclasses.replace(problem, lhs=lhs, rhs=rhs)
     like = mean_problem(inner)
     if problem.scaled and problem.sum != np.float32:
-        return Refusal("triton", f"alpha, beta and bias are {problem.sum.name}; it computes them in float32")
+        return Refusal(
+            "triton", f"alpha, beta and bias are {problem.sum.name}; the triton backend computes them in float32"
+        )
     entries = max(math.prod(buffer.shape) for buffer in (problem.lhs, problem.rhs, problem.out))
     if _room(entries) >= 2**31:
         return Refusal("triton", f"an array has {entries} entries, and entries are counted in 32 bits")
@@ -241,10 +243,7 @@ def tables(problem: GemmProblem, tile: Layout, groups: Groups) -> Tables:
     order = longest_first(groups.k)
     groups = Groups(*(each[order] for each in groups))
     m, k, n = inside(problem, groups)
-    fields = (m, k), (k, n), (m, n)
-    raw = (groups.m, groups.k), (groups.k, groups.n), (groups.m, groups.n)
-    buffers = problem.lhs, problem.rhs, problem.out
-    lhs, rhs, out = (matrices(*each) for each in zip(buffers, groups[:3], raw, fields, strict=True))
+    lhs, rhs, out = places(problem, groups, (m, k, n))
     reads = [(problem.lhs, lhs), (problem.rhs, rhs)]
     there = [_rows_aligned(*each) for each in reads]
     long = [x.columns * buffer.dtype.itemsize >= SHORT for buffer, x in reads]

@@ -20,6 +20,7 @@ from jax import lax
 from trencadis.backends.prepare import from_bits, to_bits
 from trencadis.core.decision import Plan
 from trencadis.core.dtypes import cast
+from trencadis.core.problem import cdiv
 from trencadis.core.target import Target
 from trencadis.core.tiling import Overrides, Tiling
 from trencadis.gemm.by_group import finish
@@ -172,22 +173,17 @@ def _tiled(problem: GemmProblem, tile: Tiling, arrays: tuple[Array, Array, Array
                         x, y = x.astype(problem.acc), y.astype(problem.acc)
                     return acc + lax.dot(x, y, precision=problem.precision, preferred_element_type=problem.acc)
 
-                acc = lax.fori_loop(0, _count(k, tile.k), step, jnp.zeros((tile.m, tile.n), problem.acc))
+                acc = lax.fori_loop(0, cdiv(k, tile.k), step, jnp.zeros((tile.m, tile.n), problem.acc))
                 if problem.accumulate:
                     acc = cast(acc, problem.sum) + cast(_load(c, out, i, (down, across), (m, n)), problem.sum)
                 return _store(c, out, i, (down, across), (m, n), cast(acc, problem.out.dtype))
 
-            return lax.fori_loop(0, _count(m, tile.m), row, out)
+            return lax.fori_loop(0, cdiv(m, tile.m), row, out)
 
-        return lax.fori_loop(0, _count(n, tile.n), column, out)
+        return lax.fori_loop(0, cdiv(n, tile.n), column, out)
 
     out = from_bits(lax.fori_loop(0, problem.groups, group, out), problem.out.dtype)
     return lax.slice(out, (0,) * out.ndim, problem.out.shape)
-
-
-def _count(size: Array, tile: int) -> Array:
-    """How many tiles cover a size."""
-    return (size + np.int32(tile - 1)) // np.int32(tile)
 
 
 def _stored(buffer: Buffer, pair: Pair) -> Pair:

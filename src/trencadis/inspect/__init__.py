@@ -15,13 +15,21 @@ collectives                         the bytes that devices exchange in a compile
 inspection, report                  `inspect`, and the values that it returns
 """
 
-from trencadis.core.devices import CHIPS as CHIPS
-from trencadis.core.devices import Chip as Chip
-from trencadis.core.devices import chip_of as chip_of
-from trencadis.inspect.aot import CompilerMissing as CompilerMissing
-from trencadis.inspect.bundles import UnknownSchedule as UnknownSchedule
-from trencadis.inspect.inspection import inspect as inspect
-from trencadis.inspect.report import Block as Block
-from trencadis.inspect.report import Inspection as Inspection
-from trencadis.inspect.report import Kernel as Kernel
-from trencadis.inspect.report import Operation as Operation
+from trencadis.core.devices import CHIPS, Chip, chip_of
+from trencadis.inspect.aot import CompilerMissing
+from trencadis.inspect.bundles import UnknownSchedule
+from trencadis.inspect.inspection import inspect
+from trencadis.inspect.report import Block, Inspection, Kernel, Operation
+
+__all__ = [
+    "CHIPS",
+    "Block",
+    "Chip",
+    "CompilerMissing",
+    "Inspection",
+    "Kernel",
+    "Operation",
+    "UnknownSchedule",
+    "chip_of",
+    "inspect",
+]

@@ -28,7 +28,7 @@ from trencadis.core.jax_compat import abstract_device
 INSTALL = "pip install 'trencadis[tpu]', or in a checkout: pip install '.[tpu]'"
 
 # What keeps libtpu quiet, off the network, and willing to be loaded by several processes at once.
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "JAX_PLATFORMS": "cpu",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -154,7 +154,7 @@ def _environment(dump: pathlib.Path, log: pathlib.Path) -> dict[str, str]:
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
-        **_ENVIRONMENT,
+        **ENVIRONMENT,
         "LIBTPU_INIT_ARGS": " ".join([f"--xla_jf_dump_to={dump}", *_OPTIONS]),
         "PYTHONPATH": os.pathsep.join(paths),
         "TPU_LOG_DIR": str(log),

@@ -25,7 +25,7 @@ from trencadis.moe import sharded
 from trencadis.moe.activation import swiglu
 from trencadis.moe.layer import SAVE, Experts, Indices, Inputs, Layer, Save
 from trencadis.moe.permutation import sort_by_expert
-from trencadis.moe.routing import Routing, check_routing
+from trencadis.moe.routing import Routing, check_routing_for
 from trencadis.quant.operand import Operand, array_operand
 from trencadis.quant.recipe import Recipe
 from trencadis.quant.scaled import Scaled
@@ -186,9 +186,7 @@ def _check(x: Array, routing: Routing, experts: Experts, save: str) -> None:
     """Raise an error that names the argument if shapes or dtypes do not fit."""
     check_tokens(x)
     t, d = x.shape
-    check_routing(routing)
-    if routing.experts.ndim != 2 or routing.experts.shape[0] != t:
-        raise ValueError(f"routing: want experts of shape [t, k] for the {t} tokens of x; got {routing.experts.shape}")
+    check_routing_for(routing, t)
     if routing.weights.shape != routing.experts.shape:
         raise ValueError(f"routing: want weights of shape {routing.experts.shape}; got {routing.weights.shape}")
     check_save(save)

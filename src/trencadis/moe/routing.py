@@ -90,7 +90,7 @@ def route(
     bias, experts = (
         None if x is None else arguments.as_array(name, x) for name, x in (("bias", bias), ("experts", experts))
     )
-    mask = None if mask is None else arguments.as_mask("mask", mask)
+    mask = None if mask is None else arguments.as_mask(mask)
     scale = arguments.as_array("scale", scale)
     _check(logits, k, score, {"scale": scale, "bias": bias, "mask": mask, "experts": experts}, groups, group_k)
     choice = _Choice(Rule(score, normalize), k, groups, group_k)
@@ -238,7 +238,7 @@ def z_loss(logits: Float[Array, "t e"], *, mask: Bool[Array, " t"] | None = None
     if mask is None:
         squares = jax.nn.logsumexp(logits, axis=-1) ** 2
         return jnp.sum(squares) / max(squares.size, 1)
-    mask = arguments.as_mask("mask", mask)
+    mask = arguments.as_mask(mask)
     if mask.shape != logits.shape[:-1]:
         raise ValueError(f"mask: want shape {logits.shape[:-1]}; got {mask.shape}")
     squares = jax.nn.logsumexp(jnp.where(mask[..., None], logits, 0), axis=-1) ** 2
@@ -318,6 +318,19 @@ def check_routing(routing: object) -> None:
     arguments.check_type("routing", routing, Routing, "what moe.route returns")
 
 
+def check_routing_for(routing: Routing, tokens: int) -> None:
+    """Raise an error unless it is what `route` returns for so many tokens."""
+    check_routing(routing)
+    if routing.experts.ndim != 2 or routing.experts.shape[0] != tokens:
+        raise ValueError(
+            f"routing: want experts of shape [t, k] for the {tokens} tokens of x; got {routing.experts.shape}"
+        )
+
+
+def imbalance(busiest: Array, mean: Array) -> Array:
+    """The rows of the busiest expert over their float32 mean; 0 if there are no rows."""
+    return busiest.astype(jnp.float32) / jnp.maximum(mean, jnp.finfo(jnp.float32).tiny)
+
+
 def _load(rows: Array, dropped: Array) -> Load:
-    mean = jnp.maximum(jnp.mean(rows.astype(jnp.float32)), jnp.finfo(jnp.float32).tiny)
-    return Load(rows, dropped, jnp.max(rows).astype(mean.dtype) / mean)
+    return Load(rows, dropped, imbalance(jnp.max(rows), jnp.mean(rows.astype(jnp.float32))))

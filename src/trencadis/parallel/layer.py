@@ -18,7 +18,7 @@ from trencadis.core.jax_compat import mesh_platform, vary_over
 from trencadis.moe.layer import Save
 from trencadis.moe.mlp import check_tokens, moe_mlp
 from trencadis.moe.permutation import ids_of
-from trencadis.moe.routing import Load, Routing, check_routing
+from trencadis.moe.routing import Load, Routing, check_routing_for, imbalance
 from trencadis.parallel import all_gather, exchange
 from trencadis.parallel.choice import Strategy, check_strategy, choose, worst_case
 from trencadis.parallel.collectives import Axis, names_of, ordered_psum, ordered_pvary, size_of
@@ -168,8 +168,8 @@ def _split(tokens: int, chunks: int) -> list[slice]:
 def load_over(axis: Axis, rows: Array, dropped: Array) -> Load:
     """The load of the experts of all shards of an axis, given the rows of this shard's; without a host sync."""
     mean = lax.psum(jnp.sum(rows), axis).astype(jnp.float32) / (rows.shape[0] * lax.axis_size(axis))
-    busiest = lax.pmax(jnp.max(rows, initial=0), axis).astype(jnp.float32)
-    return Load(rows, dropped.astype(jnp.int32), busiest / jnp.maximum(mean, jnp.finfo(jnp.float32).tiny))
+    busiest = lax.pmax(jnp.max(rows, initial=0), axis)
+    return Load(rows, dropped.astype(jnp.int32), imbalance(busiest, mean))
 
 
 def check_options(options: Collection[str]) -> None:
@@ -184,11 +184,7 @@ def _check(
 ) -> None:
     """Raise an error that names the argument; `moe_mlp` checks the others."""
     check_tokens(x)
-    check_routing(routing)
-    if routing.experts.ndim != 2 or routing.experts.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"routing: want experts of shape [t, k] for the {x.shape[0]} tokens of x; got {routing.experts.shape}"
-        )
+    check_routing_for(routing, x.shape[0])
     if shards * local != routing.sizes.shape[0]:
         raise ValueError(
             f"w_up: want the {routing.sizes.shape[0]} experts of the routing over {shards} shards, as many on each; "

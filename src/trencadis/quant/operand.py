@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from trencadis.core import arguments
@@ -34,6 +37,27 @@ def array_operand(name: str, x: Any) -> jax.Array | Scaled:
     if is_qarray(x):
         x = from_qarray(name, x)
     return checked(name, x) if isinstance(x, Scaled) else arguments.as_array(name, x)
+
+
+def promoted(*operands: jax.Array | Scaled) -> list[np.dtype]:
+    """The dtypes that lax is shown: with a quantized operand, the one that both operands are promoted to."""
+    if not any(isinstance(x, Scaled) for x in operands):
+        return [x.dtype for x in operands]
+    wide = [x.wide if isinstance(x, Scaled) else x.dtype for x in operands]
+    narrow = [each.itemsize == 1 and jnp.issubdtype(each, jnp.floating) for each in wide]  # jnp does not promote these
+    kept = [jnp.bfloat16 if small else each for small, each in zip(narrow, wide, strict=True)]
+    return [jnp.result_type(*kept)] * len(operands)
+
+
+def dtype_of_product(lhs: jax.Array | Scaled, rhs: jax.Array | Scaled) -> np.dtype:
+    """The dtype of a product for which the caller names none: that of `jax.lax.dot`."""
+    return _dtype_of_dot(*promoted(lhs, rhs))
+
+
+@functools.lru_cache(maxsize=64)  # tracing a product takes longer than all other checks of a call together
+def _dtype_of_dot(lhs: np.dtype, rhs: np.dtype) -> np.dtype:
+    one = [jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (lhs, rhs)]
+    return jax.eval_shape(lax.dot, *one).dtype
 
 
 def operand_specs(x: jax.Array | Scaled, axes: Sequence[Any]) -> Any:

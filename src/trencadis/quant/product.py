@@ -29,7 +29,7 @@ from trencadis.core.spans import local_group, owned
 from trencadis.core.split import SHORT
 from trencadis.core.wide_upcast import WORD, takes, upcast
 from trencadis.quant.blocks import expanded
-from trencadis.quant.operand import Operand, Sizes, array_operand
+from trencadis.quant.operand import Operand, Sizes, array_operand, dtype_of_product
 from trencadis.quant.scaled import Scaled
 
 Array = jax.Array
@@ -40,14 +40,15 @@ def rows_product(
     rhs: Operand,
     group_sizes: Sizes,
     dtype: Any,
-    options: Options = Options(),
+    options: Options,
     steps: Steps = Steps(),
     *,
-    transpose_rhs: bool = False,
+    transpose_rhs: bool,
     group_offset: Any = None,
 ) -> Array:
-    """The result `[m, n]` of `grouped_matmul`, from the caller's arguments; dtype is that of the result."""
+    """The result `[m, n]` of `grouped_matmul`, from the caller's arguments; dtype is that of the result, or None."""
     x, w, sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), arguments.as_sizes(group_sizes)
+    dtype = dtype_of_product(x, w) if dtype is None else dtype
     bias, existing_out, activation = steps
     if activation is not None and existing_out is not None:
         raise ValueError("activation: cannot be given together with existing_out; apply it to the sum yourself")
@@ -58,7 +59,7 @@ def rows_product(
         epilogue=epilogue, precision=options.precision,
     )  # fmt: skip
     arguments.check_bias(problem, bias)
-    arguments.check_existing_out(problem, existing_out)
+    arguments.check_existing_out(existing_out, problem.out_shape, problem.out)
     arguments.check_window_given(group_offset, problem.local_groups, problem.groups)
     overrides = overrides_of(problem, options)
     after = sizes_and_window(problem, sizes, group_offset)
@@ -80,14 +81,15 @@ def contraction_product(
     rhs: Operand,
     group_sizes: Sizes,
     dtype: Any,
-    options: Options = Options(),
+    options: Options,
     *,
-    transpose_lhs: bool = False,
-    window: tuple[Any, int | None] = (None, None),
+    transpose_lhs: bool,
+    window: tuple[Any, int | None],
     existing_out: Any = None,
 ) -> Array:
     """The result `[g, k, n]` of `transposed_grouped_matmul`; window is its group_offset and num_actual_groups."""
     x, y, sizes = array_operand("lhs", lhs), array_operand("rhs", rhs), arguments.as_sizes(group_sizes)
+    dtype = dtype_of_product(x, y) if dtype is None else dtype
     first = arguments.first_group(window[0])
     problem = arguments.contraction_problem(
         x, y, sizes, dtype,
@@ -95,7 +97,7 @@ def contraction_product(
         local=arguments.local_groups(window[1], first, np.shape(sizes)[-1] if np.ndim(sizes) else 0),
         precision=options.precision,
     ).replace(epilogue=Epilogue(accumulate=existing_out is not None))  # fmt: skip
-    arguments.check_existing_out(problem, existing_out)
+    arguments.check_existing_out(existing_out, problem.out_shape, problem.out)
     overrides = overrides_of(problem, options)
     after = sizes_and_window(problem, sizes, first)
     problem, operands, scales = with_scales(problem, x, y, *after)

@@ -85,7 +85,7 @@ class Rows(NamedTuple):
 
 def trained(
     recipe: Recipe, x: Array, w: Array, group_sizes: Any, dtype: Any,
-    options: Options = Options(), steps: Steps = Steps(), *,
+    options: Options, steps: Steps = Steps(), *,
     transpose_rhs: bool = False, group_offset: Any = None, rows: Operand = None, weights: Operand = None,
 ) -> Array:  # fmt: skip
     """`grouped_matmul` of rows `[m, k]` and weights, both quantized by a recipe first, differentiable in both.

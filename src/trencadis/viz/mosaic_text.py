@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 SMALL = 32  # rows that are shown one by one
 BARS = 12  # groups whose sizes are drawn one by one
+LISTED = 24  # empty groups that are named
 LINES = 6  # of rows, at most, in a large picture
 START = "╵"  # below a character in which a tile starts
 
@@ -134,9 +135,9 @@ def remarks(mosaic: Mosaic, width: int) -> list[Line]:
     return lines
 
 
-def _listing(groups: tuple[int, ...], most: int = 24) -> str:
-    named = ", ".join(map(str, groups[:most]))
-    return f"group {named}" if len(groups) == 1 else f"groups {named}" + (", …" if len(groups) > most else "")
+def _listing(groups: tuple[int, ...]) -> str:
+    named = ", ".join(map(str, groups[:LISTED]))
+    return f"group {named}" if len(groups) == 1 else f"groups {named}" + (", …" if len(groups) > LISTED else "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def _drawn(
     groups = max(a.tensor.num_groups, b.tensor.num_groups)
     first = known_first(group_offset, groups)
     result = out if isinstance(out, GroupedTensor) else GroupedTensor(out, None, None, out.shape)
-    stacks = [t.num_groups for t in (a.tensor, b.tensor, result) if t.first_dims is None and t.last_dims is None]
+    stacks = [t.num_groups for t in (a.tensor, b.tensor, result) if t.is_stacked]
     local = range(first, min(first + min(stacks, default=groups), groups))
     roles = "".join("m" for _ in a.free) + "".join("n" for _ in b.free)
     return Product(

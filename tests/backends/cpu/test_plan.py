@@ -52,7 +52,7 @@ def test_a_package_without_its_library_says_so(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("change, reason", [
-    ({"platform": "cuda"}, "it runs on CPUs"),
+    ({"platform": "cuda"}, "the cpu backend runs on CPUs"),
     ({"partitioned": True}, "cannot partition"),
     ({"exported": True}, "exported"),
 ])  # fmt: skip

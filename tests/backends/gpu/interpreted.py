@@ -8,8 +8,9 @@ import oracle
 import poisoned
 
 from trencadis.backends.gpu import execute
-from trencadis.backends.gpu.choose import mma_dtype, products
+from trencadis.backends.gpu.choose import mma_dtype
 from trencadis.backends.gpu.layout import Layout
+from trencadis.backends.gpu.parts import products
 from trencadis.core.jax_compat import gpu_interpreter
 
 

@@ -176,7 +176,7 @@ def test_a_layout_fits(form, m, k, n, g, pair, out, extra, flip, by_row, by_colu
     ],
 )
 def test_mosaic_agrees_that_a_layout_fits(form, dtype, out, tile, bias):
-    """Mosaic raises if a kernel needs more shared memory; one more stage would not fit, or would hide no latency."""
+    """Mosaic raises if a kernel needs more shared memory; one more stage would not fit."""
     m, k, n, g = 1024, 512, 512, 4
     options = dict(preferred_element_type=out, backend="gpu", tiling=tile)
     shapes = [((m, k), dtype), ((g, k, n) if form == "rows" else (m, n), dtype), ((g,), "int32")]
@@ -194,7 +194,7 @@ def test_mosaic_agrees_that_a_layout_fits(form, dtype, out, tile, bias):
     problem = question(form, m, k, n, g, dtype, out=np.dtype(jnp.dtype(out)), epilogue=epilogue)
     layout = choose_for_tile(problem, H200, Tiling(*tile))
     more = shared(problem, layout.replace(stages=layout.stages + 1))
-    assert layout.stages == 8 or more > H200.shared - 2048
+    assert more > H200.shared
 
 
 @pytest.mark.parametrize(

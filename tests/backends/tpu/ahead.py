@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from trencadis.core.jax_compat import abstract_device
-from trencadis.inspect.aot import _ENVIRONMENT
+from trencadis.inspect.aot import ENVIRONMENT
 
 _SHAPE = re.compile(r"^\s*(?:ROOT )?%[\w.\-]+ = (\(?)(\w+)\[([\d,]*)\]\S* ([\w\-]+)\(", re.MULTILINE)
 _BITS = {"pred": 8, "s8": 8, "u8": 8, "bf16": 16, "f32": 32, "s32": 32, "u32": 32}
@@ -18,7 +18,7 @@ _BITS = {"pred": 8, "s8": 8, "u8": 8, "bf16": 16, "f32": 32, "s32": 32, "u32": 3
 
 @functools.cache
 def device(chip):
-    for name, value in {**_ENVIRONMENT, "TPU_LOG_DIR": "disabled"}.items():
+    for name, value in {**ENVIRONMENT, "TPU_LOG_DIR": "disabled"}.items():
         os.environ.setdefault(name, value)
     return topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices[0]
 

@@ -44,11 +44,11 @@ def changed(problem=ROWS, **changes):
 @pytest.mark.parametrize(
     ("problem", "target", "reason"),
     [
-        (ROWS, Target(platform="cpu", kind="cpu"), "it runs on TPU; the target is cpu"),
-        (ROWS, Target(platform="tpu", kind="TPU v99"), "it knows no TPU of the kind 'TPU v99'"),
+        (ROWS, Target(platform="cpu", kind="cpu"), "the tpu backend runs on TPU; the target is cpu"),
+        (ROWS, Target(platform="tpu", kind="TPU v99"), "the tpu backend knows no TPU of the kind 'TPU v99'"),
         (changed(rhs=np.dtype("float64")), V6E, "rhs is float64"),
-        (changed(out=np.dtype("float64")), V6E, "the result is float64; it takes bfloat16, float32, int8, int32"),
-        (changed(epilogue=Epilogue(bias=np.dtype("int32"))), V6E, "bias is int32; it takes bfloat16, float32"),
+        (changed(out=np.dtype("float64")), V6E, "the result is float64; kernels take bfloat16, float32, int8, int32"),
+        (changed(epilogue=Epilogue(bias=np.dtype("int32"))), V6E, "bias is int32; kernels take bfloat16, float32"),
         (changed(m=0), V6E, "there is nothing to multiply"),
         (changed(k=0), V6E, "there is nothing to multiply"),
         (changed(local_groups=0), V6E, "there is nothing to multiply"),
@@ -58,12 +58,12 @@ def changed(problem=ROWS, **changes):
         (
             changed(precision=jax.lax.DotAlgorithmPreset.F32_F32_F32),
             V6E,
-            "precision is F32_F32_F32; it has DEFAULT, HIGH",
+            "precision is F32_F32_F32; the tpu backend has DEFAULT, HIGH",
         ),
         (
             changed(rhs=np.dtype(jnp.float8_e4m3fnuz)),
             V6E,
-            "rhs is float8_e4m3fnuz; it takes .* float8_e4m3fn, float8_e5m2",
+            "rhs is float8_e4m3fnuz; kernels take .* float8_e4m3fn, float8_e5m2",
         ),
     ],
 )

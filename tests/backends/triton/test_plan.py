@@ -48,12 +48,12 @@ def test_every_card_has_a_kernel(name):
 @pytest.mark.parametrize(
     ("problem", "target", "reason"),
     [
-        (ROWS, Target(platform="cpu", kind="cpu"), "it runs on GPUs; the target is cpu"),
+        (ROWS, Target(platform="cpu", kind="cpu"), "the triton backend runs on GPUs; the target is cpu"),
         (ROWS, Target(platform="cuda"), "which GPU this is for is not known here"),
         (ROWS, Target(platform="cuda", kind="NVIDIA X1"), "knows neither .* nor its compute capability"),
         (ROWS, Target(platform="cuda", kind="Tesla T4", arch="7.5"), "since Ampere"),
         (ROWS, Target(platform="cuda", kind="NVIDIA A10", partitioned=True), "cannot partition"),
-        (rows_problem(64, 64, 64, 2).replace(lhs=np.dtype("float64")), A100, "lhs is float64; it takes bfloat16"),
+        (rows_problem(64, 64, 64, 2).replace(lhs=np.dtype("float64")), A100, "lhs is float64; kernels take bfloat16"),
         (rows_problem(64, 64, 64, 2, epilogue=Epilogue(by_row=True, row_block=32)), A100, "scales change along k"),
         (rows_problem(64, 64, 64, 2, precision=lax.DotAlgorithmPreset.BF16_BF16_F32), A100, "precision is"),
         (rows_problem(64, 64, 64, 2).replace(m=0), A100, "nothing to multiply"),

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from trencadis.backends.cpu import programs
-from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, unknown_dtype
+from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, peel, unknown_dtype
 from trencadis.core.epilogue import ALONG_K
 from trencadis.core.problem import Form, Problem
 from trencadis.core.schedule import RowTile
@@ -48,9 +48,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     refusal = elsewhere(target) or _arithmetic(problem) or _gated(problem)
     if refusal is not None:
         return refusal
-    inner, activation = problem, problem.epilogue.activation
-    if activation is not None and programs.of_activation(activation) is None:  # XLA applies it to the finished sum
-        inner = problem.without_activation
+    inner = peel(problem, lambda activation, _: programs.of_activation(activation) is not None)
     largest = (ROWS, SUMMED, COLUMNS) if problem.form is Form.ROWS else (SUMMED, ROWS, COLUMNS)
     asked, layout = overrides.tilings.forward or Tiling(*largest), layout_here()
     sizes = zip((asked.m, asked.k, asked.n), largest, (inner.m, inner.k, inner.n), strict=True)
@@ -62,15 +60,15 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
 def elsewhere(target: Target) -> Refusal | None:
     """The refusal of a target, or of a program, in which the kernels do not run; None if they do."""
     if target.platform != "cpu":
-        return _refusal(f"it runs on CPUs; the target is {target}")
+        return _refusal(f"the cpu backend runs on CPUs; the target is {target}")
     if target.partitioned:
         return _refusal(*PARTITIONED)
     if target.exported:
-        return _refusal("the program is exported, and may run where its kernels are not installed")
+        return _refusal("the program is exported, and may run where the kernels are not installed")
     absent = missing("cpu", "trencadis.backends.cpu.bridge", PACKAGE, INSTALL)
     if absent is not None:
         return absent
-    return None if layout_here().instructions else _refusal("XLA is faster than its kernels for CPUs without AVX2")
+    return None if layout_here().instructions else _refusal("XLA is faster than kernels for CPUs without AVX2")
 
 
 @functools.cache
@@ -84,12 +82,12 @@ def layout_here() -> Layout:
 def _arithmetic(problem: Problem) -> Refusal | None:
     """The refusal of dtypes, scales or a precision that the kernels do not have; None if they can compute it."""
     if problem.epilogue.scaled:
-        return _refusal(ALONG_K if problem.epilogue.along_k else "it applies no scales")
+        return _refusal(ALONG_K if problem.epilogue.along_k else "the cpu backend applies no scales")
     unknown = unknown_dtype("cpu", problem, Dtypes(FLOATS, FLOATS, FLOATS, bias=(*FLOATS, "float16")))
     if unknown is not None:
         return unknown
     if not problem.precisions:
-        return _refusal(f"precision is {problem.asked}; it multiplies floats as they are")
+        return _refusal(f"precision is {problem.asked}; the cpu backend multiplies floats as they are")
     return None
 
 
@@ -98,7 +96,7 @@ def _gated(problem: Problem) -> Refusal | None:
     gate = problem.gate
     if gate is None or gate.activation is None or programs.of_gate(dataclasses.replace(gate, gather=None)) is not None:
         return None
-    return _refusal(f"{gate} has operations that it lacks")
+    return _refusal(f"{gate} has operations that the cpu backend lacks")
 
 
 def run(plan: Plan, *operands: Array) -> Any:

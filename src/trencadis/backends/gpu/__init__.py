@@ -6,6 +6,7 @@ operands         arrays as the kernel reads them, which XLA casts, transposes an
 kernel           the warpgroups of a CTA and their barriers
 rows             the mainloop of the rows form; contraction: that of the other form, with its mask
 consumer         the consumer warpgroups; mma_shapes: the products that they issue
+parts            float32 as a sum of bfloat16 parts, whose products are added
 gather           loads of gathered rows; arrivals: the barriers of their copies
 gated            gated activations and their pullback; registers: what they need beside the operations of Pallas
 scales           which operand is upcast, and where scales that change along k are applied
@@ -31,12 +32,12 @@ from trencadis.backends.gpu.choose import (
     choose_for_tile,
     few_rows,
     mma_dtype,
-    products,
     reason,
     tiling_of,
 )
 from trencadis.backends.gpu.layout import CONSUMERS, ROW_ALIGN, SHORT_PART, WGMMA_M, Layout
 from trencadis.backends.gpu.operands import execute, padded
+from trencadis.backends.gpu.parts import products
 from trencadis.backends.gpu.scales import (
     in_operand,
     needs_upcast,
@@ -58,9 +59,9 @@ from trencadis.backends.prepare import (
     with_k_last,
 )
 from trencadis.core.activation import elementwise, inlined
-from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, unknown_dtype
+from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, peel, unknown_dtype
 from trencadis.core.devices import card_for
-from trencadis.core.dtypes import accumulator, bits
+from trencadis.core.dtypes import bits
 from trencadis.core.epilogue import Gate
 from trencadis.core.interleave import FLOAT4
 from trencadis.core.jax_compat import apart, gpu_interpreter
@@ -88,7 +89,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
 
 def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """The plan for a Hopper GPU, or why there is none."""
-    card, inner = card_for(target), with_bfloat16_rows(with_k_last(int4_as_int8(_peeled(problem), weights=False)))
+    card, inner = card_for(target), with_bfloat16_rows(with_k_last(int4_as_int8(peel(problem, _lowers), weights=False)))
     assert card is not None  # or `_elsewhere` had refused
     inner = int4_as_int8(inner, weights=not (needs_upcast(inner) or unpacks(inner)))
     inner = inner.replace(precision=problem.asked)  # layouts are remembered by problem, which depends on no setting
@@ -100,7 +101,7 @@ def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan |
     tile = overrides.tilings.forward
     layout = choose(inner, card) if tile is None else choose_for_tile(inner, card, tile)
     if problem.gate is not None and _copies_much(inner, layout):
-        return _refusal(f"n = {inner.n} or k = {inner.k} is no multiple of 64, and it would copy weights", costly=False)
+        return _refusal(f"n = {inner.n} or k = {inner.k} is no multiple of 64: weights would be copied", costly=False)
     as_stored = inner.rhs == problem.rhs and _reads_interleaved(problem, layout, overrides.interpret)
     inner = inner.replace(interleaved=as_stored)
     slow, advice = _slow_order(problem, inner, layout) if overrides.advise else ("", "")
@@ -177,29 +178,21 @@ def run(plan: Plan, *operands: Array) -> Any:
 def _elsewhere(target: Target) -> Refusal | None:
     """The refusal of a target on which the kernels do not run; None if they do."""
     if target.platform != "cuda":
-        return _refusal(f"it runs on NVIDIA GPUs; the target is {target}")
+        return _refusal(f"the gpu backend runs on NVIDIA GPUs; the target is {target}")
     if target.partitioned:
         return _refusal(*PARTITIONED)
     if target.kind is None:
         return _refusal(
-            "its kernels are for Hopper GPUs, and which GPU this is for is not known here",
+            "kernels of the gpu backend are for Hopper GPUs, and which GPU this is for is not known here",
             'lower in a process that has the GPU, or in a context such as trencadis.target("h200")',
             costly=False,  # the Triton backend, which is for every GPU, says the same
         )
     card = card_for(target)
     if card is None or not card.hopper:
         return _refusal(
-            f"its kernels are for Hopper GPUs; the target is {target}", costly=False
+            f"kernels of the gpu backend are for Hopper GPUs; the target is {target}", costly=False
         )  # others have Triton's
     return None
-
-
-def _peeled(problem: Problem) -> Problem:
-    """The problem without an activation that does not lower in a kernel: XLA applies it after the kernel."""
-    activation = problem.epilogue.activation
-    if activation is None or _lowers(activation, accumulator(problem.sum, problem.out)):
-        return problem
-    return problem.without_activation
 
 
 def _missing() -> Refusal | None:
@@ -222,7 +215,7 @@ def _arithmetic(problem: Problem) -> Refusal | None:
     if (mma_dtype(problem) == jnp.float32 or hi_lo) and problem.float32_precision is not lax.Precision.DEFAULT:
         how = "a bf16 hi/lo split" if hi_lo else "tf32"
         return _refusal(
-            f"precision is {problem.asked}; it multiplies float32 as {how}",
+            f"precision is {problem.asked}; the gpu backend multiplies float32 as {how}",
             "use bfloat16 operands, or precision=None; for the gradient of a bias, preferred_element_type=bfloat16",
         )
     return None
@@ -233,9 +226,9 @@ def _along_k(problem: Problem) -> Refusal | None:
     part, (length, across) = promoted_part(problem), problem.epilogue.column_block
     if not needs_upcast(problem):
         if (part % WGMMA_M and not steps_in_parts(problem)) or mma_dtype(problem).itemsize > 2:
-            return _refusal(f"scales change along k every {part}; it takes multiples of {WGMMA_M}, and no float32")
+            return _refusal(f"scales change along k every {part}; kernels take multiples of {WGMMA_M}, and no float32")
         if shared_by_tile(problem) and problem.k > TMA_BOX * length:
-            return _refusal(f"scales change along k; it takes at most {TMA_BOX} of them, and k = {problem.k} has more")
+            return _refusal(f"scales change along k; kernels take at most {TMA_BOX}, and k = {problem.k} has more")
         return None
     if problem.out.itemsize != 2 or problem.n <= WGMMA_M * CONSUMERS:
         return _refusal(
@@ -244,11 +237,13 @@ def _along_k(problem: Problem) -> Refusal | None:
             "pass preferred_element_type=bfloat16",
         )
     if across != 1 and across % WGMMA_M:
-        return _refusal(f"scales of weights change along k, and {across} columns share one; it takes 1, 64, 128, ...")
+        return _refusal(
+            f"scales of weights change along k, and {across} columns share one; kernels take 1, 64, 128, ..."
+        )
     if part % (2 * WGMMA_M) and part != SHORT_PART and (part != WGMMA_M or in_operand(problem)):
-        return _refusal(f"float32 scales change along k every {part}; it takes 32, 64 and multiples of 128")
+        return _refusal(f"float32 scales change along k every {part}; kernels take 32, 64 and multiples of 128")
     if length % 16:
-        return _refusal(f"scales of weights change along k every {length}; it takes multiples of 16")
+        return _refusal(f"scales of weights change along k every {length}; kernels take multiples of 16")
     return None
 
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from trencadis.backends.gpu.layout import (
     CONSUMERS,
@@ -38,6 +37,7 @@ from trencadis.backends.gpu.layout import (
     Layout,
     swizzle_elements,
 )
+from trencadis.backends.gpu.parts import products
 from trencadis.backends.gpu.scales import (
     column_scales_by_step,
     in_operand,
@@ -73,14 +73,6 @@ THIN, THIN_SUMMED = 16, 512  # the same of a contraction with few columns of lhs
 LARGE_GROUP = 1024  # mean rows of a group from which on the padding of its last tile hardly matters
 HOT_SHARE = 2  # contraction: prepare for a group that has 1/2 of all rows, which one CTA must sum up for each tile
 DYNAMIC_FLOPS = 10**11  # from here on dynamic scheduling pays for its counter, which one small kernel clears
-
-Products = tuple[tuple[int, int], ...]
-ONE: Products = ((0, 0),)
-HI_LO: dict[tuple[str, str], Products] = {
-    ("float32", "bfloat16"): ((1, 0), (0, 0)),
-    ("bfloat16", "float32"): ((0, 1), (0, 0)),
-}
-HIGH: Products = ((1, 2), (2, 1), (0, 0))
 
 # the time for the same work in tiles of each size, relative to the largest; smaller tiles read operands more often
 RELATIVE_TIME: dict[Form, dict[tuple[int, int], float]] = {
@@ -189,21 +181,6 @@ def mma_dtype(problem: Problem) -> np.dtype[Any]:
     if "float32" in kinds or kinds == {"bfloat16", "float16"}:
         return np.dtype(np.float32)
     return np.dtype(np.float16 if "float16" in kinds else jnp.bfloat16)  # either holds every 8-bit number
-
-
-def products(problem: Problem) -> Products:
-    """The parts of lhs and of rhs that are multiplied, one pair after the other; most operands have one part.
-
-    A float32 operand beside a bfloat16 one has two. In contractions of precision HIGH, float32 has three: only the
-    first has infinities, which would be NaN where they meet zeros. The largest products are the last, since wgmma cuts
-    sums off instead of rounding them. So long sums have not the error of HIGHEST, which is Triton's.
-    """
-    kinds = (problem.lhs.name, problem.rhs.name)
-    if kinds in HI_LO:
-        return HI_LO[kinds]
-    if problem.form is Form.CONTRACTION and kinds == ("float32", "float32"):
-        return HIGH if problem.float32_precision is lax.Precision.HIGH else ONE
-    return ONE
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.layout import ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
-from trencadis.backends.gpu.rows import Gathered, from_part, operand_a, operand_b, swizzled
+from trencadis.backends.gpu.parts import from_part
+from trencadis.backends.gpu.rows import Gathered, operand_a, operand_b, swizzled
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.core.problem import Problem
 

@@ -99,8 +99,3 @@ class Layout:
 def swizzle_elements(dtype: np.dtype[Any], swizzle: int = SWIZZLE) -> int:
     """The elements of a dtype in a swizzle row of this many bytes."""
     return 8 * swizzle // bits(dtype)
-
-
-def part_name(name: str, part: int) -> str:
-    """What the kernel calls a part of an operand, whose first part has its name."""
-    return f"{name}_{part}" if part else name

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from trencadis.backends.gpu.choose import mma_dtype
-from trencadis.backends.gpu.layout import ROW_ALIGN, WGMMA_M, Layout, part_name, swizzle_elements
+from trencadis.backends.gpu.layout import ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
+from trencadis.backends.gpu.parts import hi_lo, part_name, three_parts
 from trencadis.backends.gpu.scales import column_scales_by_step, shared_by_tile
 from trencadis.backends.prepare import flat_sizes, pad_to, round_up
 from trencadis.core.dtypes import bits
@@ -181,29 +182,3 @@ def padded(problem: Problem, layout: Layout) -> tuple[bool, bool]:
 def _cast(x: Array, dtype: Any, interpret: bool) -> Array:
     """An array in the dtype in which it is multiplied; a CPU, which interprets a kernel, has the plain conversion."""
     return upcast(x) if dtype == jnp.bfloat16 and takes(x) and not interpret else x.astype(dtype)
-
-
-@jax.jit
-def hi_lo(x: Array) -> tuple[Array, Array]:
-    """The bf16 hi/lo split of a float32 array: x rounded to bfloat16, and x minus that. x = hi + lo.
-
-    They are two arrays: XLA takes more than twice the time to write both parts to one.
-    """
-    hi, lo = _head_and_rest(x)
-    return hi.astype(jnp.bfloat16), lo.astype(jnp.bfloat16)
-
-
-@jax.jit
-def three_parts(x: Array) -> tuple[Array, Array, Array]:
-    """The bf16 hi/lo split of a float32 array, and between them hi with 0 for what is not finite."""
-    hi, lo = _head_and_rest(x)
-    finite = jnp.where(jnp.isfinite(x), hi, 0)
-    return hi.astype(jnp.bfloat16), finite.astype(jnp.bfloat16), lo.astype(jnp.bfloat16)
-
-
-def _head_and_rest(x: Array) -> tuple[Array, Array]:
-    """A float32 array rounded to bfloat16, but no finite number to an infinity, and what that leaves."""
-    limit = float(jnp.finfo(jnp.bfloat16).max)
-    head = lax.reduce_precision(x, 8, 7)  # XLA may leave out a conversion there and back
-    head = jnp.where(jnp.isfinite(x), jnp.clip(head, -limit, limit), head)
-    return head, jnp.where(jnp.isfinite(x), x - head, 0)

@@ -26,7 +26,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref, vector
 from trencadis.backends.gpu.layout import WGMMA_M
 from trencadis.backends.gpu.operand_scales import ROW
 from trencadis.backends.gpu.tile_scheduler import Ref, Scalar, i32
-from trencadis.core.jax_compat import JAX
+from trencadis.core.jax_compat import WIDENS_IN_PLACE
 
 Value = Any  # an MLIR value: its type is generic or not, by the version of jaxlib
 WARPS = 4  # of a warpgroup: each has 16 columns of a block
@@ -52,11 +52,8 @@ def packed(x: jax.Array, interpreted: bool) -> jax.Array:
 
 
 def widened(x: jax.Array, interpreted: bool) -> jax.Array:
-    """The same 16-bit numbers as float32. Bits of bfloat16 are moved in place; the compiler would extract half of them.
-
-    jax < 0.11 has another register layout here.
-    """
-    if interpreted or x.dtype != jnp.bfloat16 or JAX < (0, 11):
+    """The same 16-bit numbers as float32. Bits of bfloat16 move in place; the compiler would extract half of them."""
+    if interpreted or x.dtype != jnp.bfloat16 or not WIDENS_IN_PLACE:
         return x.astype(jnp.float32)
     struct = mgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=mgpu.Layout.WGMMA)
 

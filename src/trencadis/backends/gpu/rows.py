@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,11 +24,11 @@ from trencadis.backends.gpu.layout import (
     SWIZZLE,
     WGMMA_M,
     Layout,
-    part_name,
     swizzle_elements,
 )
 from trencadis.backends.gpu.mma_shapes import fit
 from trencadis.backends.gpu.operand_scales import Scales
+from trencadis.backends.gpu.parts import from_part
 from trencadis.backends.gpu.scales import column_scales_by_step, needs_upcast, row_scales_of_step
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.backends.gpu.transpose import transpose_bytes
@@ -61,17 +61,6 @@ def operand_b(stages: Ref, stage: Scalar, n: int, k_major: bool) -> Ref:
 def operand_a(stages: Ref, stage: Scalar, rows: Any, k_major: bool) -> Ref:
     """Some rows of a stage of operand A as [rows, block_k]; it is [block_k, rows] unless it is K-major."""
     return stages.at[stage, rows] if k_major else transpose_ref(stages.at[stage, :, rows])
-
-
-def from_part(name: str, refs: Refs, layout: Layout, index: Scalar, copy: Callable[[Ref], None]) -> None:
-    """Start a copy from an operand, or from its part in the product of parts that has this index."""
-    parts = [pair[("lhs", "rhs").index(name)] for pair in layout.products]
-    each = sorted(set(parts))
-    if len(each) == 1:
-        copy(refs[name])
-        return
-    which = sum((lax.select(index == i32(i), i32(each.index(part)), i32(0)) for i, part in enumerate(parts)), i32(0))
-    lax.switch(which, [functools.partial(copy, refs[part_name(name, part)]) for part in each])
 
 
 class Gathered(NamedTuple):

@@ -23,7 +23,7 @@ from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileS
 OnTile = Callable[[Tile, Scalar], None]  # what a warpgroup does with a tile, and the steps of all tiles before it
 
 
-def scratch(readers: int, pipelines: int = 1) -> dict[str, Any]:
+def scratch(readers: int, pipelines: int) -> dict[str, Any]:
     """The shared memory of the queue of each pipeline, and its barriers for this many warpgroups that read it."""
     slots = QUEUE_SLOTS * pipelines
     return {
@@ -43,7 +43,7 @@ def slot(count: Scalar, slots: int, pipeline: Scalar | None = None) -> Scalar:
 
 
 def publish(
-    scheduler: TileScheduler, layout: Layout, refs: Refs, cta: Scalar, load: OnTile, pipeline: Scalar | None = None
+    scheduler: TileScheduler, layout: Layout, refs: Refs, cta: Scalar, load: OnTile, pipeline: Scalar | None
 ) -> Scalar:
     """Publish every tile of this pipeline and load its operands; returns how many steps there were in all.
 

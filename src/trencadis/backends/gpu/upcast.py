@@ -46,7 +46,7 @@ def permute_k(x: jax.Array, weights: Any) -> jax.Array:
     return deinterleave_columns(x, weights)
 
 
-def rs_operand(ref: Ref, dtype: Any, interleaved: bool = False, scales: Scales | None = None) -> Any:
+def rs_operand(ref: Ref, dtype: Any, interleaved: bool, scales: Scales | None) -> Any:
     """Weights [64, block_k] in shared memory as a register operand of this dtype.
 
     Its order of k is that of lhs if the weights are interleaved, and that of `permute_k` if not; of 8 bits, that of lhs
@@ -59,7 +59,7 @@ def rs_operand(ref: Ref, dtype: Any, interleaved: bool = False, scales: Scales |
     return operand
 
 
-def rs_parts(ref: Ref, dtype: Any, k: int, interleaved: bool, scales: Scales | None = None) -> Iterator[Any]:
+def rs_parts(ref: Ref, dtype: Any, k: int, interleaved: bool, scales: Scales | None) -> Iterator[Any]:
     """Yield `rs_operand` in parts of k entries, each of which is unpacked when it is asked for."""
     word = WORD // bits(ref.dtype)
     run = LANES * word

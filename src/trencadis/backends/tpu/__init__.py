@@ -62,9 +62,9 @@ def row_tiles(problem: Problem, layout: Layout, start: int, end: int) -> list[Ro
 def elsewhere(target: Target) -> Refusal | None:
     """The refusal of a target that is not a single TPU of a known kind; None if the kernels run on it."""
     if target.platform != "tpu":
-        return Refusal("tpu", f"it runs on TPU; the target is {target}")
+        return Refusal("tpu", f"the tpu backend runs on TPU; the target is {target}")
     if target.partitioned:
         return Refusal("tpu", *PARTITIONED)
     if target.kind is not None and target.kind not in {kind for chip in CHIPS.values() for kind in chip.kinds}:
-        return Refusal("tpu", f"it knows no TPU of the kind {target.kind!r}")
+        return Refusal("tpu", f"the tpu backend knows no TPU of the kind {target.kind!r}")
     return None

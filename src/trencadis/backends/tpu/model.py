@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -121,12 +120,10 @@ def likely_sizes(problem: Problem) -> list[tuple[float, float]]:
     return [(0.3 * mean, 0.08), (mean - spread, 0.25), (mean, 0.34), (mean + spread, 0.25), (3 * mean, 0.08)]
 
 
-def predict(
-    problem: Problem, layout: Layout, model: MxuModel, sizes: Sequence[tuple[float, float]] | None = None
-) -> float:
-    """The predicted seconds of a problem for group sizes given as pairs (size, share); by default `likely_sizes`."""
+def predict(problem: Problem, layout: Layout, model: MxuModel) -> float:
+    """The predicted seconds of a problem for its `likely_sizes`."""
     group = _rows if problem.form is Form.ROWS else _contraction
-    total = sum(share * group(problem, layout, model, size) for size, share in sizes or likely_sizes(problem))
+    total = sum(share * group(problem, layout, model, size) for size, share in likely_sizes(problem))
     return problem.spans * total + _prologue(problem, layout, model)
 
 

@@ -19,8 +19,7 @@ from trencadis.backends.tpu.indexing import LANES, Ref
 from trencadis.backends.tpu.passes import notes, precision_of, without_float16
 from trencadis.backends.tpu.products import FLOAT4, conversion_note, exact_in_operand
 from trencadis.core.activation import Activation, elementwise
-from trencadis.core.decision import Dtypes, Plan, Refusal, unknown_dtype
-from trencadis.core.dtypes import accumulator
+from trencadis.core.decision import Dtypes, Plan, Refusal, peel, unknown_dtype
 from trencadis.core.epilogue import Gate
 from trencadis.core.jax_compat import apart
 from trencadis.core.problem import Form, Problem
@@ -42,7 +41,8 @@ _refusal = functools.partial(Refusal, "tpu")
 def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refusal:
     """The plan of a kernel for a TPU that `elsewhere` does not refuse, or why there is none."""
     chip = chip_for(target)
-    inner = _peeled(problem if problem.gate is not None else int4_as_int8(without_float16(problem), weights=False))
+    inner = problem if problem.gate is not None else int4_as_int8(without_float16(problem), weights=False)
+    inner = peel(inner, _lowers)
     refusal = _arithmetic(inner) or _gated(inner) or _countable(inner)
     if refusal is not None:
         return refusal
@@ -71,14 +71,6 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     )  # fmt: skip
 
 
-def _peeled(problem: Problem) -> Problem:
-    """The problem without an activation that does not lower inside a kernel: XLA applies it to the finished sum."""
-    activation = problem.epilogue.activation
-    if activation is None or _lowers(activation, accumulator(problem.sum, problem.out)):
-        return problem
-    return problem.without_activation
-
-
 def _arithmetic(problem: Problem) -> Refusal | None:
     """The refusal of a problem whose dtypes, scales or precision the kernels do not have; None if they have them."""
     weights = (*OPERANDS, "int4", FLOAT4) if problem.form is Form.ROWS else OPERANDS
@@ -89,7 +81,7 @@ def _arithmetic(problem: Problem) -> Refusal | None:
         return _refusal(reason)
     if precision_of(problem) is None:
         return _refusal(
-            f"precision is {problem.asked}; it has DEFAULT, HIGH and HIGHEST, as passes over bfloat16 parts",
+            f"precision is {problem.asked}; the tpu backend has DEFAULT, HIGH and HIGHEST: passes over bfloat16 parts",
             "pass one of these, or bfloat16 operands",
         )
     return None
@@ -99,9 +91,9 @@ def _along_k(problem: Problem) -> str:
     """Why the kernel cannot apply scales that change along k; nothing if it can."""
     length, unit = problem.epilogue.column_block[0], 16 if exact_in_operand(problem) else 32
     if problem.form is not Form.ROWS or problem.epilogue.row_block:
-        return "scales of rows change along k, and it applies only those of weights"
+        return "scales of rows change along k, and the tpu backend applies only those of weights"
     if length % unit:
-        return f"scales change along k every {length}; it applies those per multiple of {unit}"
+        return f"scales change along k every {length}; the tpu backend applies those per multiple of {unit}"
     return ""
 
 
@@ -128,10 +120,9 @@ def _countable(problem: Problem) -> Refusal | None:
     """The refusal of a problem that is empty, or whose sizes do not fit into SMEM; None if there is none."""
     if problem.empty:
         return _refusal("there is nothing to multiply", costly=False)
-    if problem.batch * problem.groups > MAX_GROUP_SIZES:
-        return _refusal(
-            f"{problem.batch * problem.groups} group sizes are too many for scalar memory; it takes {MAX_GROUP_SIZES}"
-        )
+    sizes = problem.batch * problem.groups
+    if sizes > MAX_GROUP_SIZES:
+        return _refusal(f"{sizes} group sizes are too many for scalar memory, which holds {MAX_GROUP_SIZES}")
     return None
 
 

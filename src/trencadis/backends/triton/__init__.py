@@ -42,7 +42,7 @@ from trencadis.backends.triton.choose import (
 )
 from trencadis.backends.triton.layout import Layout
 from trencadis.backends.triton.tile_scheduler import align_of, most_tiles, row_tiles, tiles
-from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, unknown_dtype
+from trencadis.core.decision import PARTITIONED, Dtypes, Plan, Refusal, missing, peel, unknown_dtype
 from trencadis.core.devices import Card, card_for
 from trencadis.core.dtypes import bits
 from trencadis.core.epilogue import ALONG_K
@@ -70,7 +70,8 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     if elsewhere is not None:
         return elsewhere
     assert card is not None  # or `_elsewhere` had refused
-    inner = _converted(with_k_last(_peeled(problem)), card)
+    inner = peel(problem, lambda activation, _: source(activation) is not None and problem.out.name in FLOATS)
+    inner = _converted(with_k_last(inner), card)
     # layouts are remembered by problem, which must not depend on a setting
     inner = inner.replace(interleaved=_reads_interleaved(problem, inner, card), precision=problem.asked)
     inner = _lhs_for_wgmma(inner) if card.hopper else inner
@@ -125,7 +126,7 @@ def run(plan: Plan, *operands: Array) -> Array:
 def _elsewhere(target: Target, card: Card | None) -> Refusal | None:
     """The refusal of a target on which the kernels do not run; None if they do."""
     if target.platform not in ("cuda", "rocm"):
-        return _refusal(f"it runs on GPUs; the target is {target}")
+        return _refusal(f"the triton backend runs on GPUs; the target is {target}")
     if target.partitioned:
         return _refusal(*PARTITIONED)
     if target.kind is None and target.arch is None:
@@ -134,10 +135,11 @@ def _elsewhere(target: Target, card: Card | None) -> Refusal | None:
             'lower in a process that has the GPU, or in a context such as trencadis.target("h200")',
         )
     if card is None:
-        return _refusal(f"it knows neither {target} nor its compute capability")
+        return _refusal(f"the triton backend knows neither {target} nor its compute capability")
     if not card.tensor_cores:
         return _refusal(
-            f"its kernels are for NVIDIA GPUs since Ampere and AMD CDNA since MI300; the target is {target}"
+            "kernels of the triton backend are for NVIDIA GPUs since Ampere and AMD CDNA since MI300; the target "
+            f"is {target}"
         )
     return None
 
@@ -153,16 +155,6 @@ def card_of(target: Target) -> Card | Refusal:
         return dataclasses.replace(elsewhere, costly=False)
     assert card is not None  # or `_elsewhere` had refused
     return _missing() or card
-
-
-def _peeled(problem: Problem) -> Problem:
-    """The problem without an activation that has no translation to Triton, or that does not see floats."""
-    epilogue = problem.epilogue
-    if epilogue.activation is None:
-        return problem
-    if source(epilogue.activation) is not None and problem.out.name in FLOATS:
-        return problem
-    return problem.without_activation
 
 
 def readable(problem: Problem, card: Card) -> Problem:
@@ -212,7 +204,9 @@ def _arithmetic(problem: Problem, card: Card) -> Refusal | None:
     if unknown is not None:
         return unknown
     if precision(problem, card.arch) is None:
-        return _refusal(f"precision is {problem.asked}; it multiplies float32 as tf32, or with its full precision")
+        return _refusal(
+            f"precision is {problem.asked}; the triton backend multiplies float32 as tf32, or with its full precision"
+        )
     return None
 
 
@@ -225,7 +219,7 @@ def _size(problem: Problem) -> Refusal | None:
     return None if tiles < 2**31 else _refusal(f"{tiles} tiles are too many to count in 32 bits")
 
 
-def in_three(x: Array, arch: str, interpret: bool = False) -> Array:
+def in_three(x: Array, arch: str, interpret: bool) -> Array:
     """The three bfloat16 parts of a float32 array, `[3, ...]`; XLA takes twice the time for it."""
     from trencadis.backends.triton import bridge, interpreter, products
 

@@ -26,7 +26,7 @@ from jax.interpreters import mlir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trencadis.core.jax_compat import JAX, IrValue
+from trencadis.core.jax_compat import IrValue, lower_triton_call
 
 TYPES = {
     "bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32, "int8": tl.int8, "int32": tl.int32,
@@ -175,16 +175,7 @@ def _lower(
 ) -> Sequence[IrValue]:
     """The custom call of a kernel, which is compiled here."""
     packed = zlib.compress(message(kernel, compiled(kernel), grid, len(operands) + len(context.avals_out)))
-    aliases = {} if alias is None else {alias: 0}
-    rule: Any
-    if JAX >= (0, 11):
-        rule = jax.ffi.ffi_lowering("triton_kernel_call_ffi", operand_output_aliases=aliases)
-        return rule(context, *operands, opaque=packed)
-    config: Any = packed
-    rule = jax.ffi.ffi_lowering(
-        "triton_kernel_call", api_version=2, backend_config=config, operand_output_aliases=aliases
-    )
-    return rule(context, *operands)
+    return lower_triton_call(context, operands, packed, {} if alias is None else {alias: 0})
 
 
 for _platform in ("cuda", "rocm"):
