@@ -76,7 +76,9 @@ class Plan:
         if self.split and self.asked.epilogue.columnwise:
             split = f", weights times scales before it, in {self.problem.rhs}"
         peeled = f", then {' + '.join(self.peeled)} in XLA" if self.peeled else ""
-        each = ", rows gathered before" * (self.asked.gather is not None and self.problem.gather is None)
+        asked, kept = self.asked.gate, self.problem.gate
+        before = asked is not None and asked.gather is not None and (kept is None or kept.gather is None)
+        each = ", rows gathered before" * before
         each += ", two kernels" * (self.divided is not None and self.divided.products == 2)
         return f"{self.backend}{each}, tile {self.tiling}{split}{peeled}: {self.because}"
 
