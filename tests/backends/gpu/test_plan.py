@@ -167,6 +167,15 @@ def test_what_would_copy_weights_or_the_result_is_tritons(form, n, k, backend):
         assert flipped.backend == ("gpu" if n % 64 == k % 64 == 0 or n % 8 or k % 8 else "triton")
 
 
+def test_large_weights_that_are_copied_are_said_aloud():
+    """Rows that start at no multiples of 16 bytes are slow to read for every kernel."""
+    asked = problem_of((4096, 2049), (8, 2049, 1531), dtype="bfloat16", out=np.dtype(jnp.bfloat16))
+    chosen = plan(asked, H200)
+    assert chosen.slow == "k = 2049 or n = 1531 is no multiple of 64: weights are copied before each product"
+    assert not plan(asked.replace(k=2048, n=1536), H200).slow and not plan(asked.replace(n=15), H200).slow
+    assert not plan(asked.replace(k=2056, n=1528), H200).slow  # Triton's
+
+
 @pytest.mark.parametrize(("f", "fused"), [(352, False), (96, True), (384, True)])
 def test_gated_activations_copy_few_weights(f, fused):
     """A kernel of both products, which has to align weights, or two products that do not."""

@@ -77,6 +77,7 @@ RESULTS = ("bfloat16", "float16", "float32")
 OPERANDS = (*RESULTS, "float8_e4m3fn", "float8_e5m2", "int8")
 TMA_BOX = 256  # entries that one TMA copy takes along an axis
 GATHER_ROWS = 128  # mean rows of a group up to which rows of a contraction are gathered before it
+LARGE_COPY = 2**25  # bytes of weights, from which on it is worth a warning that they are copied
 GATED_SAVES = 2.5  # reads or writes of all rows that a gated activation in a kernel saves, about
 
 _refusal = functools.partial(Refusal, "gpu")
@@ -104,7 +105,7 @@ def _plan_here(problem: Problem, target: Target, overrides: Overrides) -> Plan |
         return _refusal(f"n = {inner.n} or k = {inner.k} is no multiple of 64: weights would be copied", costly=False)
     as_stored = inner.rhs == problem.rhs and _reads_interleaved(problem, layout, overrides.interpret)
     inner = inner.replace(interleaved=as_stored)
-    slow, advice = _slow_order(problem, inner, layout) if overrides.advise else ("", "")
+    slow, advice = _slow(problem, inner, layout) if overrides.advise else ("", "")
     return Plan(
         asked=problem, problem=inner, target=target, backend="gpu", interpret=overrides.interpret,
         tiling=tiling_of(inner, layout), layout=layout,
@@ -146,12 +147,16 @@ def _reads_interleaved(problem: Problem, layout: Layout, interpret: bool) -> boo
     return problem.rhs.name != FLOAT4 or (layout.upcast and not layout.upcast_in_smem and not interpret)
 
 
-def _slow_order(problem: Problem, inner: Problem, layout: Layout) -> tuple[str, str]:
-    """What a plan says of low-precision weights in an order that costs time, or nothing, and its advice."""
+def _slow(problem: Problem, inner: Problem, layout: Layout) -> tuple[str, str]:
+    """What a plan says of weights whose order or size costs time, or nothing, and its advice."""
     if problem.interleaved and not inner.interleaved:
         return DEINTERLEAVED, PREPARE_IN_ORDER
     if problem.interleaved and unpacks_in_registers(problem.replace(interleaved=False)):
         return "int4 weights are interleaved; in order, many 8-bit rows would be multiplied in 8 bits", PREPARE_IN_ORDER
+    copied = padded(inner, layout)[0] and inner.weights * inner.k * inner.n * bits(inner.rhs) // 8 >= LARGE_COPY
+    if copied and not _not_k_major(problem, layout):
+        what = f"k = {inner.k} or n = {inner.n} is no multiple of 64: weights are copied before each product"
+        return what, "store them padded with zeros, and slice the result"
     return _not_k_major(problem, layout), PREPARE
 
 
