@@ -39,6 +39,7 @@ from trencadis.core.mesh import explicit_mesh, resharded_like, sharding_of
 from trencadis.core.order import after
 from trencadis.core.spans import clamp_first, offsets
 from trencadis.moe.permutation import (
+    Owned,
     Permutation,
     assignments_of,
     permute,
@@ -130,7 +131,7 @@ def value(layer: Layer, indices: Indices, inputs: Inputs) -> Array:
     experts = _merged(indices.frozen, inputs.experts)
     h, _ = _activations(layer, indices, experts, Rows(inputs.x, None), keep=False)
     y = _product(layer, indices, h, experts.down, experts.bias_down)
-    return weighted_sum(y, inputs.weights, indices.permutation)
+    return weighted_sum(y, inputs.weights, indices.permutation, _window(indices, experts, y.shape[0]))
 
 
 def quantized(layer: Layer, recipe: Recipe, indices: Indices, inputs: Inputs) -> Array:
@@ -146,7 +147,7 @@ def quantized(layer: Layer, recipe: Recipe, indices: Indices, inputs: Inputs) ->
     over = layer.options.over
     down = dataclasses.replace(layer.options, over=over._replace(k=over.n, n=()))
     y = multiply(h, experts.down, sizes, layer.dtype, options=down, steps=Steps(bias=experts.bias_down))
-    return weighted_sum(y, inputs.weights, indices.permutation)
+    return weighted_sum(y, inputs.weights, indices.permutation, _window(indices, experts, y.shape[0]))
 
 
 def _quantized_rows(layer: Layer, recipe: Recipe, indices: Indices, inputs: Inputs) -> Scaled | None:
@@ -175,7 +176,7 @@ def _forward(layer: Layer, indices: Indices, inputs: Inputs) -> tuple[Array, Kep
     rows = permute(inputs.x, indices.permutation) if layer.save == "fast" else None
     h, z = _activations(layer, indices, experts, Rows(inputs.x, rows), keep=layer.save != "inputs")
     y = _product(layer, indices, h, experts.down, experts.bias_down)
-    out = weighted_sum(y, inputs.weights, indices.permutation)
+    out = weighted_sum(y, inputs.weights, indices.permutation, _window(indices, experts, y.shape[0]))
     return out, Kept(z, rows=rows)
 
 
@@ -196,8 +197,9 @@ def _backward(layer: Layer, indices: Indices, inputs: Inputs, kept: Kept, ct: Ar
     d_experts = _d_experts(layer, indices, inputs.experts, (x, weighted, weight[:, None]), (d_z, d_y), gathers=gathers)
     # on CPUs d rows take the memory of arrays that only d experts need
     late = permutation._replace(sizes=after(permutation.sizes, *jax.tree.leaves(d_experts)))
+    d_rows = _d_rows(layer, indices._replace(permutation=late), experts, d_z)
     return Inputs(
-        x=sum_rows(_d_rows(layer, indices._replace(permutation=late), experts, d_z), permutation, ct.shape[0]),
+        x=sum_rows(d_rows, permutation, ct.shape[0], _window(indices, experts, d_rows.shape[0])),
         weights=assignments_of(d_weight, permutation, ct.shape[0]).astype(inputs.weights.dtype),
         experts=d_experts,
     )
@@ -374,6 +376,12 @@ def _owned(indices: Indices, experts: Experts, rows: int) -> Array:
     low, high = _owned_rows(indices, experts, rows)
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     return (row >= low) & (row < high)
+
+
+def _window(indices: Indices, experts: Experts, rows: int) -> Owned:
+    """The rows whose expert is here, so that no sum reads others, which are 0; None if all experts are."""
+    here = experts.down.shape[0] >= indices.permutation.sizes.shape[0]
+    return None if here else _owned_rows(indices, experts, rows)
 
 
 def _owned_rows(indices: Indices, experts: Experts, rows: int) -> tuple[Array, Array]:

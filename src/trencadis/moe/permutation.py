@@ -11,7 +11,7 @@ and summed. Nothing is scattered, so that sums have a fixed order.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Integer, Num
@@ -57,6 +57,9 @@ def ids_of(experts: Integer[Array, "t k"], num_experts: int) -> Int32[Array, "t 
     return experts.astype(jnp.int32)
 
 
+Owned: TypeAlias = tuple[Array, Array] | None  # the first row that an expert owns and the end of them; None: all are
+
+
 def permute(x: Num[Array, "t d"], permutation: Permutation) -> Num[Array, "rows d"]:
     """The rows `[t * k, d]` of the tokens `[t, d]`, sorted by expert. Its gradient sums k rows in float32.
 
@@ -90,20 +93,36 @@ def rows_of_tokens(x: Array, token: Array, inverse: Array) -> Array:
     return permute(x, Permutation(token, inverse, sizes=jnp.zeros((0,), jnp.int32)))
 
 
-def sum_rows(y: Num[Array, "rows d"], permutation: Permutation, tokens: int) -> Num[Array, "t d"]:
+def sum_rows(y: Num[Array, "rows d"], permutation: Permutation, tokens: int, owned: Owned = None) -> Num[Array, "t d"]:
     """The sum `[tokens, d]` of the rows of each token, in float32, rounded to the dtype of y; the transpose of permute.
+
+    Rows that are not owned are 0, or count as that.
 
     >>> sum_rows(jnp.arange(4.0)[:, None], sort_by_expert(jnp.array([[1, 0], [2, 1]]), 3), 2).ravel()
     Array([1., 5.], dtype=float32)
     """
 
-    def gather_sum(permutation: Permutation, y: Array) -> Array:
-        return sum_of_rows(y, _by_token(permutation, tokens), None)
+    def gather_sum(known: tuple[Permutation, Owned], y: Array) -> Array:
+        rows, masked = _by_token(known[0], tokens), known[1] is not None
+        return sum_of_rows(y, _masked(rows, known[1]), None, masked=masked)
 
-    def gather(permutation: Permutation, ct: Array) -> Array:
-        return permute(ct, permutation)
+    def gather(known: tuple[Permutation, Owned], ct: Array) -> Array:
+        return _where_owned(permute(ct, known[0]), known[1])
 
-    return linear(gather_sum, gather, permutation, jnp.asarray(y))
+    return linear(gather_sum, gather, (permutation, owned), jnp.asarray(y))
+
+
+def _masked(rows: Array, owned: Owned) -> Array:
+    """The rows of tokens, and -1 for those that are not owned."""
+    return rows if owned is None else jnp.where((rows >= owned[0]) & (rows < owned[1]), rows, -1)
+
+
+def _where_owned(rows: Array, owned: Owned) -> Array:
+    """The rows [m, d], and 0 for those that are not owned."""
+    if owned is None:
+        return rows
+    row = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
+    return jnp.where((row >= owned[0]) & (row < owned[1]), rows, 0)
 
 
 def combine(y: Num[Array, "rows d"], weights: Float[Array, "t k"], permutation: Permutation) -> Num[Array, "t d"]:
@@ -123,26 +142,23 @@ def combine(y: Num[Array, "rows d"], weights: Float[Array, "t k"], permutation: 
         raise ValueError(f"weights: want [t, k] with one weight for each of {rows} assignments; got {weights.shape}")
     if rows == 0:
         return jnp.zeros((weights.shape[0], y.shape[1]), y.dtype)
-    return weighted_sum(y, weights, permutation, owned=jnp.sum(permutation.sizes))
+    return weighted_sum(y, weights, permutation, owned=(jnp.int32(0), jnp.sum(permutation.sizes)))
 
 
 def weighted_sum(
-    y: Num[Array, "rows d"], weights: Float[Array, "t k"], permutation: Permutation, owned: Array | None = None
+    y: Num[Array, "rows d"], weights: Float[Array, "t k"], permutation: Permutation, owned: Owned = None
 ) -> Num[Array, "t d"]:
-    """`combine` of rows that are 0 where no expert owns them, or of which only the first `owned` count."""
+    """`combine` of rows that are 0 where no expert owns them, or of which only those that are owned count."""
     tokens = weights.shape[0]
 
-    def gather_sum(known: tuple[Permutation, Array, Array | None], y: Array) -> Array:
+    def gather_sum(known: tuple[Permutation, Array, Owned], y: Array) -> Array:
         permutation, weights, owned = known
-        rows = _by_token(permutation, tokens)
-        rows = rows if owned is None else jnp.where(rows < owned, rows, -1)
+        rows = _masked(_by_token(permutation, tokens), owned)
         return sum_of_rows(y, rows, weights, masked=owned is not None)
 
-    def gather(known: tuple[Permutation, Array, Array | None], ct: Array) -> Array:
+    def gather(known: tuple[Permutation, Array, Owned], ct: Array) -> Array:
         permutation, weights, owned = known
-        rows = _spread(ct, permutation, weights)
-        mine = None if owned is None else jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None] < owned
-        return rows if mine is None else jnp.where(mine, rows, 0)
+        return _where_owned(_spread(ct, permutation, weights), owned)
 
     return linear(gather_sum, gather, (permutation, weights, owned), y)
 
