@@ -122,11 +122,10 @@ def test_precise_sums_have_the_error_of_their_parts():
     problem = sum_problem(96, 64, 64, 2, "f32 f32 f32", precision="high")
     rng = np.random.default_rng(0)
     lhs, rhs = (np.exp(rng.normal(size=(96, 64))).astype(np.float32) for _ in range(2))
-    lhs[:, 3], rhs[:, 5] = np.finfo(np.float32).max, 2.0**-30
+    lhs[0, 3], rhs[0] = np.finfo(np.float32).max, 2.0**-30
     got = np.asarray(kernel(problem, layout_of(problem))(lhs, rhs, np.array([[40, 56]]), np.zeros(1, np.int32)))
     want = np.stack([lhs[rows].astype(float).T @ rhs[rows].astype(float) for rows in (slice(40), slice(40, None))])
-    finite = np.abs(want) < np.finfo(np.float32).max
-    np.testing.assert_allclose(got[finite], want[finite], rtol=2.0**-16)
+    np.testing.assert_allclose(got, want, rtol=2.0**-16)
     lhs[2, 7], rhs[2] = np.inf, 2.0
     got = np.asarray(kernel(problem, layout_of(problem))(lhs, rhs, np.array([[40, 56]]), np.zeros(1, np.int32)))
     assert (got[0, 7] == np.inf).all() and np.isfinite(got[0, 8:]).all()
