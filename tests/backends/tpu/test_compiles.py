@@ -200,3 +200,32 @@ def test_equal_products_of_a_program_are_one_kernel_in_it():
     ]
     text = jax.jit(layers).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("stablehlo.custom_call @tpu_custom_call") == 1
+
+
+@pytest.mark.parametrize(
+    ("flip", "chip"),
+    [
+        (False, "v5e"),
+        (True, "v7x"),
+        *(marked((flip, chip)) for flip, chip in ((True, "v5e"), (False, "v5p"), (True, "v6e"))),
+    ],
+)
+def test_columns_that_are_not_whole_lanes_are_not_padded(flip, chip):
+    """Copies of the last ones reach into the padding of their tiles, or are shorter where columns are rows."""
+    n, k = 2112, 256
+    shapes = [((M, k), "bfloat16"), ((G, n, k) if flip else (G, k, n), "bfloat16"), ((G,), "int32")]
+    run = functools.partial(tr.grouped_matmul, preferred_element_type=jnp.bfloat16, backend="tpu", transpose_rhs=flip)
+    text = compiled(CHIPS[chip], lambda x, w, s: run(x, w, s), *shapes)
+    assert kernels(text) == ["trencadis_rows"] and " pad(" not in text and " slice(" not in text
+
+
+@pytest.mark.parametrize("form", ["rows", "contraction"])
+def test_weights_whose_last_axis_is_short_are_not_copied(form):
+    """XLA stores them with the other axis last, and so the kernel reads and writes them."""
+    k, n = 1024, 96
+    rows, summed = ((G, k, n), "bfloat16"), ((M, n), "bfloat16")
+    shapes = [((M, k), "bfloat16"), rows if form == "rows" else summed, ((G,), "int32")]
+    run = tr.grouped_matmul if form == "rows" else functools.partial(tr.transposed_grouped_matmul, transpose_lhs=True)
+    text = compiled(CHIPS["v6e"], lambda x, w, s: run(x, w, s, jnp.bfloat16, backend="tpu"), *shapes)
+    assert kernels(text) == [f"trencadis_{form}"]
+    assert largest(text)[0] <= 2 * M * n, largest(text)

@@ -145,3 +145,20 @@ def test_grouped_gemm(xwy):
     x, w, y = xwy
     x[sum(SIZES) :] = y[sum(SIZES) :] = np.nan
     check_both_forms(x, w, y, SIZES, backend="tpu", interpret=True)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_weights_are_read_in_the_order_in_which_tpus_store_them(rng, flip):
+    """The axis of whole lanes is last there: weights, and results of their shape, are transposed for nothing."""
+    k, n = (20, 128) if flip else (128, 20)
+    x, w, c = (rng.normal(size=shape).astype(np.float32) for shape in ((M, k), (G, k, n), (M, n)))
+    x[sum(SIZES) :] = c[sum(SIZES) :] = np.nan
+
+    def call(x, w):
+        return rows(x, w.mT if flip else w, backend="tpu", interpret=True, transpose_rhs=flip)
+
+    out, back = jax.vjp(call, x, w)
+    dx, dw = back(c)
+    oracle.check(out, oracle.rows(x, w, SIZES))
+    oracle.check(dx, oracle.rows(c, w, SIZES, transpose_rhs=True))
+    oracle.check(dw, oracle.contraction(x, c, SIZES))

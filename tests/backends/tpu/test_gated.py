@@ -69,6 +69,17 @@ def test_equals_float64_with_poison_in_other_groups(name):
         check(problem, sizes, first, operands, run(problem, layout, lhs, rhs, sizes, first, *rest))
 
 
+@pytest.mark.parametrize("problem", [forward(40, 128, 20, 3, epilogue=BIAS), pullback(40, 20, 128, 3)], ids=str)
+def test_weights_are_read_in_the_order_in_which_tpus_store_them(problem):
+    """Both of them are transposed, which costs nothing there."""
+    assert plan(problem, V6E, Overrides()).problem.transpose_rhs != problem.transpose_rhs
+    lhs, rhs, *rest = numbers(problem, 0)
+    operands = (lhs, rhs, np.array([[9, 0, 20]], np.int32), np.zeros(1, np.int32), *rest)
+    found = gated.run(problem, Overrides(backend="tpu", interpret=True), *operands)
+    for got, want in zip(found, gated.run(problem, Overrides(), *operands), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.sweep
 def test_padded_columns_do_not_count():
     """Padding of n is 0 in gate and up, where this activation is not a number."""

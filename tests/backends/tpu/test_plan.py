@@ -19,7 +19,7 @@ from trencadis.core.devices import CHIPS
 from trencadis.core.epilogue import Epilogue
 from trencadis.core.plan import plan
 from trencadis.core.target import Target
-from trencadis.core.tiling import Overrides
+from trencadis.core.tiling import Overrides, Tiling, Tilings
 
 from .ahead import compiled, device, kernels
 
@@ -166,3 +166,17 @@ def test_a_plain_jit_is_planned_for_its_device(name, monkeypatch):
     args = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape, dtype in call("float32")[1]]
     jax.jit(lambda *xs: tr.grouped_matmul(*xs)).trace(*args).lower(lowering_platforms=("tpu",))
     assert seen == [Target(platform="tpu", kind=chip.kind)]
+
+
+def test_weights_are_planned_in_the_order_in_which_tpus_store_them():
+    """With an axis of whole lanes last; contractions exchange their operands, if no tile was asked for."""
+    asked = problem_of((512, 256), (4, 256, 72), dtype="bfloat16")
+    flipped = asked.replace(k=72, n=256, transpose_rhs=True)
+    for problem, transposed in ((asked, True), (flipped, False), (asked.replace(n=200, k=72), False)):
+        assert plan(problem, V6E).problem.transpose_rhs == transposed
+    assert not plan(asked.replace(rhs=np.dtype("int8")), V6E).problem.transpose_rhs
+    summed = problem_of((256, 512), (512, 72), groups=4, dtype="bfloat16").replace(transpose_lhs=False)
+    found = plan(summed, V6E)
+    assert (found.problem.k, found.problem.n, found.tiling.n) == (72, 256, 72)
+    tile = Overrides(tilings=Tilings(forward=Tiling(128, 256, 128)))
+    assert plan(summed, V6E, tile).problem.k == 256

@@ -14,9 +14,11 @@ from trencadis.backends.prepare import flat_sizes, pad_to, round_up
 from trencadis.backends.tpu import block_scales, gating, k_parts
 from trencadis.backends.tpu.choose import chip_for, padded
 from trencadis.backends.tpu.epilogue_vectors import as_lane_vectors
+from trencadis.backends.tpu.indexing import SUBLANES
 from trencadis.backends.tpu.kernel import call
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.passes import precision_of
+from trencadis.backends.tpu.planning import exchanged
 from trencadis.core.decision import Plan
 from trencadis.core.jax_compat import vary_alike
 from trencadis.core.problem import Form, Problem
@@ -28,13 +30,28 @@ Array = jax.Array
 def run(plan: Plan, *operands: Array) -> Any:
     """The result of a plan's problem, computed by one kernel; with a gated activation a list of its results."""
     options = call_options(plan, dimension_semantics=("parallel",))
+    operands = tuple(_as_stored(plan, *operands))
     if plan.problem.gate is not None:
         return execute(plan.problem, padded(plan.problem), plan.layout, *operands, **options)
     given = zip(operands, plan.problem.operands, strict=True)
     wide = [x.astype(dtype) if x.dtype in (jnp.float16, jnp.int4) else x for x, (_, dtype) in given]
     compute = execute_parts if k_parts.in_parts(plan.problem, plan.layout) else execute
     (out,) = compute(plan.problem, padded(plan.problem), plan.layout, *wide, **options)
+    out = out.mT if exchanged(plan.asked, plan.problem) else out
     return out if plan.peeled or plan.split else out.astype(plan.asked.out)
+
+
+def _as_stored(plan: Plan, *operands: Array) -> list[Array]:
+    """The operands of a plan's problem, whose weights may be in another order than was asked, which costs no copy."""
+    problem, (lhs, rhs, *rest) = plan.problem, operands
+    if exchanged(plan.asked, problem):
+        return [rhs, lhs, *rest]
+    if plan.asked.transpose_rhs == problem.transpose_rhs:
+        return [lhs, rhs, *rest]
+    if problem.gate is not None and not problem.gate.pullback:
+        up = len(problem.epilogue.split(tuple(rest[2:])).given) + 2
+        rest[up] = rest[up].mT
+    return [lhs, rhs.mT, *rest]
 
 
 def call_options(plan: Plan, **params: Any) -> dict[str, Any]:
@@ -50,7 +67,8 @@ def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, 
 
     Operands are padded to what the kernel reads, and its results are sliced to the shape of the problem.
     """
-    layout = dataclasses.replace(layout, columns=problem.n)
+    cut = "interpret" not in options and copies_cut(problem, inner, layout)
+    layout = dataclasses.replace(layout, columns=problem.n, cut=cut)
     _, _, sizes, first, *_ = operands
     named = _operands(problem, inner, layout, *operands)
     if "interpret" in options:  # the interpreter does not bitcast references
@@ -64,6 +82,17 @@ def execute(problem: Problem, inner: Problem, layout: Layout, *operands: Array, 
         mine = owned(problem, sizes, first)
         outs.append(jnp.where(mine, jnp.sum(sums[: problem.rows], axis=1), 0))
     return outs
+
+
+def copies_cut(problem: Problem, inner: Problem, layout: Layout) -> bool:
+    """Whether arrays keep columns that are not whole lanes, where the kernel has a copy that begins at the last ones.
+
+    An array in HBM is padded to whole tiles, up to which copies may read and write; Pallas's own pipelines do so. The
+    interpreter has no such padding.
+    """
+    several = layout.chunk < inner.n and problem.n != inner.n
+    whole = not problem.transpose_rhs or (problem.n % SUBLANES == 0 and problem.rhs.itemsize > 1)
+    return problem.form is Form.ROWS and several and whole
 
 
 def execute_parts(problem: Problem, inner: Problem, layout: Layout, *operands: Array, **options: Any) -> list[Array]:
@@ -103,6 +132,7 @@ def _padded_operands(problem: Problem, inner: Problem, layout: Layout, *operands
     if problem.form is Form.CONTRACTION:
         rhs_shape: tuple[int, ...] = (rows, n)
     else:
+        n = problem.n if layout.cut else n
         rhs_shape = (problem.weights, n, k) if problem.transpose_rhs else (problem.weights, k, n)
     named = {
         "lhs": pad_to(lhs, (k, rows) if problem.transpose_lhs else (rows, k)),
@@ -125,5 +155,7 @@ def _padded_operands(problem: Problem, inner: Problem, layout: Layout, *operands
     out_shape: tuple[int, ...] = (problem.spans, k, n)
     if problem.form is Form.ROWS:
         out_shape = (round_up(problem.rows, layout.sublane_tile), n)
-    named |= {name: pad_to(x, (problem.local_groups, n))[:, None, :] for name, x in vectors.items() if x is not None}
+    named |= {
+        name: pad_to(x, (problem.local_groups, inner.n))[:, None, :] for name, x in vectors.items() if x is not None
+    }
     return named | {name: pad_to(x, out_shape) for name, x in matrices.items() if x is not None}

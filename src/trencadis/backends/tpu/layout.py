@@ -28,6 +28,7 @@ class Layout:
     cores: int = 1  # TensorCores over which the column blocks are split
     weight_parts: int = 0  # bfloat16 parts of weights multiplied by their scales along k; 0: sums are (promotion)
     columns: int = 0  # columns of n that are not padding; 0: all of them
+    cut: bool = False  # arrays in HBM have these columns alone, and copies reach into the padding of their last tiles
 
     @property
     def block_m(self) -> int:

@@ -16,6 +16,7 @@ from trencadis.backends.prepare import PREPARE, int4_as_int8
 from trencadis.backends.tpu import gating, k_parts
 from trencadis.backends.tpu.choose import chip_for, choose, choose_for_tile, padded, reason
 from trencadis.backends.tpu.indexing import LANES, Ref
+from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.passes import notes, precision_of, without_float16
 from trencadis.backends.tpu.products import FLOAT4, conversion_note, exact_in_operand
 from trencadis.core.activation import Activation, elementwise
@@ -42,7 +43,7 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     """The plan of a kernel for a TPU that `elsewhere` does not refuse, or why there is none."""
     chip = chip_for(target)
     inner = problem if problem.gate is not None else int4_as_int8(without_float16(problem), weights=False)
-    inner = peel(inner, _lowers)
+    inner = as_stored(peel(inner, _lowers), tiled=overrides.tilings.forward is not None)
     refusal = _arithmetic(inner) or _gated(inner) or _countable(inner)
     if refusal is not None:
         return refusal
@@ -65,10 +66,38 @@ def plan(problem: Problem, target: Target, overrides: Overrides) -> Plan | Refus
     slow = overrides.advise and exact_in_operand(seen) and not layout.weight_parts
     return Plan(
         asked=problem, problem=inner, target=target, backend="tpu", interpret=overrides.interpret,
-        tiling=Tiling(layout.block_m, layout.block_k, layout.block_n), layout=layout,
+        tiling=_tiling(problem, inner, layout), layout=layout,
         because=reason(seen, layout, chip), notes=tuple(filter(None, said)),
         slow=K_LAST if slow else "", advice=PREPARE if slow else "",
     )  # fmt: skip
+
+
+def as_stored(problem: Problem, *, tiled: bool) -> Problem:
+    """The problem with weights, or a result of their shape, in the order in which TPUs store them in the fewest bytes.
+
+    That has an axis of whole lanes last: without one the last axis is padded, so that XLA stores `[g, 2048, 352]` as
+    `[g, 352, 2048]`, and would have to copy it before a kernel that reads `[g, 2048, 352]`. A contraction computes the
+    transposed result then, from exchanged operands, unless it has a tile that the caller asked for.
+    """
+    if problem.form is Form.ROWS:
+        last, other = (problem.k, problem.n) if problem.transpose_rhs else (problem.n, problem.k)
+        transposed = last % LANES and other % LANES == 0 and problem.rhs.itemsize > 1
+        return problem.replace(transpose_rhs=not problem.transpose_rhs) if transposed else problem
+    plain = problem.gate is None and not problem.epilogue and not problem.transpose_lhs and not tiled
+    if not plain or problem.n % LANES == 0 or problem.k % LANES:
+        return problem
+    return problem.replace(k=problem.n, n=problem.k, lhs=problem.rhs, rhs=problem.lhs)
+
+
+def exchanged(asked: Problem, problem: Problem) -> bool:
+    """Whether a contraction has exchanged operands, and so the transposed result."""
+    return problem.form is Form.CONTRACTION and (asked.k, asked.n) != (problem.k, problem.n)
+
+
+def _tiling(asked: Problem, problem: Problem, layout: Layout) -> Tiling:
+    """The tile of a layout in the caller's units of m, k and n."""
+    tiling = Tiling(layout.block_m, layout.block_k, layout.block_n)
+    return Tiling(tiling.m, tiling.n, tiling.k) if exchanged(asked, problem) else tiling
 
 
 def _arithmetic(problem: Problem) -> Refusal | None:

@@ -32,7 +32,11 @@ def results(problem: Problem, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]
     """The shapes and dtypes of the results that the kernel writes, by name."""
     rows = round_up(problem.rows, layout.sublane_tile)
     found = gating.results(problem, layout).items()
-    return {name: jax.ShapeDtypeStruct((rows, each.axis.total), each.dtype) for name, each in found}
+    cut = {problem.n: layout.columns} if layout.cut else {}
+    return {
+        name: jax.ShapeDtypeStruct((rows, cut.get(each.axis.total, each.axis.total)), each.dtype)
+        for name, each in found
+    }
 
 
 def scratch(problem: Problem, layout: Layout) -> dict[str, Any]:

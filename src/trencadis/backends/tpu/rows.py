@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from trencadis.backends.tpu import block_scales, epilogue_vectors, gating, row_results
 from trencadis.backends.tpu.block_scales import BlockScales, as_held, held_weights
 from trencadis.backends.tpu.epilogue_vectors import EpilogueVectors, column_vectors, lane_vector_of
-from trencadis.backends.tpu.indexing import LANES, BlockedAxis, Dma, Index, Ref, Slice, Value, aligned_ds, i32
+from trencadis.backends.tpu.indexing import LANES, SUBLANES, BlockedAxis, Dma, Index, Ref, Slice, Value, aligned_ds, i32
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.pipeline import Cursor, Prefetcher
 from trencadis.backends.tpu.products import multiply, rescaled
@@ -112,7 +112,10 @@ class RowsBody:
 
     def _dma_weights(self, name: str, tile: Tile, slot: Index, chunk: Index) -> Dma:
         start, size = self.n.chunk_range(tile.block, chunk)
-        columns, inside = aligned_ds(start, size, LANES), aligned_ds(0, size, LANES)
+        unit = LANES
+        if self.layout.cut and self.problem.transpose_rhs:  # columns are rows here, which no tile pads up to 128
+            size, unit = jnp.minimum(size, i32(self.layout.columns) - start), SUBLANES
+        columns, inside = aligned_ds(start, size, unit), aligned_ds(0, size, unit)
         which, target = lax.rem(tile.span, i32(self.problem.weights)), self.vmem[name].at[slot, chunk]
         weights = as_held(self.hbm[name], held_weights(self.problem))
         if self.problem.transpose_rhs:
