@@ -224,6 +224,19 @@ def test_a_faster_backend_is_named():
     assert first.plan.backend == "triton" and first.plan.because.endswith("; faster than gpu with so few rows")
 
 
+def test_a_transposition_that_moves_nothing_is_no_copy():
+    """XLA for TPUs stores weights with an axis of whole lanes last; one without such an axis is padded, and said."""
+    for n in (352, 2048):
+        x, w = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((16, 2048, n), jnp.bfloat16)
+        found = why(x, w, jax.ShapeDtypeStruct((16,), jnp.int32), target="v6e", preferred_element_type=jnp.bfloat16)
+        assert [len(each.copies) for each in found.passes] == [0, 0, 0]
+    *_, d_rhs = why(
+        jax.ShapeDtypeStruct((8192, 2880), jnp.bfloat16), jax.ShapeDtypeStruct((16, 2880, 2880), jnp.bfloat16),
+        jax.ShapeDtypeStruct((16,), jnp.int32), target="v6e", preferred_element_type=jnp.bfloat16,
+    ).passes  # fmt: skip
+    assert any(copy.startswith("slice") for copy in d_rhs.copies)
+
+
 def test_products_that_no_kernel_gates_are_counted():
     """What is gathered before them, and what follows; a kernel of both says nothing of it."""
 

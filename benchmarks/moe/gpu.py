@@ -8,7 +8,6 @@ import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -107,7 +106,7 @@ def timed(prepared: Prepared, x: Operands, names: Sequence[str]) -> Iterator[Rec
             yield dataclasses.replace(record, time=times.get(key), why=record.why or why.get(key, ""))
         seconds = {name: time for (kind, name), time in times.items() if kind == PRODUCTS}
         yield prepared.products_record(which, seconds, "; ".join(dict.fromkeys(why.values())))
-    times, why = _times(prepared, x, {(OTHERS, name): part for name, part in prepared.others.items()})
+    times, why = _times(prepared, x, {(OTHERS, name): part for name, part in prepared.others.items()}, {})
     for name, part in prepared.others.items():
         record = Record(problem=shape.name, dtype=shape.label, which=name, details={"bytes": part.bytes})
         yield dataclasses.replace(record, time=times.get((OTHERS, name)), why=why.get((OTHERS, name), ""))
@@ -117,7 +116,7 @@ def _times(
     prepared: Prepared,
     x: Operands,
     found: Mapping[Key, Part],
-    calls: Mapping[Key, tuple[JaxCall, HostClock | CuptiClock]] = MappingProxyType({}),
+    calls: Mapping[Key, tuple[JaxCall, HostClock | CuptiClock]],
 ) -> tuple[dict[Key, Stats], dict[Key, str]]:
     """The times of parts, and of calls that take turns with them, and why some have none."""
     every, failed = dict(calls), {}

@@ -46,7 +46,8 @@ T = TypeVar("T")
 SMALL = 1 << 16  # bytes of an array that is too small to be reported as a copy
 PRIMITIVES = (*PRODUCTS, gated_p, gemm_p)
 # functions that count as one operation, whatever they consist of
-FUSED = ("hi_lo", "three_parts", "permute_k", "interleave_columns", "deinterleave")
+FREE = "in_memory_order"  # a transposition that moves nothing
+FUSED = (FREE, "hi_lo", "three_parts", "permute_k", "interleave_columns", "deinterleave")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +326,7 @@ def _copies(chosen: Plan) -> Iterator[str]:
     for equation in equations:
         source, made = equation.invars[0].aval, equation.outvars[0].aval
         size = sum(each.aval.size * each.aval.dtype.itemsize for each in equation.outvars)
-        if size >= SMALL and equation is not product:
+        if size >= SMALL and equation is not product and _name(equation) != FREE:
             yield f"{_name(equation)} {source.str_short()} -> {made.str_short()}, {size / 1e6:.3g} MB"
 
 

@@ -42,6 +42,7 @@ from trencadis.moe.permutation import (
     Owned,
     Permutation,
     assignments_of,
+    owned_mask,
     permute,
     rows_of,
     rows_of_tokens,
@@ -373,9 +374,7 @@ def _contraction(
 
 def _owned(indices: Indices, experts: Experts, rows: int) -> Array:
     """The mask [m, 1] of the rows whose expert is here."""
-    low, high = _owned_rows(indices, experts, rows)
-    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    return (row >= low) & (row < high)
+    return owned_mask(rows, _owned_rows(indices, experts, rows))
 
 
 def _window(indices: Indices, experts: Experts, rows: int) -> Owned:

@@ -121,8 +121,13 @@ def _where_owned(rows: Array, owned: Owned) -> Array:
     """The rows [m, d], and 0 for those that are not owned."""
     if owned is None:
         return rows
-    row = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
-    return jnp.where((row >= owned[0]) & (row < owned[1]), rows, 0)
+    return jnp.where(owned_mask(rows.shape[0], owned), rows, 0)
+
+
+def owned_mask(rows: int, owned: tuple[Array, Array]) -> Array:
+    """The mask [rows, 1] of the rows that are owned."""
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    return (row >= owned[0]) & (row < owned[1])
 
 
 def combine(y: Num[Array, "rows d"], weights: Float[Array, "t k"], permutation: Permutation) -> Num[Array, "t d"]:

@@ -16,14 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from trencadis.backends.gpu.layout import ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
-from trencadis.backends.gpu.parts import from_part
+from trencadis.backends.gpu.parts import OPERANDS, from_part
 from trencadis.backends.gpu.rows import Gathered, operand_a, operand_b, swizzled
 from trencadis.backends.gpu.tile_scheduler import Ref, Refs, Scalar, Tile, TileScheduler, i32
 from trencadis.core.problem import Problem
 
 MASK_ROWS = 64  # rows of a K-major stage that are masked at a time
 
-OPERANDS = ("lhs", "rhs")
 STAGED = ("smem_lhs", "smem_rhs")  # the stages of operands A and B
 
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from trencadis.backends.gpu.choose import mma_dtype
 from trencadis.backends.gpu.layout import ROW_ALIGN, WGMMA_M, Layout, swizzle_elements
-from trencadis.backends.gpu.parts import hi_lo, part_name, three_parts
+from trencadis.backends.gpu.parts import OPERANDS, hi_lo, part_name, three_parts
 from trencadis.backends.gpu.scales import column_scales_by_step, shared_by_tile
 from trencadis.backends.prepare import flat_sizes, pad_to, round_up
 from trencadis.core.dtypes import bits
@@ -141,11 +141,11 @@ def _prepared(
         shapes += [(n, whole) if layout.k_major else (rows, n)]
         inner = problem.replace(n=n)
     if problem.gather is not None:
-        at = ("lhs", "rhs").index(problem.gather.operand)
+        at = OPERANDS.index(problem.gather.operand)
         shapes[at] = (problem.gather.tokens, shapes[at][1])
     named = {}
-    for name, x, shape, dtype in zip(("lhs", "rhs"), (lhs, rhs), shapes, (problem.lhs, problem.rhs), strict=True):
-        parts = {pair[("lhs", "rhs").index(name)] for pair in layout.products}
+    for name, x, shape, dtype in zip(OPERANDS, (lhs, rhs), shapes, (problem.lhs, problem.rhs), strict=True):
+        parts = {pair[OPERANDS.index(name)] for pair in layout.products}
         if len(parts) == 2:
             named[name], named[part_name(name, 1)] = hi_lo(pad_to(x, shape))
         elif len(parts) == 3:

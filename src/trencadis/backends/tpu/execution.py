@@ -14,11 +14,11 @@ from trencadis.backends.prepare import flat_sizes, pad_to, round_up
 from trencadis.backends.tpu import block_scales, gating, k_parts
 from trencadis.backends.tpu.choose import chip_for, padded
 from trencadis.backends.tpu.epilogue_vectors import as_lane_vectors
-from trencadis.backends.tpu.indexing import SUBLANES
 from trencadis.backends.tpu.kernel import call
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.passes import precision_of
 from trencadis.backends.tpu.planning import exchanged
+from trencadis.backends.tpu.realign import native_rows
 from trencadis.core.decision import Plan
 from trencadis.core.jax_compat import vary_alike
 from trencadis.core.problem import Form, Problem
@@ -37,7 +37,7 @@ def run(plan: Plan, *operands: Array) -> Any:
     wide = [x.astype(dtype) if x.dtype in (jnp.float16, jnp.int4) else x for x, (_, dtype) in given]
     compute = execute_parts if k_parts.in_parts(plan.problem, plan.layout) else execute
     (out,) = compute(plan.problem, padded(plan.problem), plan.layout, *wide, **options)
-    out = out.mT if exchanged(plan.asked, plan.problem) else out
+    out = in_memory_order(out) if exchanged(plan.asked, plan.problem) else out
     return out if plan.peeled or plan.split else out.astype(plan.asked.out)
 
 
@@ -50,8 +50,14 @@ def _as_stored(plan: Plan, *operands: Array) -> list[Array]:
         return [lhs, rhs, *rest]
     if problem.gate is not None and not problem.gate.pullback:
         up = len(problem.epilogue.split(tuple(rest[2:])).given) + 2
-        rest[up] = rest[up].mT
-    return [lhs, rhs.mT, *rest]
+        rest[up] = in_memory_order(rest[up])
+    return [lhs, in_memory_order(rhs), *rest]
+
+
+@jax.jit
+def in_memory_order(x: Array) -> Array:
+    """Transposed matrices, as XLA stores them already, so that nothing is moved; `why` leaves it out by its name."""
+    return x.mT
 
 
 def call_options(plan: Plan, **params: Any) -> dict[str, Any]:
@@ -91,7 +97,7 @@ def copies_cut(problem: Problem, inner: Problem, layout: Layout) -> bool:
     interpreter has no such padding.
     """
     several = layout.chunk < inner.n and problem.n != inner.n
-    whole = not problem.transpose_rhs or (problem.n % SUBLANES == 0 and problem.rhs.itemsize > 1)
+    whole = not problem.transpose_rhs or problem.n % native_rows(problem.rhs.itemsize) == 0
     return problem.form is Form.ROWS and several and whole
 
 

@@ -10,7 +10,6 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 LANES = 128  # entries of the last axis in a vector register
-SUBLANES = 16  # rows of a tile in memory, of 16 or 32 bits
 
 Index = Any  # an int32 scalar inside a kernel: a traced i32[], an np.int32, or an int where it is static
 Slice = Any  # what `pl.ds` gives

@@ -17,11 +17,11 @@ from jax.experimental.pallas import tpu as pltpu
 from trencadis.backends.tpu import block_scales, epilogue_vectors, gating, row_results
 from trencadis.backends.tpu.block_scales import BlockScales, as_held, held_weights
 from trencadis.backends.tpu.epilogue_vectors import EpilogueVectors, column_vectors, lane_vector_of
-from trencadis.backends.tpu.indexing import LANES, SUBLANES, BlockedAxis, Dma, Index, Ref, Slice, Value, aligned_ds, i32
+from trencadis.backends.tpu.indexing import LANES, BlockedAxis, Dma, Index, Ref, Slice, Value, aligned_ds, i32
 from trencadis.backends.tpu.layout import Layout
 from trencadis.backends.tpu.pipeline import Cursor, Prefetcher
 from trencadis.backends.tpu.products import multiply, rescaled
-from trencadis.backends.tpu.realign import load_rows
+from trencadis.backends.tpu.realign import load_rows, native_rows
 from trencadis.backends.tpu.row_results import RowResults, results
 from trencadis.backends.tpu.tile_scheduler import Tile, TileScheduler
 from trencadis.core.dtypes import cast
@@ -114,7 +114,8 @@ class RowsBody:
         start, size = self.n.chunk_range(tile.block, chunk)
         unit = LANES
         if self.layout.cut and self.problem.transpose_rhs:  # columns are rows here, which no tile pads up to 128
-            size, unit = jnp.minimum(size, i32(self.layout.columns) - start), SUBLANES
+            size = jnp.minimum(size, i32(self.layout.columns) - start)
+            unit = native_rows(self.problem.rhs.itemsize)
         columns, inside = aligned_ds(start, size, unit), aligned_ds(0, size, unit)
         which, target = lax.rem(tile.span, i32(self.problem.weights)), self.vmem[name].at[slot, chunk]
         weights = as_held(self.hbm[name], held_weights(self.problem))
