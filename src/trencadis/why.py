@@ -45,9 +45,8 @@ T = TypeVar("T")
 
 SMALL = 1 << 16  # bytes of an array that is too small to be reported as a copy
 PRIMITIVES = (*PRODUCTS, gated_p, gemm_p)
-# functions that count as one operation, whatever they consist of
 FREE = "in_memory_order"  # a transposition that moves nothing
-FUSED = (FREE, "hi_lo", "three_parts", "permute_k", "interleave_columns", "deinterleave")
+FUSED = (FREE, "hi_lo", "three_parts", "permute_k", "interleave_columns", "deinterleave")  # each is one operation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
